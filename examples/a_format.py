@@ -53,7 +53,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     for rank, name in enumerate(files):
         if not sources.is_file(name):
             raise IncompleteCheckpoint(
-                f"{path}: the file of rank {rank} is missing", hint=f"copy {name} again"
+                "missing-file",
+                f"{path}: the file of rank {rank} is missing",
+                hint=f"copy {name} again",
             )
     entries, parameters, offset = {}, {}, 0
     for name, shape in index["shapes"].items():
@@ -82,7 +84,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def lay_out(source: Manifest, options: Options) -> Layout:
     shapes = {name: weight_of(source.entries, name).stored.shape for name in source.parameters}
     if odd := [name for name, shape in shapes.items() if prod(shape) % 2]:
-        raise WrongOption(f"two ranks cannot share the elements of {odd[0]}: their number is odd")
+        raise WrongOption(
+            "sizes-do-not-fit",
+            f"two ranks cannot share the elements of {odd[0]}: their number is odd",
+        )
     index = json.dumps({"step": source.step, "shapes": shapes}).encode()
     size = sum(4 * prod(shape) // 2 for shape in shapes.values())  # bytes of one rank
 

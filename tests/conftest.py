@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hypothesis
+import msgspec
 import pytest
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as store.py does before it imports torch
 
 
 from zckpt import cli
+from zckpt.cli import documents
+from zckpt.errors import Notice
 from zckpt.files import torchfile
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
@@ -88,6 +91,22 @@ def fork() -> int:
         return os.fork()
 
 
+def texts(notices: Iterable[Notice | Mapping[str, Any]]) -> list[str]:
+    """The sentences of notices, or of lines of a report."""
+    return [
+        notice.message if isinstance(notice, Notice) else notice["message"] for notice in notices
+    ]
+
+
+def check_document(value: Any) -> None:
+    """Raises for a document of --json that `zckpt schema` does not describe."""
+    if value is None:  # auto-resume without a checkpoint
+        return
+    kind = documents.Error if "error" in value else documents.DOCUMENTS[value["command"]]
+    msgspec.convert(value, kind)
+    assert set(value) <= set(kind.__struct_fields__), set(value) - set(kind.__struct_fields__)
+
+
 @dataclass(frozen=True)
 class Result:
     """What a command printed, and its exit code."""
@@ -98,7 +117,10 @@ class Result:
 
     @property
     def document(self) -> Any:
-        return json.loads(self.out)
+        """The document of --json, which must have the keys and types of its schema."""
+        value = json.loads(self.out)
+        check_document(value)
+        return value
 
 
 @pytest.fixture

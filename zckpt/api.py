@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .copying.sharing import Part as Part
 from .core import description, loading, sources
-from .core.description import Report
+from .core.description import VERSION, Report
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
@@ -343,8 +343,8 @@ def diff(
     first, second, lines = read_both(a, b, reading)
     with sources.unchanged(first.fingerprints, second.fingerprints):
         findings = proof.diff(first, second, selection, copying, begin)
-    findings["notes"] = [*lines, *findings["notes"]]
-    report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
+    findings["notes"] = [*said(lines), *findings["notes"]]
+    report: Report = {"zckpt": VERSION, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     report["selection"] = selection.flags
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
@@ -369,7 +369,7 @@ def stats(
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     manifest = read_manifest(path, _reading(source, nameless=True))
-    report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
+    report: Report = {"zckpt": VERSION, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
     with sources.unchanged(manifest.fingerprints):
         findings = health.measure_all(manifest, tensors, copying, begin)

@@ -7,10 +7,10 @@ import json
 import os
 import shlex
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from reprlib import Repr
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -108,7 +108,11 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}({', '.join(texts)})"
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Severity = Literal["error", "warning", "note"]
+Kind = TypeVar("Kind", bound="ZckptError")
 
 
 class Notice(Struct, frozen=True, kw_only=True):
@@ -140,6 +144,20 @@ def warning(
     )
 
 
+def problem(
+    code: str,
+    message: str,
+    *,
+    subject: str | None = None,
+    file: str | None = None,
+    hint: str = "",
+) -> Notice:
+    """What is wrong with a checkpoint, found by a command that looks and goes on."""
+    return Notice(
+        code=code, severity="error", subject=subject, file=file, message=message, hint=hint
+    )
+
+
 def note(code: str, message: str, *, subject: str | None = None, file: str | None = None) -> Notice:
     """A fact that is harmless, or that lies in the nature of what was asked for."""
     return Notice(code=code, severity="note", subject=subject, file=file, message=message)
@@ -165,6 +183,13 @@ class ZckptError(Exception):
         self.code, self.message, self.hint = code, message, hint or self.usual_hint
         self.subject, self.file = subject, file
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return again, (type(self), self.__dict__)
+
+    def again(self, **fields: Any) -> Self:
+        """The same error with other fields, such as a message that names the file."""
+        return again(type(self), self.__dict__ | fields)
+
     @property
     def notice(self) -> Notice:
         """The error as a record."""
@@ -181,6 +206,13 @@ class ZckptError(Exception):
     def notices(self) -> tuple[Notice, ...]:
         """The error as records: one for each thing that is wrong."""
         return (self.notice,)
+
+
+def again(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:
+    """An error of this class with these fields."""
+    error = kind.__new__(kind, fields["message"])
+    error.__dict__.update(fields)
+    return error
 
 
 class NotACheckpoint(ZckptError):

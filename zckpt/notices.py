@@ -264,7 +264,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "optimizer-unsupported": Code(
             REFUSAL,
-            "zckpt or the target does not know this optimizer.",
+            "The optimizer is not known to zckpt or to the target.",
             "Its states have a form that only its program understands.",
             "Convert with another `--optimizer`, or the weights alone.",
         ),
@@ -642,6 +642,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The limit is low, or `-j` is high.",
             "Raise it (`ulimit -n`), or use a lower `-j`.",
         ),
+        "store-without-condition": Code(
+            SAID,
+            "The store takes no condition, so that two writers could meet.",
+            "It does not know `If-None-Match`.",
+            "Let no other program write there at the same time.",
+        ),
         "upload-damaged": Code(
             REFUSAL,
             "A file did not arrive in the store as it was sent.",
@@ -718,12 +724,6 @@ TOPICS: dict[str, dict[str, Code]] = {
             "They were saved with checksums switched off, or by an engine without them.",
             "Compare with another copy; a universal checkpoint has checksums.",
         ),
-        "gradient-missing": Code(
-            SAID,
-            "A moment is zero in all elements after updates.",
-            "No gradient has reached the parameter.",
-            "Look whether the program uses it.",
-        ),
         "moment-impossible": Code(
             SAID,
             "A moment has values that its optimizer never gives it.",
@@ -772,6 +772,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The two are of different runs or times.",
             "Look at the values.",
         ),
+        "step-stalled": Code(
+            SAID,
+            "The step has reached the limit of its type, and no longer grows.",
+            "The program keeps it in bf16 or fp16.",
+            "Keep it in fp32: the true number of updates is higher.",
+        ),
         "tensor-differs": Code(
             FAULT,
             "A tensor differs in value, type or shape.",
@@ -801,6 +807,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Equality rests on a guess that both sides share.",
             "Names were inferred in both.",
             "Name the parameters with `--param-names`.",
+        ),
+        "values-constant": Code(
+            SAID,
+            "All elements of a tensor are equal.",
+            "No gradient has reached the parameter, or it was never initialised.",
+            "Look whether the program uses it.",
         ),
     },
     "What was inferred or assumed": {
@@ -925,6 +937,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Weights are not their rounded masters, and both are kept.",
             "The engine changes them after each update.",
             "Nothing.",
+        ),
+        "weights-omitted": Code(
+            SAID,
+            "Weights beside the model are not in the target.",
+            "They are averages, or the model of something else.",
+            "Choose them with `--root`, as the sentence says.",
         ),
     },
     "Others": {

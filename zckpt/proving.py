@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from . import formats
 from .core import duplicates, sources
-from .core.description import Report
+from .core.description import VERSION, Report, line_of, said
 from .core.pooling import Pool
 from .core.resources import Begin, Copying, own_rank
 from .core.states import Selection
@@ -77,7 +77,7 @@ def prove(
         )
     started = time.monotonic()
     report: Report = {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "verify",
         "path": os.fspath(path),
         "against": None if against is None else os.fspath(against),
@@ -102,8 +102,9 @@ def prove(
         if gather and report["rank"]:  # rank 0 reports its own, which may differ
             raise
         pool.agree_on_problem(error.message)
-        problem = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-        findings = {"problems": [problem], "differences": []}
+        kind = type(error).__name__
+        problems = [line_of(notice, error=kind) for notice in error.notices]
+        findings = {"problems": problems, "differences": []}
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -132,18 +133,18 @@ def _verify(
         if against is None:
             format = formats.named(manifest.format)
             if not format.is_neutral:  # its manifest states the checksum of each file
-                about["warnings"] += duplicates.check_duplicates(manifest)
+                about["warnings"] += said(duplicates.check_duplicates(manifest))
             if check_slices := format.functions.check_slices:
                 check_slices(manifest)
             return about | verify_alone(manifest, selection.tensors, copying, begin)
         if contents is not None:
             root = (reading.root or "").partition("=")[0]
             found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
-            return about | found | {"notes": [*lines, *found["notes"]]}
+            return about | found | {"notes": [*said(lines), *found["notes"]]}
         with sources.unchanged(other.fingerprints):
-            about["warnings"] += oddly_timed(other)
+            about["warnings"] += said(oddly_timed(other))
             found = verify_against(manifest, other, selection, copying, begin)
-            return about | found | {"notes": [*lines, *found["notes"]]}
+            return about | found | {"notes": [*said(lines), *found["notes"]]}
 
 
 def _gather(
@@ -172,6 +173,6 @@ def _gather(
     with sources.unchanged(manifest.fingerprints, other.fingerprints):
         partitions = formats.named(manifest.format).functions.partitions
         parts = partitions(manifest.root, rules) if partitions else None
-        about["warnings"] += oddly_timed(other)
+        about["warnings"] += said(oddly_timed(other))
         found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
-        return about | found | {"notes": [*lines, *found["notes"]]}
+        return about | found | {"notes": [*said(lines), *found["notes"]]}

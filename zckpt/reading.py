@@ -25,8 +25,11 @@ from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     MissingData,
+    Notice,
     WrongOption,
     listed,
+    note,
+    warning,
 )
 from .formats.format import Format
 from .formats.reading import Reading
@@ -43,8 +46,6 @@ from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
 from .training.trainers import lacking_state
-
-OWN_TENSORS = "tensors of the program's own state"
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
@@ -90,7 +91,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     return replace(manifest, warnings=tuple(lines), left_out=tuple(left_out))
 
 
-def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[str]:
+def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[Notice]:
     """Warnings of the checks that read tensors, before one is handed out, or written.
 
     Is a file a copy of another one? Do masters round to their weights? Are the copies of ranks
@@ -99,7 +100,7 @@ def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool
     that they are meant; `replicas` says which of several copies that differ is taken.
     """
     format = formats.named(manifest.format)
-    functions, lines = format.functions, list[str]()
+    functions, lines = format.functions, list[Notice]()
     if not format.is_neutral:  # it states each file's checksum
         lines += duplicates.check_duplicates(manifest)
     if format.compares is not None and not manifest.weights_differ:
@@ -128,7 +129,7 @@ def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool
     with sources.unchanged(manifest.fingerprints):
         lines = check_tensors(manifest, replicas, accept_weights)
     for line in (*oddly_timed(manifest), *lines):
-        warnings.warn(line, stacklevel=3)
+        warnings.warn(line.message, stacklevel=3)
     _asked.clear()
     _asked[manifest.root] = question
 
@@ -137,8 +138,8 @@ _asked: dict[str, object] = {}
 """What was checked last, by the path of the checkpoint, with the fingerprints of its files."""
 
 
-def _own_tensors(manifest: Manifest) -> list[str]:
-    """Lines about tensors of the program's own state, of which weights alone have nothing.
+def _own_tensors(manifest: Manifest) -> list[Notice]:
+    """Notes on tensors of the program's own state, of which weights alone have nothing.
 
     The averages of an EMA may be among them.
     """
@@ -148,11 +149,11 @@ def _own_tensors(manifest: Manifest) -> list[str]:
         for name, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
+    known = {(notice.subject or "").partition(".")[0] for notice in manifest.left_out}
     return [
-        f"{key}: {OWN_TENSORS}"
+        note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()
-        if not any(line.startswith((f"{key}:", f"{key}.")) for line in manifest.left_out)
-        and any(f"{name}/state" in values for name in tensors_in(value))
+        if key not in known and any(f"{name}/state" in values for name in tensors_in(value))
     ]
 
 
@@ -183,8 +184,8 @@ def refuse_incomplete(path: str) -> None:
     refuse_unfinished([path])
 
 
-def oddly_timed(manifest: Manifest) -> list[str]:
-    """Sentences about files of ranks that were not written when their siblings were."""
+def oddly_timed(manifest: Manifest) -> list[Notice]:
+    """Warnings about files of ranks that were not written when their siblings were."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
     lasts = {
@@ -205,28 +206,35 @@ def oddly_timed(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _odd(paths: Sequence[str], when: str) -> list[str]:
-    """A sentence about files that were written at an odd time, if there are any."""
+def _odd(paths: Sequence[str], when: str) -> list[Notice]:
+    """A warning about files that were written at an odd time, if there are any."""
     if not paths:
         return []
     them = "it" if len(paths) == 1 else "they"
-    return [f"{listed(paths)}: written more than ten minutes {when}; {them} may be of another save"]
+    message = (
+        f"{listed(paths)}: written more than ten minutes {when}; {them} may be of another save"
+    )
+    return [warning("files-of-other-time", message, file=paths[0])]
 
 
-def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
+def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice]:
     """Options for tensor ranks of a checkpoint that has none."""
     if manifest.origin.tp not in (None, 1) or manifest.tensor_parallel is not None:
         return []
     tp_rules = None if format.reports_unused_rules else reading.tp_rules
     return [
-        f"{flag} {value} is not used: {manifest.root} has no tensor ranks"
+        warning(
+            "option-without-effect",
+            f"{flag} {value} is not used: {manifest.root} has no tensor ranks",
+            subject=flag,
+        )
         for flag, value in (("--tp-rules", tp_rules), ("--replicas", reading.replicas))
         if value is not None
     ]
 
 
-def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
-    """A sentence about `--param-names` that names the parameters which the files name themselves.
+def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
+    """A warning about `--param-names` that names the parameters which the files name themselves.
 
     A reader that needs names has taken those of the option, in its order. Only stages of a pipeline
     have an order of their own.
@@ -238,7 +246,10 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
     given = [name for name in reading.param_names or () if name in trained]
     if given == trained or {*given} != {*trained} or not is_known(manifest):
         return []
-    return [f"{manifest.root} names its parameters itself, in another order than --param-names has"]
+    message = (
+        f"{manifest.root} names its parameters itself, in another order than --param-names has"
+    )
+    return [warning("option-without-effect", message, subject="--param-names")]
 
 
 def _need_root(reading: Reading, *manifests: Manifest) -> None:

@@ -255,7 +255,7 @@ def test_a_process_that_must_not_write_any_more(tmp_path: Path) -> None:
 
     class Left(Sharing):
         def check(self) -> None:
-            raise ProcessLost("this process was given up")
+            raise ProcessLost("process-lost", "this process was given up")
 
     job = one(tmp_path)
     before = [Path(path).read_bytes() for path in job.target.files]

@@ -16,7 +16,7 @@ from zckpt.core import sources
 from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.fileio import Reader
 from zckpt.core.fragments import Extent
-from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, SourceChanged, hint_for
+from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, SourceChanged, notice_of
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -78,19 +78,19 @@ def test_what_changes_is_noticed_in_the_end(path: Path, change: Callable[[Path],
     with pytest.raises(SourceChanged, match=message), sources.unchanged(read):
         change(path)
     with pytest.raises(SourceChanged), sources.unchanged(read):
-        raise CorruptCheckpoint("these bytes do not fit")
+        raise CorruptCheckpoint("file-damaged", "these bytes do not fit")
 
 
 def test_an_error_without_a_change_stays_itself(path: Path) -> None:
     read = {str(path): fingerprint(path)}
     with pytest.raises(CorruptCheckpoint), sources.unchanged(read):
-        raise CorruptCheckpoint("these bytes do not fit")
+        raise CorruptCheckpoint("file-damaged", "these bytes do not fit")
     with (
         pytest.raises(InconsistentCheckpoint),
         sources.watching(),
         sources.opened(str(path)),
     ):
-        raise InconsistentCheckpoint("these files do not fit")
+        raise InconsistentCheckpoint("mixed-saves", "these files do not fit")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -198,10 +198,10 @@ def test_a_reader_names_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_error_of_a_disk_has_its_hint() -> None:
     numbers = (errno.EIO, errno.ENOMEM, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENOSPC)
-    hints = {hint_for(OSError(number, os.strerror(number))) for number in numbers}
+    hints = {notice_of(OSError(number, os.strerror(number))).hint for number in numbers}
     assert len(hints) == len(numbers)
-    assert hint_for(OSError("no number"))
-    assert "ulimit -n" in hint_for(OSError(errno.EMFILE, ""))
+    assert notice_of(OSError("no number")).hint
+    assert "ulimit -n" in notice_of(OSError(errno.EMFILE, "")).hint
 
 
 # -- looking and listing
@@ -293,7 +293,7 @@ def test_files_that_contradict_each_other_because_one_changed(
     def read() -> None:
         with sources.watching(), sources.opened(str(path)):
             change(path)
-            raise InconsistentCheckpoint("they differ")
+            raise InconsistentCheckpoint("mixed-saves", "they differ")
 
     with pytest.raises(SourceChanged, match=str(path)) as caught:
         read()

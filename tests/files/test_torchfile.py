@@ -431,7 +431,7 @@ def everything(path: str) -> bytes:
     """The bytes of the tensor that is the file's value."""
     file = TorchFile(path)
     if not isinstance(file.value, Tensor):
-        raise CorruptCheckpoint("another value")
+        raise CorruptCheckpoint("file-damaged", "another value")
     return gathered(file, file.value)
 
 

@@ -110,7 +110,7 @@ from zckpt.formats.format import Functions
 from .options import SHAPE
 
 def lay_out(source, options):
-    raise MissingData(f"no toy is {options[SHAPE]}")
+    raise MissingData("option-needed", f"no toy is {options[SHAPE]}")
 
 FUNCTIONS = Functions(read=None, lay_out=lay_out)
 """

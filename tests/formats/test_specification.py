@@ -37,5 +37,13 @@ def test_every_key_is_specified(tmp_path: Path) -> None:
         assert keys("entries") - OF_SOME_TENSORS - offsets == entry.keys()
 
 
+def test_every_key_of_a_notice_is_specified(tmp_path: Path) -> None:
+    ranks = ROOT / "tests" / "data" / "megatron-0.16.1-legacy-ep2"
+    zckpt.convert(ranks, tmp_path / "universal")
+    manifest = json.loads((tmp_path / "universal" / "manifest.json").read_text())
+    (notice,) = manifest["notices"]["left_out"]
+    assert keys("notices") == notice.keys()
+
+
 def test_every_tag_is_specified() -> None:
     assert keys("Tagged JSON") == {*inert._MAKERS, "$object"}

@@ -155,7 +155,7 @@ def test_a_failure_that_cannot_be(
             self.store.set(f"{self._name}failure", json.dumps(value))
 
         def refuse(*_: object) -> None:
-            raise CorruptCheckpoint("it says nothing of this")
+            raise CorruptCheckpoint("file-damaged", "it says nothing of this")
 
         Group._fail = fail  # type: ignore[method-assign, assignment]
         Processes.agree_on = refuse  # type: ignore[method-assign, assignment]

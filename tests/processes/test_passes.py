@@ -160,7 +160,7 @@ def test_a_file_that_one_node_lacks(rank: int, sources: dict[str, Path], launch:
 
     def lacking() -> None:
         def read(*_: object, **__: object) -> None:
-            raise IncompleteCheckpoint("a.pt is missing")
+            raise IncompleteCheckpoint("missing-file", "a.pt is missing")
 
         proving.read = read  # type: ignore[assignment]
 

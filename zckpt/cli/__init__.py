@@ -1,10 +1,11 @@
 """The command line: `main` runs it, and `cli` is the group of its commands.
 
-commands.py     inspect, convert, reshard, export
+commands.py     inspect, convert, reshard, export, clean-up, formats, schema
 checking.py     verify, diff, stats, probe-diff
 pages.py        report, and --html of others
 resuming.py     auto-resume, check
 options.py      the options that they share; parameters.py reads values
+documents.py    the keys and types of --json, and their JSON Schema
 help.py         how `--help` looks
 launched.py     in this process alone, or in all processes of a launch
 run.py          how a command ends: exit code and error

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .. import display
+from ..core import description
 from ..formats.reading import NamedKeywords
 from . import launched, pages
 from .help import ExplainedCommand
@@ -93,7 +94,7 @@ def verify(
         return 0
     display.answer(report, as_json, quiet, display.verified)
     if save_proof:
-        display.save(save_proof, report)
+        display.save(save_proof, description.proof_of(report))
     if html:
         from ..reporting import parts
 

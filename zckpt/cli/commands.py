@@ -11,12 +11,12 @@ import click
 from .. import display
 from ..core import description
 from ..core.version import __version__
-from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized
+from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized, warning
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
 from ..remote.anywhere import jobs_for, local, telling, translated
 from ..remote.mirror import spelled
-from . import launched, output, pages, signals
+from . import documents, launched, output, pages, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
 from .options import (
@@ -108,9 +108,8 @@ def inspect(
             pages.save(html, translated(parts.of_inspect(manifest)))
         is_summary = not (tensors or steps or layout or state)
         if manifest.origin.slices is not None and not (is_summary or as_json):
-            display.warn(
-                [*map(spelled, manifest.warnings)], quiet
-            )  # a shape in a list is not the tensor's
+            # a shape in a list is not the tensor's
+            display.warn(translated(description.said(manifest.warnings)), quiet)
 
         def summary() -> dict[str, Any]:
             report = description.inspect(manifest, other_objects(manifest))
@@ -151,9 +150,9 @@ def write(
     """Converts, reshards or exports a checkpoint, with progress, and prints the report."""
     from .. import api
 
-    shown: list[str] = []
+    shown: list[dict[str, Any]] = []
 
-    def tell(warnings: Sequence[str]) -> None:
+    def tell(warnings: Sequence[dict[str, Any]]) -> None:
         shown.extend(warnings)
         display.warn(warnings, quiet or as_json)
 
@@ -185,7 +184,8 @@ def write(
     except OSError as error:  # a full disk behind stdout
         if dry_run:
             raise
-        display.warn([f"{target} is complete, but not reported: {error}"], quiet=False)
+        message = f"{target} is complete, but not reported: {error}"
+        display.warn(description.said([warning("output-not-writable", message)]), quiet=False)
         output.discard()
 
 
@@ -334,9 +334,18 @@ def formats(as_json: bool) -> None:
         {"format": f.name, "reads": f.reads, "writes": f.writes, "about": f.about} for f in FORMATS
     ]
     if as_json:
-        display.document({"zckpt": 1, "command": "formats", "formats": listed})
+        display.document({"zckpt": description.VERSION, "command": "formats", "formats": listed})
     else:
         display.table(
             ("format", "reads", "writes", ""),
             [(f.name, f.reads, f.writes, f.about) for f in FORMATS],
         )
+
+
+@cli.command(
+    "schema", examples=("zckpt schema verify", "zckpt schema reshard > reshard.schema.json")
+)
+@click.argument("command")
+def schema(command: str) -> None:
+    """Print the JSON Schema of what COMMAND prints with --json."""
+    display.document(documents.schema(command))

@@ -17,16 +17,20 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
+from msgspec import to_builtins
 
+from ..core.description import VERSION
 from ..core.resources import own_rank
+from ..display.terminal import shown
 from ..errors import (
     CorruptCheckpoint,
     Interrupted,
+    Notice,
     ProcessFailed,
     WrongOption,
     ZckptError,
-    hint_for,
     meant,
+    notice_of,
     safe,
 )
 from ..errors import cause as why_of
@@ -58,27 +62,27 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             )
         code = command(words)
     except ZckptError as error:
-        if (
-            isinstance(error, ProcessFailed) and error.exit_code is not None
-        ):  # another process prints it
-            sys.exit(error.exit_code)
+        if isinstance(error, ProcessFailed) and error.exit_code is not None:
+            sys.exit(error.exit_code)  # another process prints it
         code = 2 if isinstance(error, WrongOption) else 1
-        fail(words, type(error).__name__, error.message, error.hint, code)
+        fail(words, type(error).__name__, error.notice, code)
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        fail(words, "OSError", what, hint_for(error), 1)
+        fail(words, "OSError", notice_of(error), 1)
     except KeyboardInterrupt as error:
         code = 128 + (error.args[0] if error.args else signals.SIGINT)
-        fail(words, "Interrupted", "interrupted", after_interrupt(words, error), code)
+        hint = after_interrupt(words, error)
+        fail(words, "Interrupted", ended("interrupted", "interrupted", hint), code)
     except MemoryError:
         hint = "use a lower -j or --memory, or a machine with more memory"
-        fail(words, "MemoryError", "too little memory is free", hint, 1)
+        fail(words, "MemoryError", ended("out-of-memory", "too little memory is free", hint), 1)
     except RecursionError as error:  # a last net: readers name the file
         what = f"the checkpoint cannot be read: {why_of(error)}"
-        fail(words, "CorruptCheckpoint", what, CorruptCheckpoint.usual_hint, 1)
+        hint = CorruptCheckpoint.usual_hint
+        fail(words, "CorruptCheckpoint", ended("file-damaged", what, hint), 1)
     except Exception as error:
+        what = f"{type(error).__name__}: {error}"
         hint = "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows"
-        fail(words, "InternalError", f"{type(error).__name__}: {error}", hint, 1)
+        fail(words, "InternalError", ended("internal-error", what, hint), 1)
     output.flush()
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -105,7 +109,7 @@ def command(words: list[str]) -> Any:
             flags = [flag for each in error.ctx.command.get_params(error.ctx) for flag in each.opts]
             like = OF_OTHERS.get((where, error.option_name)) or meant(error.option_name, flags)
             message, hint = error.message, like or hint  # click asks too, for less likely ones
-        fail(words, "UsageError", message, hint, 2)
+        fail(words, "UsageError", ended("usage-error", message, hint), 2)
     except click.Abort as error:
         cause = error.__cause__
         raise cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt from None
@@ -119,21 +123,26 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
     return f"continue with: {shlex.join(['zckpt', *again, '--resume'])}"
 
 
-def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
+def ended(code: str, message: str, hint: str) -> Notice:
+    """Why a command ended, if no error of zckpt says it."""
+    return Notice(code=code, severity="error", message=message, hint=hint)
+
+
+def fail(words: list[str], kind: str, notice: Notice, code: int) -> NoReturn:
     """Prints the error, as JSON if --json was given, and exits with `code`."""
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         traceback.print_exc()
     # of several processes one prints a document
     if "--json" in words and not ("--gather" in words and own_rank()):
         command = next((word for word in words if word in cli.commands), None)
-        report = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
+        report = {"zckpt": VERSION, "command": command, "error": kind, **to_builtins(notice)}
         try:
             print(json.dumps(report), flush=True)
         except OSError:  # a full disk: Python's own end would write it again, and fail
             output.discard()
     else:
         with suppress(OSError):  # a full disk behind stderr: the exit code says it
-            output.say(f"Error: {safe(message)}")
-            for place, line in enumerate(hint.splitlines()):
+            output.say(f"Error: {safe(notice.message)}{shown(notice.code, sys.stderr)}")
+            for place, line in enumerate(notice.hint.splitlines()):
                 output.say(f"{'' if place else 'Hint: '}{safe(line)}")
     sys.exit(code)

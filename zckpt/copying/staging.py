@@ -22,7 +22,7 @@ from ..core.filenames import path_inside
 from ..core.folder import Folder, has_locks
 from ..core.layout import Shell
 from ..core.streaming import carry_out_all
-from ..errors import Interrupted, TargetExists, removal
+from ..errors import Interrupted, Notice, TargetExists, removal, warning
 from .journal import Identity, Journal, set_mark, set_mark_file
 from .journals import PartJournal
 from .sharing import ALONE, Sharing
@@ -69,7 +69,7 @@ class Staging:
         self.resume = resume
         self.before_rename = before_rename
         self.sharing = sharing
-        self.warnings: list[str] = []
+        self.warnings: list[Notice] = []
         self._given = above
         self._begins_anew = begins_anew
         self._is_postponed = False
@@ -274,17 +274,19 @@ class Staging:
                 set_mark_file(self.above, self.target, self.identity)
             self.above.sync(self.above.path)
         except OSError as error:
-            self.warnings.append(
+            message = (
                 f"{self.target} is complete, but a power loss may still undo its rename: "
                 f"{error.strerror} while its folder was synced; run `sync`"
             )
+            self.warnings.append(warning("target-not-synced", message, file=self.target))
         try:
             remove_empty(self.folder, self.above)
         except OSError as error:
-            self.warnings.append(
+            message = (
                 f"{self.target} is complete, but {self.partial} could not be removed "
                 f"({error.strerror}): {removal(self.partial)}"
             )
+            self.warnings.append(warning("target-not-synced", message, file=self.partial))
 
     def _is_worth_keeping(self) -> bool:
         """Whether this run, or the one that it continues, did so much that it may be continued."""

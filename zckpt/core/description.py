@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import to_builtins
 
-from ..errors import WrongOption, listed
+from ..errors import Notice, WrongOption, listed, note
 from .facts import layers_of, with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
@@ -22,7 +22,35 @@ if TYPE_CHECKING:
 
 Report = dict[str, Any]
 """What a command has found, as `--json` prints it."""
+VERSION = 2
+"""That of reports: of the keys, and of what they mean."""
 T = TypeVar("T", bound="Entry | Match")
+
+
+def line_of(notice: Notice, **more: Any) -> Report:
+    """A notice as a line of a report, with further keys."""
+    return {**to_builtins(notice), **more}
+
+
+def said(notices: Iterable[Notice]) -> list[Report]:
+    """What a report has of notices: each once, as JSON."""
+    lines: list[Report] = to_builtins([*dict.fromkeys(notices)])
+    return lines
+
+
+def proof_of(report: Report) -> Report:
+    """The report of `verify` as `--save-proof` keeps it: version 1, in which notices are texts."""
+    texts: Report = {
+        key: [line["message"] for line in report[key]]
+        for key in ("warnings", "notes", "not_compared")
+        if key in report
+    }
+    advice = {"advice": report["advice"]["message"]} if "advice" in report else {}
+    notices = {
+        key: [{k: v for k, v in line.items() if k != "message"} for line in report[key]]
+        for key in texts
+    }
+    return {**report, "zckpt": 1, **texts, **advice, "notices": notices}
 
 
 def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
@@ -31,7 +59,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
     `objects` are the names of its classes and functions that no engine needs.
     """
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "inspect",
         **manifest.source,
         "format": manifest.format,
@@ -71,8 +99,8 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "steps": to_builtins(list(manifest.steps)),
         "files": len(manifest.files),
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
-        "problems": list(manifest.warnings),
-        "left_out": list(manifest.left_out),
+        "problems": said(manifest.warnings),
+        "left_out": said(manifest.left_out),
         "inferred": list(manifest.inferred),
         "objects": list(objects),
     }
@@ -99,10 +127,11 @@ def advice(manifest: Manifest, bare: int) -> Report:
     if unsafe < files:
         names = sorted(os.path.relpath(file, manifest.root) for file in unsafe)
         which = f"some files of {manifest.root} ({listed(names, 3)}) have"
-    return {
-        "advice": f"{which} no checksums, so damage in them may go unseen; compare them with "
-        f"another copy (`zckpt verify {path} --against COPY`); a universal checkpoint has checksums"
-    }
+    message = (
+        f"{which} no checksums, so damage in them may go unseen; compare them with another copy "
+        f"(`zckpt verify {path} --against COPY`); a universal checkpoint has checksums"
+    )
+    return {"advice": to_builtins(note("checksum-missing", message, file=manifest.root))}
 
 
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:

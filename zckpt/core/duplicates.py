@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import chain
 
-from ..errors import InconsistentCheckpoint
+from ..errors import InconsistentCheckpoint, Notice, warning
 from . import sources
 from .dtypes import SIZES
 from .fragments import Extent
@@ -37,7 +37,7 @@ KINDS = {
 SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it is a constant
 
 
-def check_duplicates(manifest: Manifest) -> list[str]:
+def check_duplicates(manifest: Manifest) -> list[Notice]:
     """Warnings about equal files that hold the weights alone of several parameters, or one state.
 
     Raises InconsistentCheckpoint if they hold states of the optimizer too. Only files that state
@@ -56,15 +56,20 @@ def check_duplicates(manifest: Manifest) -> list[str]:
                 f"{second} holds the same bytes as {first}, although it should hold other parts of "
                 "the model",
                 hint="one was copied over the other: copy all files again",
+                file=second,
             )
         warnings.append(
-            f"{second} holds the same weights as {first}: if these parts of the model should "
-            "differ, one was copied over the other"
+            warning(
+                "file-copied-over",
+                f"{second} holds the same weights as {first}: if these parts of the model should "
+                "differ, one was copied over the other",
+                file=second,
+            )
         )
     return warnings + _of_single_states(manifest, pairs)
 
 
-def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[str]:
+def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
     """Warnings about equal files of one tensor each, which are of two kinds, or of two parameters
     whose other states differ.
 
@@ -104,8 +109,12 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
         return any(any(_sample(place)) for place in places[second])
 
     return [
-        f"{second} holds the same bytes as {first}, but {reason}: one of the files may have been "
-        "copied over the other"
+        warning(
+            "file-copied-over",
+            f"{second} holds the same bytes as {first}, but {reason}: one of the files may have "
+            "been copied over the other",
+            file=second,
+        )
         for first, second, reason in copies
         if has_values(first, second)
     ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct, field
 
+from ..errors import Notice
 from .fragments import Extent
 from .manifest import Manifest, Sibling
 from .records import RecordCounts
@@ -31,9 +32,9 @@ class Layout(Struct, frozen=True):
     """Gives all files; each call gives them again."""
     siblings: Sequence[tuple[str, Sibling]]
     """Files that are copied unchanged, each with its name in the target."""
-    left_out: Sequence[str]
+    left_out: Sequence[Notice]
     """The whole report of what the target lacks, with the source's part."""
-    warnings: Sequence[str]
+    warnings: Sequence[Notice]
     """The whole report of what the user must know, with the source's part."""
     from_masters: bool = False
     """Whether weights are cast from the masters even where the source holds weights."""
@@ -47,7 +48,7 @@ class Layout(Struct, frozen=True):
     """What fills them, if a part of the source does, or more than it."""
     in_one_file: bool = False
     """Whether a program finds in one file all that the source has."""
-    check: Callable[[], Sequence[str]] | None = None
+    check: Callable[[], Sequence[Notice]] | None = None
     """Reads tensors of the source before the first byte is written, and gives warnings."""
 
 

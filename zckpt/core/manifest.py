@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, convert, field
 from msgspec.structs import replace
 
-from ..errors import brief
+from ..errors import Notice, brief
 from .dtypes import NUMBERS, SIZES
 from .elsewhere import Fingerprint
 from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
@@ -254,14 +254,14 @@ class Manifest(Struct, frozen=True):
     siblings: tuple[Sibling, ...] = ()
     uncopied: tuple[Sibling, ...] = ()
     """Files that a target does not get: they are only compared."""
-    left_out: tuple[str, ...] = ()
-    """Lines about what has no meaning outside the source."""
+    left_out: tuple[Notice, ...] = ()
+    """What has no meaning outside the source."""
     unread: tuple[Unread, ...] = ()
     """States of the optimizer that the files have, and that are not here in any form."""
-    warnings: tuple[str, ...] = ()
-    """Sentences for the user."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what these files cannot show by themselves, for a `verify` without another."""
+    warnings: tuple[Notice, ...] = ()
+    """What the user must know."""
+    notes: tuple[Notice, ...] = ()
+    """What these files cannot show by themselves, for a `verify` without another."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

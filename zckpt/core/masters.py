@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ..errors import InconsistentCheckpoint, counted, listed
+from ..errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from .cast import are_rounded
 from .compare import Result, compare
 from .dtypes import SIZES
@@ -48,7 +48,7 @@ def with_masters(entries: Mapping[str, Entry]) -> Iterator[Match]:
             yield from _matches(entry, [weight])
 
 
-def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) -> list[str]:
+def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) -> list[Notice]:
     """A warning about masters that do not round to their weights, if the user has `accepted` them.
 
     `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are
@@ -67,8 +67,9 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) 
         f"masters are in {masters}, the weights in {weights}"
     )
     if not accepted:
-        raise InconsistentCheckpoint("master-differs", message, hint=hint)
-    return [f"{message}. --accept-weights takes both as they are"]
+        raise InconsistentCheckpoint("master-differs", message, hint=hint, subject=names[0])
+    message += ". --accept-weights takes both as they are"
+    return [warning("master-differs", message, subject=names[0])]
 
 
 def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:

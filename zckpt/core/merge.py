@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ..errors import InconsistentCheckpoint, Notice, UnsupportedCheckpoint, listed, note
 from . import slicing
 from .agreement import KEEP, Step, agree
 from .dtypes import SIZES
@@ -322,7 +322,7 @@ def _file_of(manifest: Manifest) -> str:
     return next((file for file in manifest.files if "model_states" in file), manifest.root)
 
 
-def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
+def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
     """What files of further ranks state otherwise than those of the first; and lines about that.
 
     A tensor in the client state is left out too: it may be a rank's own random state.
@@ -343,4 +343,6 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
                 continue
             if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
                 lines.add(f"client_state {key!r}")
-    return differing, [f"{line} of model ranks other than 0" for line in sorted(lines)]
+    return differing, [
+        note("rank-state-omitted", f"{line} of model ranks other than 0") for line in sorted(lines)
+    ]

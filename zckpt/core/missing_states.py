@@ -17,7 +17,7 @@ from math import prod
 
 from msgspec import Struct
 
-from ..errors import listed
+from ..errors import Notice, listed, warning
 from .grouping import by_key
 from .manifest import Manifest, slot_key
 from .states import others_of
@@ -35,8 +35,8 @@ class _States(Struct, frozen=True):
     shaped: frozenset[str]
 
 
-def lacking(manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Sentences about parameters that lack a part of the states, and about those without any.
+def lacking(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
+    """Warnings about parameters that lack a part of the states, and about those without any.
 
     The first are of parameters with a part of what like ones of their group have: those with as
     many axes. Only a state of the parameter's shape, or the step, can be lost. It is not if the
@@ -46,20 +46,24 @@ def lacking(manifest: Manifest) -> tuple[list[str], list[str]]:
     return _lost(groups), _stateless(groups)
 
 
-def _lost(groups: Sequence[list[_States]]) -> list[str]:
+def _lost(groups: Sequence[list[_States]]) -> list[Notice]:
     lost = by_key(
         (tuple(sorted(missing)), states.name)
         for group in groups
         for states, missing in _lost_in(group)
     )
     return [
-        f"{listed(names, 4)}: the optimizer's {listed(keys)} is missing, which other parameters of "
-        "the same group have"
+        warning(
+            "state-missing",
+            f"{listed(names, 4)}: the optimizer's {listed(keys)} is missing, which other "
+            "parameters of the same group have",
+            subject=names[0],
+        )
         for keys, names in lost.items()
     ]
 
 
-def _stateless(groups: Sequence[list[_States]]) -> list[str]:
+def _stateless(groups: Sequence[list[_States]]) -> list[Notice]:
     """Where others of the group have a state."""
     names = [
         states.name
@@ -71,8 +75,12 @@ def _stateless(groups: Sequence[list[_States]]) -> list[str]:
     if not names:
         return []
     return [
-        f"{listed(names, 4)}: the optimizer has no state, as other parameters of the same group "
-        "have: never updated, or lost"
+        warning(
+            "never-updated",
+            f"{listed(names, 4)}: the optimizer has no state, as other parameters of the same "
+            "group have: never updated, or lost",
+            subject=names[0],
+        )
     ]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
+from ..errors import InconsistentCheckpoint, Notice, UnsupportedCheckpoint, counted, listed, warning
 from . import masters
 from .compare import Result, compare
 from .dtypes import FLOATS
@@ -66,7 +66,7 @@ AXES: Mapping[str, Ranks] = {
 """By the axis that a copy states; one without an axis is another tensor rank's."""
 
 
-def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
+def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
     """Compares every copy with the tensor that is taken; gives warnings.
 
     `chosen` says what is taken of copies that differ: RANK0, MEAN, or OWN, with which those that
@@ -76,7 +76,7 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or ranks.hint}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
     differing = [each for each in compare(matches, manifest, manifest).results if each.differs]
-    warnings: list[str] = []
+    warnings: list[Notice] = []
     for axis, ranks in axes.items():
         own_axis = (each for each in differing if _axis(each.match.a) == axis)
         lines = by_key((each.match.a.parameter, _line(each)) for each in own_axis)
@@ -85,7 +85,12 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
         if ranks.hint is None or chosen in (RANK0, MEAN):
             taken = "their mean" if ranks.hint and chosen == MEAN else ranks.taken
             warnings += [
-                f"the {ranks.words}' copies of {name} differ; {taken} is taken: {listed(own, 3)}"
+                warning(
+                    "copies-differ",
+                    f"the {ranks.words}' copies of {name} differ; {taken} is taken: "
+                    f"{listed(own, 3)}",
+                    subject=name,
+                )
                 for name, own in lines.items()
             ]
             continue
@@ -97,23 +102,25 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
         example = f"{name}: {listed(own, 3)}"
         if chosen is None:
             message = f"{manifest.root}: {differ}: {example}"
-            raise InconsistentCheckpoint("copies-differ", message, hint=ranks.hint)
-        warnings.append(f"{differ}, and each rank keeps its own: {example}")
+            raise InconsistentCheckpoint("copies-differ", message, hint=ranks.hint, subject=name)
+        message = f"{differ}, and each rank keeps its own: {example}"
+        warnings.append(warning("copies-differ", message, subject=name))
     return warnings
 
 
-def not_compared(manifest: Manifest) -> list[str]:
-    """The sentence about what was not looked at, where no tensor was to be read."""
+def not_compared(manifest: Manifest) -> list[Notice]:
+    """The warning about what was not looked at, where no tensor was to be read."""
     if not manifest.uncompared:
         return []
-    return [
+    message = (
         f"not looked at: whether ranks hold different values of "
         f"{counted(manifest.uncompared, 'tensor')}. Their files state no checksums, and no tensor "
         "was read; `zckpt verify` compares the bytes"
-    ]
+    )
+    return [warning("not-compared", message)]
 
 
-def check_joined(manifest: Manifest, chosen: str | None) -> list[str]:
+def check_joined(manifest: Manifest, chosen: str | None) -> list[Notice]:
     """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
     _refuse_sums(manifest)
     check_slices(manifest)
@@ -127,7 +134,7 @@ def copies_of(manifest: Manifest) -> Iterator[Match]:
             yield Match(copy, manifest.entries[copy.name])
 
 
-def compare_apart(manifest: Manifest) -> list[str]:
+def compare_apart(manifest: Manifest) -> list[Notice]:
     """Warnings of masters that begin differently on ranks whose copies drift by nature.
 
     `manifest` has the ranks apart. A stage that uses a tied layer by a function saves no weight,
@@ -143,8 +150,12 @@ def compare_apart(manifest: Manifest) -> list[str]:
     pairs = zip(matches, results, strict=True)
     names = by_key((_axis(own.a), own.a.parameter) for own, result in pairs if result.differs)
     return [
-        f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(own)), 4)} differ, and each "
-        f"{axis} keeps its own"
+        warning(
+            "copies-differ",
+            f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(own)), 4)} differ, and "
+            f"each {axis} keeps its own",
+            subject=own[0],
+        )
         for axis, own in names.items()
     ]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from ..errors import InconsistentCheckpoint
+from ..errors import InconsistentCheckpoint, Notice, note
 from . import sources
 
 Place = tuple[Hashable, tuple[int, ...]]
@@ -82,12 +82,15 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
             )
 
 
-def nameless(names: Sequence[SavedName]) -> list[str]:
+def nameless(names: Sequence[SavedName]) -> list[Notice]:
     """A note on files of ranks that state no place: for these, `refuse_others` says nothing."""
     count = sum(name.stated is None for name in names)
     if not count:
         return []
     return [
-        f"{count} of {len(names)} rank files state no name of their own: if one of these was "
-        "swapped or copied, no name shows it"
+        note(
+            "saved-name-unknown",
+            f"{count} of {len(names)} rank files state no name of their own: if one of these was "
+            "swapped or copied, no name shows it",
+        )
     ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
 
+from ..errors import Notice, note
 from . import sources
 from .manifest import Sibling
 from .unfinished import UNFINISHED
@@ -23,7 +24,6 @@ FOLDER = "a link to a folder"
 SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
-REASONS = (HIDDEN, OUT, NOTHING, FOLDER, SPECIAL, DENIED, DEEP)
 BESIDE = ".zckpt"
 """The folder of a run in which zckpt keeps it for other numbers of ranks: it belongs to no
 checkpoint."""
@@ -59,15 +59,10 @@ def _real(path: str) -> str:
         return os.path.realpath(path)
 
 
-def refusals(left_out: Iterable[str]) -> list[str]:
-    """The lines that a SiblingList has added to what a source leaves out."""
-    return [line for line in left_out if line.rpartition(": ")[2] in REASONS]
-
-
 class SiblingList(Struct, eq=False):
     """The files beside a checkpoint, for a source whose directory is `root`.
 
-    `files` may be copied. `left_out` has a line for each reason, with the names of all files that
+    `files` may be copied. `left_out` has a note for each reason, with the names of all files that
     may not.
     """
 
@@ -76,8 +71,15 @@ class SiblingList(Struct, eq=False):
     _refused: dict[str, list[str]] = field(default_factory=dict)
 
     @property
-    def left_out(self) -> list[str]:
-        return [f"{', '.join(names)}: {reason}" for reason, names in self._refused.items()]
+    def left_out(self) -> list[Notice]:
+        return [
+            note(
+                "file-omitted",
+                f"{', '.join(names)}: {reason}",
+                file=os.path.join(self.root, names[0]),
+            )
+            for reason, names in self._refused.items()
+        ]
 
     def refuse(self, names: Iterable[str], reason: str) -> None:
         """Adds names to those that are left out."""

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.description import matching
 from ..core.manifest import Entry, Manifest, slot_key
 from ..errors import counted, listed, safe, sized
-from .terminal import brief, cell, checked, states, table, unchecked, warn
+from .terminal import brief, cell, checked, spoken, states, table, unchecked, warn
 
 BAR = 48  # characters
 MOST_NAMES = 10  # of files in the report of --dry-run
@@ -145,7 +145,7 @@ def _ranges(entry: Entry, marks: dict[str, str]) -> str:
     return " ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
-def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) -> None:
+def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any]] = ()) -> None:
     """What a conversion did, or would do; `shown` are warnings that were printed already."""
     warn([line for line in report["warnings"] if line not in shown], quiet)
     if quiet:
@@ -184,7 +184,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"continued: an earlier run had written {sized(report['resumed'])}")
     _copied(report["copied"])
     for line in report["left_out"]:
-        print(f"left out: {safe(line)}")
+        print(f"left out: {spoken(line)}")
     unchecked(report)
     print(f"next: {safe(report['next'])}")
 

@@ -12,7 +12,7 @@ from ..core.inert import PYTHON_NUMBERS
 from ..core.layers import places_of
 from ..errors import counted, listed, safe, short, sized
 from .picture import SPARKS, curves, drawn, layers
-from .terminal import brief, checked, states, table, unchecked, warn
+from .terminal import brief, checked, spoken, states, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -112,7 +112,7 @@ DIFFERENCES = (
 def _findings(report: dict[str, Any]) -> Iterator[str]:
     """Everything that is not a difference of tensors, line by line."""
     for line in (*report.get("problems", ()), *report.get("unproven", ())):
-        yield safe(line["message"])
+        yield spoken(line)
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"
     for names, line in states(report.get("lacking", ()), "only", "reason"):
@@ -163,7 +163,7 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
 def _remarks(report: dict[str, Any]) -> None:
     for word, key in (("not compared", "not_compared"), ("note", "notes")):
         for line in report.get(key, ()):
-            print(f"{word}: {safe(line)}")
+            print(f"{word}: {spoken(line)}")
 
 
 def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:
@@ -229,7 +229,7 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
         print(f"{tensors}, {read}{step}, {report['seconds']:.1f} s{records}")
         if sys.stdout.isatty():
             _layers(report)
-    warn([line["message"] for line in report["problems"]], quiet)
+    warn(report["problems"], quiet)
 
 
 def _layers(report: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ def reported(document: dict[str, Any], quiet: bool) -> None:
         print(f"{safe(document['path'])}: {safe(', '.join(filter(None, about)))}")
     for fault in document["faults"]:
         if fault["fault"] or not quiet:
-            print(safe(fault["message"]))
+            print(spoken(fault))
 
 
 def probed(report: dict[str, Any], quiet: bool) -> None:
@@ -298,7 +298,7 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
         for line in report["notes"]:
             print(f"note: {safe(line)}")
         if advice := report.get("advice"):
-            print(f"note: {safe(advice)}")
+            print(f"note: {spoken(advice)}")
         if first:
             for line in curves(report["metrics"]):
                 print(safe(line))
@@ -345,7 +345,7 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
         f"{counted(len(reasons), 'reason')}"
     )
     for reason in reasons:
-        print(f"    {safe(reason)}")
+        print(f"    {spoken(reason)}")
     if report["refused"]:
         print(f"nothing makes it fit: {safe(report['refused'])}")
         if report["hint"] and not quiet:

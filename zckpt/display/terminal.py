@@ -6,9 +6,9 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from ..core import fileio
 from ..core.grouping import by_key
@@ -107,10 +107,23 @@ def cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else safe(value)
 
 
-def warn(lines: Sequence[str], quiet: bool) -> None:
+def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:
+    """Warnings on stderr: lines of a report."""
     if not quiet and sys.stderr is not None:
         for line in lines:
-            print(f"Warning: {safe(line)}", file=sys.stderr)
+            print(f"Warning: {spoken(line, sys.stderr)}", file=sys.stderr)
+
+
+def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
+    """What a line of a report says, for a terminal: its sentence, and its code."""
+    return safe(line["message"]) + shown(line["code"], sys.stdout if stream is None else stream)
+
+
+def shown(code: str, stream: TextIO | None) -> str:
+    """The code behind a sentence, dim, if a person reads it on a terminal."""
+    if stream is None or not stream.isatty():
+        return ""
+    return f" [{code}]" if os.environ.get("NO_COLOR") else f" \033[2m[{code}]\033[0m"
 
 
 def brief(value: Any) -> str:
@@ -124,8 +137,8 @@ def checked(report: dict[str, Any]) -> str:
     Only where all parts of files have one, it has no number.
     """
     records = report.get("records")
-    said = [*(line["message"] for line in report.get("problems", ())), *report.get("notes", ())]
-    is_damaged = any("is damaged" in line for line in said)  # in padding, too
+    lines = (*report.get("problems", ()), *report.get("notes", ()))
+    is_damaged = any("stated" in line for line in lines)  # in padding, too
     if not records or not records["checked"] or is_damaged:
         return ""
     if not records["unchecked"]:
@@ -143,7 +156,7 @@ def unchecked(report: dict[str, Any]) -> None:
     if partly := records["unchecked"] - without:
         print(f"{counted(partly, 'checksum')} not checked: only a part was read")
     if advice := report.get("advice"):
-        print(f"note: {safe(advice)}")
+        print(f"note: {spoken(advice)}")
 
 
 def can_save(path: str) -> None:

@@ -229,9 +229,9 @@ def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
         check_seal(text)
         return _table(folder, files, Unpickler(text).load())
     except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
-        named = error.message.startswith(folder)
-        message = error.message if named else f"{name}: {error.message}"
-        raise type(error)(message, error.hint) from error
+        if error.file is not None:
+            raise
+        raise error.again(message=f"{name}: {error.message}", file=name) from error
     except RecursionError as error:
         raise CorruptCheckpoint(
             "file-damaged", f"{name}: its values are nested too deeply"

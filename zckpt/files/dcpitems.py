@@ -79,7 +79,8 @@ class ItemFiles:
         if location.shared:
             raise InconsistentCheckpoint(
                 "elements-overlap",
-                f"{METADATA} says that two items begin at byte {location.offset} of {location.file}",
+                f"{METADATA} says that two items begin at byte {location.offset} of "
+                f"{location.file}",
                 file=location.file,
             )
         self._require(location, location.length)

@@ -293,7 +293,8 @@ def _value(
     if prod(shape) > MAX_ELEMENTS or (is_text and shape):
         raise UnsupportedCheckpoint(
             "type-unsupported",
-            f"{path}: {name} has shape {shape}; zckpt reads single texts and short lists of numbers",
+            f"{path}: {name} has shape {shape}; zckpt reads single texts and short lists of "
+            "numbers",
             file=path,
         )
     with sources.opened(path) as file:

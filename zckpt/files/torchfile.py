@@ -389,7 +389,7 @@ class TorchFile:
             return _Parser(text, self.path).loaded()
         except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
             _refused.clear()
-            _refused[self.path, key] = type(error)(error.message, error.hint)
+            _refused[self.path, key] = error.again()
             raise
 
     # -- torch < 1.6
@@ -519,7 +519,7 @@ class _Parser(Unpickler):
         try:
             return super().load()
         except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
-            raise type(error)(f"{self.path}: {error.message}", error.hint) from error
+            raise error.again(message=f"{self.path}: {error.message}", file=self.path) from error
 
     def storage(self, identity: Any) -> Storage:
         """The storage of torch's persistent id: ("storage", type, key, location, numel[, view])."""

@@ -153,7 +153,8 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
     there.
     """
     if sources.status(path) is None and not os.path.islink(path):
-        raise NotACheckpoint(*paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path)))
+        message, hint = paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path))
+        raise NotACheckpoint("no-such-path", message, hint, file=path)
     tags_of = {
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
     }

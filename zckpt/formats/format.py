@@ -29,6 +29,7 @@ from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout, Shell
 from ..core.manifest import Manifest
 from ..core.partition import Partition
+from ..errors import Notice, problem
 from ..training.options import DP, Option, Options
 from .reading import Reading
 
@@ -150,7 +151,7 @@ class Functions(Struct, frozen=True, eq=False):
 
     The path is `Manifest.root`. A family or a file says how tensor ranks cut parameters, for a
     format whose files may not say it."""
-    check: Callable[[Manifest, str | None], list[str]] | None = None
+    check: Callable[[Manifest, str | None], list[Notice]] | None = None
     """Reads all of the bytes that may contradict each other without any checksum; gives warnings,
     or raises. `--replicas` chooses among the copies of tensor ranks that differ."""
     check_slices: Callable[[Manifest], None] | None = None
@@ -161,14 +162,16 @@ class Functions(Struct, frozen=True, eq=False):
     """Without wrong masters and their states; its warnings name them."""
     way_out: Callable[[Manifest], str] | None = None
     """The hint for masters that do not round to their weights."""
-    obstacles: Callable[[Manifest, Options], list[str]] | None = None
-    """What keeps a run of these options from loading the files as they are, one phrase each; None
+    obstacles: Callable[[Manifest, Options], list[Notice]] | None = None
+    """What keeps a run of these options from loading the files as they are, a phrase each; None
     if a run of any size loads them. It may raise what a writer of these options would raise."""
     groups: Callable[[Manifest, Options], tuple[Manifest, list[Shell]]] | None = None
     """Gives a source the groups of the target's engine, and the files that change with them."""
 
 
-def other_dp(source: Manifest, options: Options) -> list[str]:
+def other_dp(source: Manifest, options: Options) -> list[Notice]:
     """The obstacle of files that ranks have cut among each other: another number of ranks."""
     wanted = options[DP]
-    return [] if wanted in (None, source.dp) else [f"dp {source.dp}, and not {wanted}"]
+    if wanted in (None, source.dp):
+        return []
+    return [problem("size-differs", f"dp {source.dp}, and not {wanted}", subject="dp")]

@@ -21,7 +21,7 @@ from ..core import states
 from ..core.facts import FlatBufferEngine
 from ..core.layout import Shell
 from ..core.manifest import Manifest, Sibling
-from ..errors import WrongOption, ZckptError, listed
+from ..errors import WrongOption, ZckptError, listed, warning
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell
 from ..training.options import BUFFERS, FROZEN, Options
@@ -59,8 +59,11 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
         frozen.update(names)
     own, shells = without_empty_groups(states.with_frozen(manifest, frozen))
     if len(own.groups or ()) < len(manifest.groups or ()):
-        line = "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
-        own = replace(own, warnings=(*own.warnings, line))
+        message = (
+            "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
+        )
+        without_group = warning("program-must-set", message, subject="param_groups")
+        own = replace(own, warnings=(*own.warnings, without_group))
     return own, shells
 
 
@@ -122,10 +125,11 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifes
         if parameter.trainable
     }
     second = group if any(members.values()) else {**group, "weight_decay": 0.0}
-    warning = "the source has one parameter group, transformers' Trainer makes two: the second " + (
+    message = "the source has one parameter group, transformers' Trainer makes two: the second " + (
         "has biases and norms" if any(members.values()) else "is empty"
     )
-    manifest = replace(manifest, warnings=(*manifest.warnings, warning))
+    second_group = warning("value-assumed", message, subject="param_groups")
+    manifest = replace(manifest, warnings=(*manifest.warnings, second_group))
     return regrouped(manifest, (group, second), members, [0, 0])
 
 

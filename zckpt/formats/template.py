@@ -11,7 +11,7 @@ from ..core.grouping import by_key
 from ..core.inert import by_value
 from ..core.manifest import Entry, Manifest, Parameter
 from ..core.weights import states_by_weight
-from ..errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ..errors import InconsistentCheckpoint, MissingData, Notice, WrongOption, listed
 from ..training.hyperparameters import given_groups
 from ..training.optimizers import known_optimizer, plain_name
 from ..training.options import Options
@@ -39,7 +39,7 @@ class Template:
         self.run = run
         self.options = options
         self.rows = rows
-        self.warnings: list[str] = []
+        self.warnings: list[Notice] = []
         self.owners = self._owners(spelled)
 
     def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ..core.fileio import align
 from ..core.manifest import Entry, Manifest
-from ..errors import WrongOption
+from ..errors import Notice, WrongOption, note
 from ..naming.families.layouts import with_rows
 
 
@@ -55,10 +55,14 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
     return align(given or used, multiple)
 
 
-def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[str]:
-    """The rows that a target with so many lacks, as the report lists them."""
+def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
+    """The rows that a target with so many lacks."""
     return [
-        f"rows of {name} that fill up the vocabulary, from {count}"
+        note(
+            "state-omitted",
+            f"rows of {name} that fill up the vocabulary, from {count}",
+            subject=name,
+        )
         for name, count in rows.items()
         if count < source.parameters[name].shape[0]
     ]

@@ -32,11 +32,13 @@ from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
     MissingData,
+    Notice,
     WrongOption,
     ZckptError,
     cause,
     counted,
     listed,
+    warning,
 )
 from .tensor_families import DOUBTS, FAMILIES, WIDTHS
 
@@ -89,13 +91,16 @@ class RuleFile(Struct, frozen=True):
                     ) from error
         return None
 
-    def doubts(self, names: Iterable[str]) -> list[str]:
+    def doubts(self, names: Iterable[str]) -> list[Notice]:
         """What no file shows of the rules of a family for these names."""
         if self.source not in DOUBTS:
             return []
         pattern, sentence = DOUBTS[self.source]
         doubtful = [name for name in names if re.fullmatch(pattern, name)]
-        return [sentence.format(names=listed(doubtful, 4))] if doubtful else []
+        if not doubtful:
+            return []
+        message = sentence.format(names=listed(doubtful, 4))
+        return [warning("cuts-unknown", message, subject=doubtful[0])]
 
 
 def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:

@@ -22,9 +22,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core.description import Report
+from ..core.description import VERSION, Report, said
 from ..core.statistics import json_number
-from ..errors import MissingData, WrongOption, counted, listed
+from ..errors import MissingData, Notice, WrongOption, counted, listed, note
 from . import runs
 from .distances import SAME, TOLERANCES, apart, has_numbers, tolerance
 from .explaining import Surroundings, circumstances, meaning
@@ -104,10 +104,11 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         )
 
     if differing and not big and noise is None:
-        notes.append("to see whether this is noise, record the original again: --noise RUN")
+        again = "to see whether this is noise, record the original again: --noise RUN"
+        notes.append(note("not-compared", again))
     notes += _not_compared(events, a, b)
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "probe-diff",
         "a": a.path,
         "b": b.path,
@@ -125,7 +126,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "only_b": only_b,
         "worlds": list(worlds),
         "unmerged": unmerged,
-        "notes": list(dict.fromkeys(notes)),
+        "notes": said(notes),
         "metrics": metrics(events),
         "map": heat([event for event in events if event.a.kind not in ("metric", "input")], steps),
     }
@@ -143,27 +144,30 @@ def _equal_weights(events: Sequence[Event], is_merged: bool) -> dict[tuple[int, 
     }
 
 
-def _not_compared(events: Sequence[Event], a: Run, b: Run) -> Iterator[str]:
+def _not_compared(events: Sequence[Event], a: Run, b: Run) -> Iterator[Notice]:
     """Notes about records without numbers, and about ranks that only one run has."""
     blind = [event.a for event in events if not has_numbers(event.a) or not has_numbers(event.b)]
     if blind:
-        yield (
+        yield note(
+            "not-compared",
             f"without numbers, {counted(len(blind), 'record')}, such as {_name(blind[0])}: only "
-            "shapes were compared"
+            "shapes were compared",
         )
     if one_sided := sorted(set(a.ranks) ^ set(b.ranks)):
-        yield f"only one run recorded rank {listed(list(map(str, one_sided)))}"
+        ranks = listed(list(map(str, one_sided)))
+        yield note("not-compared", f"only one run recorded rank {ranks}")
 
 
-def _about_merging(worlds: tuple[int, int], order: str) -> str:
+def _about_merging(worlds: tuple[int, int], order: str) -> Notice:
     rows = {
         "first": "the rows of all ranks are joined, those of rank 0 first",
         "in turns": "the rows of all ranks are joined, one row of each rank in turns",
         "unknown": "ranks take other rows, so what depends on the order of rows is not compared",
     }[order]
-    return (
+    return note(
+        "not-exact",
         f"{counted(worlds[0], 'process', 'processes')} against {worlds[1]}: {rows}; sums have "
-        "another order, so equality can only be up to a tolerance"
+        "another order, so equality can only be up to a tolerance",
     )
 
 

@@ -21,8 +21,10 @@ from ..errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
+    Notice,
     UnsupportedCheckpoint,
     listed,
+    note,
 )
 
 VERSION = 1
@@ -69,7 +71,7 @@ class Run(Struct, frozen=True):
     path: str
     world: int
     ranks: dict[int, list[TensorRecord]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[Notice] = field(default_factory=list)
     headers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -109,7 +111,7 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
     ranks: dict[int, list[TensorRecord]] = {}
     worlds: set[int] = set()
     headers: dict[int, Mapping[str, Any]] = {}
-    notes = []
+    notes: list[Notice] = []
     for folder in folders:
         file = os.path.join(root, folder, RECORDS)
         lines = _lines(file)
@@ -137,17 +139,19 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
         for number, line in enumerate(lines, 2):
             closed = "closed" in line
             if names := line.get("only_outside"):
-                notes.append(
+                message = (
                     f"{root}: what is inside of {listed([str(name) for name in names])} was not "
                     "recorded: it was compiled before, or as one graph"
                 )
+                notes.append(note("not-compared", message, subject=str(names[0]), file=root))
             if not closed:
                 try:
                     records.append(_record(line))
                 except (KeyError, TypeError, ValueError, OverflowError) as error:
                     raise _no_record(file, number) from error
         if not closed:
-            notes.append(f"{file} was not closed: the run died, or is still running")
+            message = f"{file} was not closed: the run died, or is still running"
+            notes.append(note("unfinished-save", message, file=file))
         ranks[rank], headers[rank] = records, header
     if len(worlds) > 1 or max(ranks) >= max(worlds):
         raise InconsistentCheckpoint(
@@ -213,7 +217,8 @@ _SAMPLES = re.compile(r"samples\(top 128\): tensor\((.*?)\)\s*\n(?:neg|=)", re.D
 
 def _read_onnxruntime(root: str, names: list[str]) -> Run:
     records: list[TensorRecord] = []
-    notes = ["ONNX Runtime counts forwards, not steps, and has no checksums; std is left out"]
+    message = "ONNX Runtime counts forwards, not steps, and has no checksums; std is left out"
+    notes = [note("not-compared", message)]
     steps = sorted(
         (int(match[1]), name)
         for name in names
@@ -227,13 +232,15 @@ def _read_onnxruntime(root: str, names: list[str]) -> Run:
         dumps = {name for name in os.listdir(folder) if name.endswith(("_forward", "_backward"))}
         beside = sorted(dumps - set(order))
         if beside:  # ONNX Runtime's own merge leaves them out without a message
-            notes.append(f"{folder}: {len(beside)} files are not in order.txt, such as {beside[0]}")
+            message = f"{folder}: {len(beside)} files are not in order.txt, such as {beside[0]}"
+            notes.append(note("not-compared", message, file=folder))
         for dump in (*order, *beside):
             path = os.path.join(folder, dump)
             if dump in dumps and os.path.isfile(path):
                 records.append(_read_dump(path, step))
             else:
-                notes.append(f"{folder}: {dump} is in order.txt, but its file is missing")
+                message = f"{folder}: {dump} is in order.txt, but its file is missing"
+                notes.append(note("missing-file", message, file=path))
     return Run(root, 1, {0: records}, notes)
 
 

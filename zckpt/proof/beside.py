@@ -13,7 +13,7 @@ from typing import Any
 from ..core import sources
 from ..core.description import Report
 from ..core.manifest import Manifest, Sibling
-from ..errors import listed
+from ..errors import Notice, listed, note
 
 MAX_JSON = 16 << 20  # bytes
 OF_RUN = re.compile(
@@ -28,8 +28,8 @@ PATHS = {"trainer_state.json": "best_model_checkpoint"}
 """A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
 
 
-def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
-    """A line for each file that differs; sentences about files that only one side has.
+def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
+    """A line for each file that differs; notes on files that only one side has.
 
     Of two checkpoints of weights alone, from which no run goes on, only files that may have tensors
     are compared.
@@ -48,15 +48,16 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
         for name, item in ours.items()
         if name in theirs and not _equal(item, theirs[name])
     ]
-    sentences = []
+    notes = []
     for side, root, own, others in (("a", a.root, ours, theirs), ("b", b.root, theirs, ours)):
         alone = [name for name in own if name not in others]
         goes_on = any(map(OF_RUN.fullmatch, others))
         lost = {name for name in alone if goes_on and OF_RUN.fullmatch(name)}
         lines += [{"key": name, "only": side} for name in sorted(lost)]
         if rest := [name for name in alone if name not in lost]:
-            sentences.append(f"{listed(rest, 4)}: only beside {root}")
-    return lines, sentences
+            message = f"{listed(rest, 4)}: only beside {root}"
+            notes.append(note("not-compared", message, file=own[rest[0]].path))
+    return lines, notes
 
 
 def _equal(a: Sibling, b: Sibling) -> bool:

@@ -13,13 +13,13 @@ from math import prod
 
 from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
-from ..core.description import Report
+from ..core.description import Report, line_of
 from ..core.dtypes import SIZES
 from ..core.fragments import Extent, Fragments, Runs, boxes_of
 from ..core.grouping import by_key
 from ..core.manifest import Entry, Manifest
 from ..core.records import Damage
-from ..errors import listed
+from ..errors import Notice, listed, note, problem
 
 PADDING = ", in padding: harmless, no tensor lies there"
 SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more often than 1 in 100
@@ -67,13 +67,25 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
         "harmless": False,
     }
     what = f"{os.path.relpath(extent.file, manifest.root)} is damaged"
+
+    def said(message: str) -> Report:
+        harmless, tensors = line["harmless"], line["tensors"]
+        notice = Notice(
+            code="padding-differs" if harmless else "record-damaged",
+            severity="note" if harmless else "error",
+            subject=tensors[0] if len(tensors) == 1 else None,
+            file=extent.file,
+            message=message,
+        )
+        return line_of(notice, **line)
+
     flipped = flipped_bit(stated, damage.crc, extent.length)
     if flipped is None:
         names = listed(line["tensors"]) or "no tensor"
-        return line | {
-            "message": f"{what}: the CRC-32 of {extent.length} bytes at {extent.offset}, which "
-            f"hold {names}, is not the one that the file states"
-        }
+        return said(
+            f"{what}: the CRC-32 of {extent.length} bytes at {extent.offset}, which hold {names}, "
+            "is not the one that the file states"
+        )
     place, bit = extent.offset + flipped[0], flipped[1]
     line["flipped"] = {"byte": place, "bit": bit}
     what += f", as if bit {bit} of byte {place} were flipped"
@@ -84,13 +96,13 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
                 line |= {"tensors": [entry.name], "element": element}
             else:
                 what += " (if only one is)"
-            return line | {"message": f"{what}, in element {element} of {entry.name}"}
+            return said(f"{what}, in element {element} of {entry.name}")
     padding = bool(contents) and extent.offset > 0  # a whole file's record begins at 0
     line |= {"tensors": [], "harmless": padding}
-    return line | {"message": what + (PADDING if padding else ", outside every tensor")}
+    return said(what + (PADDING if padding else ", outside every tensor"))
 
 
-def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[str]:
+def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
     """Notes on padding that is not zero although the engine fills it with zeros.
 
     Other padding may contain anything: what was in memory, or stale parts of weights.
@@ -99,14 +111,18 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[str]:
         return []
     damaged = {damage.record.extent for damage in outcome.damage}
     return [
-        f"{os.path.relpath(extent.file, manifest.root)}: the {extent.length} bytes of padding at "
-        f"{extent.offset} are not all zero: harmless, no tensor lies there"
+        note(
+            "padding-differs",
+            f"{os.path.relpath(extent.file, manifest.root)}: the {extent.length} bytes of padding "
+            f"at {extent.offset} are not all zero: harmless, no tensor lies there",
+            file=extent.file,
+        )
         for record, extent in outcome.beside
         if record.extent not in damaged
     ]
 
 
-def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[str]:
+def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
     """Notes on records that state different CRCs although all tensors in them are equal.
 
     The files of other grids have records of other tensors at the same places.
@@ -129,8 +145,12 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
             names[record.extent], others[record.extent] = name, other.extent
     theirs = contents_of(b, others.values())
     return [
-        f"{names[extent]}: the {extent.length} bytes at {extent.offset} differ in padding alone: "
-        "harmless, no tensor lies there"
+        note(
+            "padding-differs",
+            f"{names[extent]}: the {extent.length} bytes at {extent.offset} differ in padding "
+            "alone: harmless, no tensor lies there",
+            file=extent.file,
+        )
         for extent, contents in contents_of(a, names).items()
         if contents
         and {entry.name for entry, _, _ in contents} <= equal
@@ -143,8 +163,8 @@ def _places(contents: Contents) -> set[tuple[str, int, int]]:
     return {(entry.name, piece.offset, start) for entry, piece, start in contents}
 
 
-def overlapping(manifest: Manifest) -> list[str]:
-    """Sentences about states of the optimizer, or masters, that have bytes of each other."""
+def overlapping(manifest: Manifest) -> list[Notice]:
+    """States of the optimizer, or masters, that have bytes of each other."""
     problems = []
     taken: dict[str, list[tuple[int, int, str]]] = {}
     for entry in manifest.entries.values():
@@ -157,21 +177,25 @@ def overlapping(manifest: Manifest) -> list[str]:
         places.sort()
         for (_, stop, name), (start, _, other) in pairwise(places):
             if start < stop:
-                problems.append(f"{name} and {other} overlap in {file}")
+                message = f"{name} and {other} overlap in {file}"
+                problems.append(problem("elements-overlap", message, subject=name, file=file))
     return problems
 
 
 def unused(manifest: Manifest) -> list[Report]:
     """Bytes of files that nothing in the checkpoint describes."""
     return [
-        {
-            "message": f"{os.path.relpath(extent.file, manifest.root)}: no item covers the "
-            f"{extent.length} bytes at {extent.offset}",
-            "hint": "an item was lost, or the file is of another save",
-            "file": extent.file,
-            "offset": extent.offset,
-            "length": extent.length,
-        }
+        line_of(
+            problem(
+                "bytes-unknown",
+                f"{os.path.relpath(extent.file, manifest.root)}: no item covers the "
+                f"{extent.length} bytes at {extent.offset}",
+                hint="an item was lost, or the file is of another save",
+                file=extent.file,
+            ),
+            offset=extent.offset,
+            length=extent.length,
+        )
         for extent in manifest.unused
     ]
 
@@ -204,5 +228,5 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
         if flipped:
             line["element"] = flipped[0] // SIZES[entry.dtype]
             what = f"{entry.name} is damaged, as if a bit of element {line['element']} were flipped"
-        problems.append({**line, "message": what})
+        problems.append(line_of(problem("record-damaged", what, subject=entry.name), **line))
     return problems

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from ..core.description import Report, matching
+from ..core.description import Report, line_of, matching
 from ..core.dtypes import NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
@@ -26,6 +26,7 @@ from ..core.sources import files_seen
 from ..core.statistics import Statistics, exponents, magnitudes, measure
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
+from ..errors import Notice, warning
 from . import damage
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"})
@@ -191,7 +192,7 @@ def measure_all(
         ],
         "problems": [
             *damaged(manifest, checker),
-            *({"tensor": None, "kind": "warning", "message": line} for line in manifest.warnings),
+            *(line_of(item, tensor=None, kind="warning") for item in manifest.warnings),
             *problems(manifest, measured, statistics),
         ],
         "bytes": sum(entry.length for entry in measured),
@@ -235,13 +236,23 @@ def _line(entry: Entry, total: Total) -> Report:
 # -- what is wrong
 
 
+CODES = {
+    "NaN": "not-finite",
+    "infinite": "not-finite",
+    "impossible": "moment-impossible",
+    "dead": "values-constant",
+    "constant": "values-constant",
+}
+"""The code of each kind of problem with numbers."""
+
+
 def damaged(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
     """Records that do not have the CRC-32 that their file states, with file, offset and length."""
     contents = damage.contents_of(manifest, checker.damage)
     for extent, item in checker.damage.items():
         line = damage.meaning(manifest, item, contents[extent])
         if not line["harmless"]:
-            place = {key: line[key] for key in ("file", "offset", "length", "message")}
+            place = {key: line[key] for key in (*Notice.__struct_fields__, "offset", "length")}
             yield {"tensor": next(iter(line["tensors"]), None), "kind": "checksum", **place}
 
 
@@ -252,7 +263,8 @@ def problems(
     for entry in entries:
         if entry.slot != "state":
             for kind, message in _problems_of(manifest, entry, statistics):
-                yield {"tensor": entry.name, "kind": kind, "message": f"{entry.name} {message}"}
+                found = warning(CODES[kind], f"{entry.name} {message}", subject=entry.name)
+                yield line_of(found, tensor=entry.name, kind=kind)
 
 
 def _problems_of(

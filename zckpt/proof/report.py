@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from ..core.compare import ComparisonOutcome, Result
-from ..core.description import Report, advice
+from ..core.description import Report, advice, said
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
 from ..core.statistics import json_number, magnitudes
 from ..core.version import __version__
-from ..errors import listed
+from ..errors import listed, note
 from . import damage
 
 
@@ -23,6 +23,8 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
     buffers = {*a.buffers, *b.buffers}
     copies = {id(entry) for manifest in (a, b) for entry in manifest.replicas}
     differences, notes, cast = [], [], []
+    problems: list[Report] = []
+    harmless: list[Report] = []
     for result in outcome.results:
         line = difference(result)
         if line is None:
@@ -30,24 +32,25 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
         if line.get("count") == 0:
             cast.append(result.match.name)
         elif result.match.a.parameter in buffers and _is_of_one_side(result.match, copies):
-            notes.append(
-                f"the buffer {result.match.a.parameter} differs between ranks, as statistics that "
-                "are not synchronised do: rank 0's is taken"
+            name = result.match.a.parameter
+            message = (
+                f"the buffer {name} differs between ranks, as statistics that are not "
+                "synchronised do: rank 0's is taken"
             )
+            notes.append(note("rank-zero-taken", message, subject=name))
         else:
             differences.append(line)
     if cast:
-        notes.append(f"of another type, and equal by value: {listed(cast)}")
-    problems = []
+        message = f"of another type, and equal by value: {listed(cast)}"
+        notes.append(note("form-differs", message, subject=cast[0]))
     for manifest in (a,) if a is b else (a, b):
-        damaged, harmless = _damage(outcome, manifest)
-        problems += damaged
-        notes += harmless
+        for line in _damage(outcome, manifest):
+            (harmless if line.get("harmless") else problems).append(line)
     slots = _by_slot(outcome, alone=a is b)
     return {
         "differences": differences,
         "problems": problems,
-        "notes": list(dict.fromkeys(notes)),
+        "notes": [*said(notes), *harmless],
         "tensors": sum(slots.values()),
         "slots": slots,
         "bytes": outcome.bytes,
@@ -62,21 +65,18 @@ def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 
-def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> tuple[list[Report], list[str]]:
-    """Damaged tensors and records of one side, and notes on records damaged only in padding."""
+def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
+    """Damaged tensors and records of one side."""
     problems = [line for result in outcome.results for line in damage.digest(result, manifest)]
-    notes = []
     tensors = {line["tensor"] for line in problems}
     files = {record.extent.file for record in manifest.records}
     wrong = [item for item in outcome.damage if item.record.extent.file in files]
     contents = damage.contents_of(manifest, (item.record.extent for item in wrong))
     for item in wrong:
         line = damage.meaning(manifest, item, contents[item.record.extent])
-        if line["harmless"]:
-            notes.append(line["message"])
-        elif not tensors.intersection(line["tensors"]):  # else the tensor is listed already
+        if not tensors.intersection(line["tensors"]):  # else the tensor is listed already
             problems.append(line)
-    return problems, notes
+    return problems
 
 
 def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:

@@ -33,9 +33,11 @@ from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
     MissingData,
+    Notice,
     UnsupportedCheckpoint,
     cause,
     listed,
+    note,
 )
 from . import unread
 from .file_digest import digest
@@ -89,7 +91,7 @@ def about(manifest: Manifest) -> Report:
     groups = manifest.groups
     return {
         "step": manifest.step,
-        "warnings": list(manifest.warnings),
+        "warnings": description.said(manifest.warnings),
         "held": {
             "parameters": parameters_to_json(manifest.parameters),
             "buffers": list(manifest.buffers),
@@ -170,27 +172,28 @@ def verify_proof(
         report["differences"].append(line)
     if pattern is None:
         report = with_values(report, manifest, proven, only_a, only_b)
-        skipped = [*report["not_compared"], *_of_first_rank(manifest)]
+        skipped = [*report["not_compared"], *description.said(_of_first_rank(manifest))]
     else:
         report, skipped = {**report, "equal": nothing_found(report)}, []
     rounded = list(dict.fromkeys(item.name for item in mutual if item.how == "rounded"))
     if rounded:
-        skipped.append(
-            f"{listed(rounded, 4)}: rounded to another type than in the proof, which has checksums "
-            "alone"
+        message = (
+            f"{listed(rounded, 4)}: rounded to another type than in the proof, which has "
+            "checksums alone"
         )
+        skipped += description.said([note("not-compared", message, subject=rounded[0])])
     return {**report, "not_compared": skipped}
 
 
-def _of_first_rank(manifest: Manifest) -> list[str]:
-    """A sentence about what each rank has of its own: a proof has one checksum for each name."""
+def _of_first_rank(manifest: Manifest) -> list[Notice]:
+    """A note on what each rank has of its own: a proof has one checksum for each name."""
     names = dict.fromkeys(
         entry.name
         for entry in manifest.replicas
         if entry.slot == "state" or entry.parameter in manifest.buffers
     )
     what = f"{listed(list(names), 4)} of further ranks: a proof has those of the first rank"
-    return [what] if names else []
+    return [note("not-compared", what)] if names else []
 
 
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:

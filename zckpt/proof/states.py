@@ -15,7 +15,7 @@ from ..core.inert import Foreign, alike, from_json, inside, to_json
 from ..core.manifest import Manifest
 from ..core.origin import Origin
 from ..core.weights import WEIGHTS, is_optimizers
-from ..errors import listed
+from ..errors import Notice, listed, note
 
 MODULE = "module"
 """The part of the state that describes the files: the order of the module's names."""
@@ -59,11 +59,11 @@ OF_NAMES = ("guessed", "ordered", "file")
 _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
-def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
-    """Differences, one line for each value; sentences about what was not compared."""
+def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
+    """Differences, one line for each value; notes on what was not compared."""
     comparison = _Comparison(a, b)
     comparison.run()
-    return comparison.lines, list(comparison.not_compared())
+    return comparison.lines, [note("not-compared", text) for text in comparison.not_compared()]
 
 
 class _Comparison:

@@ -12,7 +12,7 @@ from ..core.description import Report
 from ..core.grouping import by_key
 from ..core.manifest import Manifest, Unread
 from ..core.plan import Match
-from ..errors import listed
+from ..errors import Notice, listed, note
 
 Owned = tuple[str, tuple[str, ...]]
 Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
@@ -30,7 +30,7 @@ def pairs(a: Manifest, b: Manifest) -> list[Match]:
     ]
 
 
-def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[str]]:
+def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[Notice]]:
     """Both sides without such states of both; those that differ as lines, the others as notes.
 
     What differs in its tensors alone is no line: `pairs` are compared with all tensors.
@@ -40,7 +40,8 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
     for (key, owners), (ours, theirs) in shared.items():
         name = f"{key} of {listed(owners, 4)}"
         if _form(ours) == _form(theirs):
-            notes.append(f"{name}: not read, and compared as it is")
+            message = f"{name}: not read, and compared as it is"
+            notes.append(note("state-unread", message, subject=key))
         else:
             lines.append({"key": name, "a": _text(ours), "b": _text(theirs)})
     a, b = (

@@ -12,7 +12,7 @@ from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, 
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, harmless, lost, untouched, with_frozen
-from ..errors import counted, joined, listed
+from ..errors import Notice, counted, joined, listed, note
 from .states import by_keys, engine_name
 
 
@@ -46,7 +46,7 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
     return list(lines.values())
 
 
-def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
+def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     """The place of the step if it differs, as a line; or as a note if an optimizer was named.
 
     An optimizer looks for its step in one place, and begins at 1 if it finds none there. One that
@@ -64,9 +64,8 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
     named = theirs.optimizer or ours.optimizer
     if named is None:
         return [line], []
-    return [], [
-        f"place of the step: {line['a']} in {a.root}; {line['b']} in {b.root}: {named} looks there"
-    ]
+    places = f"{line['a']} in {a.root}; {line['b']} in {b.root}"
+    return [], [note("form-differs", f"place of the step: {places}: {named} looks there")]
 
 
 def step_place(manifest: Manifest) -> StepPlace | None:
@@ -100,7 +99,9 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
     return lines
 
 
-def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[Report], list[str]]:
+def lacking(
+    a: Manifest, b: Manifest, reported: Collection[str]
+) -> tuple[list[Report], list[Notice]]:
     """States of the optimizer that one side lacks, or that could not be read; and harmless ones.
 
     `reported` are tensors that the report lists one by one. A step that one side has for no
@@ -110,10 +111,9 @@ def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[R
     for only, owner, other in (("a", a, b), ("b", b, a)):
         for state in _lost(owner, other, reported):
             if reason := harmless(state, owner):
-                notes.append(
-                    f"{state.key} of {counted(state.count, 'parameter')}: only in "
-                    f"{owner.root}; {reason}"
-                )
+                owners = counted(state.count, "parameter")
+                message = f"{state.key} of {owners}: only in {owner.root}; {reason}"
+                notes.append(note("not-compared", message, subject=state.key))
                 continue
             line = {
                 "state": state.key,
@@ -138,13 +138,16 @@ def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterat
         yield State("step", dict.fromkeys(stepped, ()))
 
 
-def not_read(manifest: Manifest) -> list[str]:
-    """Sentences about states of the optimizer that the files have and that were not read."""
-    lines = (
-        f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}"
+def not_read(manifest: Manifest) -> list[Notice]:
+    """Notes on states of the optimizer that the files have and that were not read."""
+    return [
+        note(
+            "state-unread",
+            f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}",
+            subject=item.key,
+        )
         for item in manifest.unread
-    )
-    return list(dict.fromkeys(lines))  # model ranks have the same
+    ]
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
@@ -229,7 +232,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     return lines
 
 
-def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[str]]:
+def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
     """Both sides without groups of no parameters, if only one engine has such; and notes on them.
 
     DeepSpeed removes them from the optimizer, and flat keys of torch stand below parameters.
@@ -246,10 +249,11 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
         used = sorted({each.group for each in side.parameters.values() if each.group is not None})
         empty = [str(place) for place in range(len(groups)) if place not in used]
         if empty:
-            notes.append(
+            message = (
                 f"hyper-parameters of the optimizer's group {joined(empty)}, which has no "
                 f"parameters: only in {side.root}"
             )
+            notes.append(note("not-compared", message))
         parameters = {
             name: each if each.group is None else replace(each, group=used.index(each.group))
             for name, each in side.parameters.items()
@@ -259,11 +263,11 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
     return sides[0], sides[1], notes
 
 
-def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
-    """Sentences about hyper-parameters that only one of two checkpoints has.
+def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
+    """Notes on hyper-parameters that only one of two checkpoints has.
 
     They are no differences, because each version and class of an optimizer has its own. For
-    different engines there are no sentences: their optimizers have other hyper-parameters anyway.
+    different engines there are no notes: their optimizers have other hyper-parameters anyway.
     If neither side names its optimizer, no engine has added any to the groups, and there are.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
@@ -272,7 +276,11 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
     keys = [{key for group in side for key in plain_group(group)} for side in (a.groups, b.groups)]
     alone = (a, sorted(keys[0] - keys[1])), (b, sorted(keys[1] - keys[0]))
     return [
-        f"{listed(own, 4)} of the optimizer's groups: only in {side.root}"
+        note(
+            "not-compared",
+            f"{listed(own, 4)} of the optimizer's groups: only in {side.root}",
+            subject=own[0],
+        )
         for side, own in alone
         if own
     ]

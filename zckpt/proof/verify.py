@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..core import compare, keys
 from ..core.compare import Result
-from ..core.description import Report
+from ..core.description import Report, line_of, said
 from ..core.manifest import Manifest
 from ..core.missing_states import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
-from ..errors import MissingData, counted, listed
+from ..errors import MissingData, counted, listed, note, problem
 from . import damage, unread, values
 from .beside import siblings
 from .file_digest import same_files
@@ -47,9 +47,9 @@ def verify_alone(
     report = findings(outcome, manifest, manifest)
     lost, stateless = lacking(manifest)
     problems = [
-        *({"message": line} for line in damage.overlapping(manifest)),
+        *said(damage.overlapping(manifest)),
         *damage.unused(manifest),
-        *({"message": line} for line in lost),
+        *said(lost),
         *report["problems"],
     ]
     return {
@@ -58,10 +58,14 @@ def verify_alone(
         "problems": problems,
         "notes": [
             *report["notes"],
-            *damage.not_zero(outcome, manifest),
-            *stateless,
-            *values.not_read(manifest),
-            *manifest.notes,
+            *said(
+                (
+                    *damage.not_zero(outcome, manifest),
+                    *stateless,
+                    *values.not_read(manifest),
+                    *manifest.notes,
+                )
+            ),
         ],
         "inferred": {"a": list(manifest.inferred)},
         "versions": versions(manifest, None),
@@ -87,11 +91,18 @@ def verify_against(
         needs_weights(matches, a, b)
     outcome = compare.compare(matches, a, b, copying, begin=begin)
     report = findings(outcome, a, b)
-    report["notes"] += damage.other_padding(a, b, outcome)
-    report["notes"] += [
-        f"{line['key']}: {line['a']} in {a.root}, {line['b']} in {b.root}"
-        for line in values.forms(a, b)
-    ]
+    report["notes"] += said(
+        (
+            *damage.other_padding(a, b, outcome),
+            *(
+                note(
+                    "form-differs",
+                    f"{line['key']}: {line['a']} in {a.root}, {line['b']} in {b.root}",
+                )
+                for line in values.forms(a, b)
+            ),
+        )
+    )
     report |= inferences(matches, a, b, lambda: same_files(*whole))
     report |= roundings(report, outcome.results, a, b)
     if pattern is None:
@@ -182,12 +193,16 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
     equal = (item.match for item in results if not item.differs)
     rounded = only_rounded(equal, a, b)
     notes = [
-        f"{narrow.root} has the rounded values of {counted(len(names), 'weight')} of {wide.root}, "
-        f"in a narrower type: {listed(names, 4)}"
+        note(
+            "form-differs",
+            f"{narrow.root} has the rounded values of {counted(len(names), 'weight')} of "
+            f"{wide.root}, in a narrower type: {listed(names, 4)}",
+            subject=names[0],
+        )
         for side, narrow, wide in (("a", a, b), ("b", b, a))
         if (names := rounded[side])
     ]
-    return {"rounded": rounded, "notes": [*report["notes"], *notes]}
+    return {"rounded": rounded, "notes": [*report["notes"], *said(notes)]}
 
 
 def inferences(
@@ -203,15 +218,19 @@ def inferences(
     shared = [name for name in a.inferred if name in compared and name in theirs]
     if shared and are_copies():
         shared = []
-    unproven = {
-        "message": f"the names of {listed(shared, 4)} are inferred in both checkpoints: their "
-        "optimizer states are equal whether or not the names are right",
-        "hint": "name the optimizer's parameters with --param-names FILE",
-        "parameters": shared,
-    }
+    inferred = {"a": list(a.inferred), "b": list(b.inferred)}
+    if not shared:
+        return {"inferred": inferred, "unproven": []}
+    unproven = problem(
+        "unproven",
+        f"the names of {listed(shared, 4)} are inferred in both checkpoints: their optimizer "
+        "states are equal whether or not the names are right",
+        hint="name the optimizer's parameters with --param-names FILE",
+        subject=shared[0],
+    )
     return {
-        "inferred": {"a": list(a.inferred), "b": list(b.inferred)},
-        "unproven": [unproven] if shared else [],
+        "inferred": inferred,
+        "unproven": [line_of(unproven, parameters=shared)],
     }
 
 
@@ -220,7 +239,14 @@ def with_values(
 ) -> Report:
     """Adds differences in what is not a tensor, and tensors that only one side has."""
     lost = [
-        {"message": f"{other.root} lacks {name}, which {owner.root} holds", "tensor": name}
+        line_of(
+            problem(
+                "tensor-missing",
+                f"{other.root} lacks {name}, which {owner.root} holds",
+                subject=name,
+            ),
+            tensor=name,
+        )
         for names, owner, other in ((only_a, a, b), (only_b, b, a))
         for name in missing(names, owner, other)
     ]
@@ -233,14 +259,16 @@ def with_values(
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report.get("notes", ()), *as_they_are, *afresh, *moved],
+        "notes": [*report.get("notes", ()), *said((*as_they_are, *afresh, *moved))],
         "lacking": lacking,
         "steps": values.steps(a, b),
         "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "states": lines + not_read + of_files,
-        "not_compared": [*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided],
+        "not_compared": said(
+            (*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided)
+        ),
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

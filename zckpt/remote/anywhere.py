@@ -19,6 +19,7 @@ from functools import partial
 from shlex import quote
 from typing import Any, ParamSpec, TypeVar, cast
 
+from ..core.description import said
 from ..core.resources import Copying
 from ..errors import ZckptError
 from . import mirror, outgoing, sending
@@ -92,7 +93,7 @@ def _sent(
             report |= sending.send(path, url, run, words)
             if url.scheme in FETCHING and not report["next"].startswith("zckpt "):
                 report["next"] = FETCHING[url.scheme].format(quote(str(url)))
-            report["warnings"] = [*report["warnings"], *report.pop("store_notes")]
+            report["warnings"] = [*report["warnings"], *said(report.pop("store_notes"))]
         return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -140,6 +141,7 @@ def telling() -> Iterator[None]:
         yield
     except ZckptError as error:
         error.message, error.hint = spelled(error.message), spelled(error.hint)
+        error.file = error.file and spelled(error.file)
         error.args = (error.message,)
         raise
     except OSError as error:

@@ -139,5 +139,5 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         message = f"{url}: the store does not answer, or breaks off"
         hint = "check the network and the endpoint" + ENDPOINT.get(url.scheme, "")
         if BROKEN in text or isinstance(error, ConnectionError | TimeoutError):
-            return BrokenOff(message, hint)
+            return BrokenOff("store-refused", message, hint)
     return StoreError("store-refused", message, hint or "check the credentials")

@@ -111,6 +111,7 @@ class File(Struct, eq=False, dict=True):
             if len(data) == stop - start:
                 return data
             raise failures.BrokenOff(
+                "store-refused",
                 f"{self.url} gave {len(data)} bytes instead of {stop - start}",
                 hint="a proxy may cut answers: ask again, or copy the checkpoint",
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ..core.description import VERSION
 from ..core.unfinished import Note
 from ..errors import NotACheckpoint, TargetExists, WrongOption, listed
 from . import failures
@@ -67,7 +68,7 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
         except Exception as error:
             raise failures.explained(error, url, "write") from error
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "clean-up",
         "path": str(url),
         "files": names,

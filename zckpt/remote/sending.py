@@ -32,7 +32,7 @@ from ..core.fragments import Extent
 from ..core.resources import Begin
 from ..core.sources import walk
 from ..core.version import __version__
-from ..errors import CorruptCheckpoint, TargetExists, ZckptError
+from ..errors import CorruptCheckpoint, Notice, TargetExists, ZckptError, warning
 from . import failures, outgoing
 from .mirror import UNFINISHED
 from .outgoing import names_at, order
@@ -121,7 +121,7 @@ class _Sending(Struct, dict=True):
     run: str
     read_back: bool
     again: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: list[Notice] = field(default_factory=list)
 
     def key(self, name: str) -> str:
         return f"{self.url.key}/{name}"
@@ -171,7 +171,10 @@ class _Sending(Struct, dict=True):
                 raise
             if self.store.head(key) is not None:
                 raise self._preceded(name) from error
-            self.notes.append(f"{self.url}/{name} was put without a condition: zckpt has looked")
+            message = f"{self.url}/{name} was put without a condition: zckpt has looked"
+            self.notes.append(
+                warning("store-without-condition", message, file=f"{self.url}/{name}")
+            )
             sums = Sums()
             return sums, self.store.put(key, path, sums.add, False, self.run)
 
@@ -205,11 +208,12 @@ class _Sending(Struct, dict=True):
             self.again += 1
             if self._crc(found) != sums.crc:
                 raise self._lost(name, "the store has other bytes", etag, found)
-        elif not any("MD5" in note for note in self.notes):
-            self.notes.append(
+        elif not any(notice.code == "checksum-missing" for notice in self.notes):
+            message = (
                 f"the store of {self.url} gives no MD5, and --no-read-back leaves out to compare "
                 "the bytes that it has"
             )
+            self.notes.append(warning("checksum-missing", message, file=str(self.url)))
         return sums.crc
 
     def _crc(self, found: Found) -> int:

@@ -141,7 +141,7 @@ def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
 
 
 def _not_compared(report: Report) -> Iterator[str]:
-    yield from report.get("not_compared", ())
+    yield from (line["message"] for line in report.get("not_compared", ()))
     for side in ("a", "b"):
         for name in report.get(f"only_{side}", ()):
             yield f"only in {report.get(side) or side}: {name}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..core.description import Report
+from ..core.description import Report, line_of
 from ..core.manifest import Manifest
+from ..errors import Notice, warning
 from ..proof import damage
 from .lost import Found
 
@@ -24,14 +25,22 @@ KINDS = {
     "warning": False,
 }
 """The kinds, worst first, and whether each is a fault: exit code 3. Others are oddities."""
-FIELDS = ("kind", "fault", "tensor", "file", "offset", "length", "message")
+FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length")
+KIND_OF = {
+    **dict.fromkeys(("missing-file", "missing-rank-file", "unfinished-save"), "missing"),
+    **dict.fromkeys(("elements-missing", "tensor-missing", "state-missing"), "missing"),
+    "master-differs": "stale",
+    "record-damaged": "checksum",
+    "steps-disagree": "step",
+}
+"""The kind of a problem by its code; others are `impossible`."""
 ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 def section(found: Found, lines: Iterable[Report]) -> list[Report]:
     """All lines with the same keys, worst first; files by their names below the checkpoint."""
     every = [_line(found, line) for line in (*found.faults, *lines)]
-    unique = {(line["message"], line["tensor"]): line for line in every}
+    unique = {(line["code"], line["message"], line["tensor"]): line for line in every}
     return ordered(unique.values())
 
 
@@ -58,24 +67,21 @@ def _line(found: Found, line: Report) -> Report:
 def warnings(manifest: Manifest) -> Iterator[Report]:
     """The sentences of the reader for the user."""
     for line in manifest.warnings:
-        yield {"kind": "warning", "message": line}
+        yield line_of(line, kind="warning")
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:
     """Tensors that have bytes of each other, and bytes that no tensor has."""
-    for message in damage.overlapping(manifest):
-        yield {"kind": "missing", "message": message}
+    for notice in damage.overlapping(manifest):
+        yield line_of(notice, kind="missing")
     for line in damage.unused(manifest):
-        place = {key: line[key] for key in ("file", "offset", "length", "message")}
-        yield {"kind": "warning", "fault": True, **place}
+        yield {**line, "kind": "warning", "fault": True}
 
 
 def denormal(lines: Iterable[tuple[str, Report]]) -> Iterator[Report]:
     """Tensors with numbers that are too small to be normal ones of their type."""
     for name, line in lines:
         if count := line.get("denormal"):
-            yield {
-                "kind": "denormal",
-                "tensor": name,
-                "message": f"{name} has {count:,} denormal numbers",
-            }
+            message = f"{name} has {count:,} denormal numbers"
+            found = warning("too-small", message, subject=name)
+            yield line_of(found, kind="denormal", tensor=name)

@@ -21,10 +21,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ..api import read
 from ..core import sources
-from ..core.description import Report
+from ..core.description import Report, line_of
+from ..core.grouping import by_key
 from ..core.manifest import Manifest
 from ..core.sources import standing_in
 from ..errors import (
@@ -38,7 +40,10 @@ from ..errors import (
     SourceChanged,
     WrongOption,
     ZckptError,
-    sentence,
+    listed,
+    notice_of,
+    problem,
+    warning,
 )
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
@@ -120,17 +125,20 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
         yield found
 
 
-def _fault(found: Found, error: Exception, kind: str, file: str | None) -> Report:
-    message = found.real(sentence(error))
+def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | None) -> Report:
+    notice = notice_of(error)
+    message = found.real(notice.message)
     if file is not None and kind == "missing":
         message = f"{os.path.basename(file)} is missing: {message}"
-    return {"kind": kind, "fault": True, "file": file, "message": message}
+    return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
-def _left_out(found: Found, error: Exception) -> Report:
+def _left_out(found: Found, error: ZckptError | OSError) -> Report:
     """What could not be read because of a lost file: no fault of its own."""
-    message = f"more is not read without the files above: {found.real(sentence(error))}"
-    return {"kind": "warning", "fault": False, "file": None, "message": message}
+    notice = notice_of(error)
+    message = f"more is not read without the files above: {found.real(notice.message)}"
+    left = warning("not-compared", message)
+    return line_of(left, kind="warning", fault=False)
 
 
 # -- steps that differ
@@ -140,18 +148,14 @@ def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
     """The step that most places state, as a policy; the others become faults."""
     found.stated = error.steps
     (most, count), *_ = Counter(step for _, step in error.steps).most_common()
-    for where, step in error.steps:
-        if step != most:
-            others = "another place states" if count == 1 else f"{count:,} other places state"
-            message = f"{where}: step {step:g}, but {others} {most:g}"
-            found.faults.append(
-                {
-                    "kind": "step",
-                    "fault": True,
-                    "file": file_in(where, found.path),
-                    "message": found.real(message),
-                }
-            )
+    others = "another place states" if count == 1 else f"{count:,} other places state"
+    odd = by_key(
+        ((file_in(where, found.path), step), where) for where, step in error.steps if step != most
+    )
+    for (file, step), places in odd.items():
+        message = f"{listed(places, 2)}: step {step:g}, but {others} {most:g}"
+        wrong = problem("steps-disagree", found.real(message), subject=places[0], file=file)
+        found.faults.append(line_of(wrong, kind="step", fault=True))
     return f"{most:.0f}"
 
 
@@ -165,7 +169,7 @@ def file_in(where: str, folder: str) -> str | None:
 # -- files that are lost
 
 
-def _stand_in(found: Found, error: Exception, temporary: str) -> bool:
+def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool:
     """Whether another file stands in for one that the error names, so that reading may go on."""
     kind, paths = _lost_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
@@ -184,19 +188,17 @@ def _stand_in(found: Found, error: Exception, temporary: str) -> bool:
     return True
 
 
-def _lost_in(found: Found, error: Exception) -> tuple[str, list[str]]:
+def _lost_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
     """Whether files are missing or unreadable according to an error, and which: real paths."""
     known = {found.real(path) for path in found.lost}
-    if paths := [found.real(path) for path in getattr(error, "paths", ())]:
-        return "missing", [path for path in paths if path not in known]
+    paths = [notice.file for notice in error.notices] if isinstance(error, ZckptError) else []
+    if isinstance(error, IncompleteCheckpoint) and error.paths:
+        return "missing", [path for path in map(found.real, error.paths) if path not in known]
     if isinstance(error, OSError):
-        named = [found.real(os.fspath(error.filename))] if error.filename else []
-    elif isinstance(error, (CorruptCheckpoint, IncompleteCheckpoint)):  # such as a file cut short
-        text = found.real(error.message)
-        named = [path for path in files_below(found.path) if path in text]
-        named = sorted(named, key=len)[-1:]  # of x.pt and x.pt.1, the longer one
-    else:
-        named = []
+        paths = [os.fspath(error.filename)] if error.filename else []
+    elif not isinstance(error, (CorruptCheckpoint, IncompleteCheckpoint)):
+        paths = []
+    named = [found.real(path) for path in paths if path is not None and not os.path.isdir(path)]
     return "unreadable", [path for path in named if path not in known]
 
 

@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from .. import api
-from ..core.description import Report
+from ..core.description import Report, line_of
 from ..core.pooling import SINGLE, Pool
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
-from ..errors import ZckptError, sentence
+from ..errors import ZckptError, notice_of, warning
 from ..resume.runs import Candidate, candidates
 from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
@@ -103,7 +105,7 @@ def _document(
         except NO_FAULT:
             raise
         except (ZckptError, OSError) as error:
-            lines.append({"kind": "unreadable", "message": sentence(error)})
+            lines.append(line_of(notice_of(error), kind="unreadable"))
             document |= unread(found)
         if against is not None:
             document |= _against(found, path, against, source, copying, begin, lines)
@@ -161,7 +163,7 @@ def _against(
     assert manifest is not None
     if found.lost or found.stated:
         message = f"not compared with {against}, because of what is wrong with this one"
-        lines.append({"kind": "warning", "message": message})
+        lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
         return {}
     entries = [*manifest.entries.values()]
     places = places_in(manifest)
@@ -174,6 +176,8 @@ def _against(
     except NO_FAULT:
         raise
     except (ZckptError, OSError) as error:
-        lines.append({"kind": "unreadable", "message": f"{against}: {sentence(error)}"})
+        other = notice_of(error)
+        named = replace(other, message=f"{against}: {other.message}")
+        lines.append(line_of(named, kind="unreadable"))
         return {}
     return {"against": other_checkpoint.section(differing, against, step, entries, places)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..core.description import Report
+from ..core.description import Report, line_of
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places
 from ..core.manifest import Entry
-from ..errors import counted
+from ..errors import counted, problem
 from .lost import Found
 from .measuring import original, place_of
 
@@ -56,13 +56,13 @@ def faults(
         entry = entries[name]
         first = original(difference.first or 0, ranges.get(name))
         place = place_of(entry, first)
-        yield {
-            "kind": "stale",
-            "fault": True,
-            "tensor": name,
-            "file": None if place is None else place[0],
-            "offset": None if place is None else place[1],
-            "message": f"{name} is stale: {difference.count:,} of "
-            f"{counted(elements, 'element')} do not round to {entry.parameter}/param, by up to "
-            f"{difference.max_ulp:,} ULP; the first is element {first}",
-        }
+        stale = problem(
+            "master-differs",
+            f"{name} is stale: {difference.count:,} of {counted(elements, 'element')} do not "
+            f"round to {entry.parameter}/param, by up to {difference.max_ulp:,} ULP; the first is "
+            f"element {first}",
+            subject=name,
+            file=None if place is None else place[0],
+        )
+        offset = None if place is None else place[1]
+        yield line_of(stale, kind="stale", fault=True, tensor=name, offset=offset)

@@ -10,26 +10,25 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ..core.description import Report
+from ..core.description import VERSION, Report, line_of
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..core.version import __version__
 from ..errors import counted
+from ..errors import problem as found_wrong
 from . import against, faults, line, masters, numbers, owners, steps
+from .faults import KIND_OF
 from .lost import Found, what_is_there
 
 ITSELF = "what the same files state in other places"
-KINDS = {"lacks": "missing", "missing": "missing", "step differs": "step"}
-"""What a problem's sentence says, and so which kind of fault it is."""
-OF_LINES = ("kind", "tensor", "file", "offset", "length", "message")
 
 
 def begun(found: Found, command: str) -> Report:
     """What every document has."""
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": command,
         "path": found.root,
         "version": __version__,
@@ -79,8 +78,12 @@ def of_stats(report: Report, source: Mapping[str, Any]) -> Report:
 def of_verify(report: Report, source: Mapping[str, Any]) -> Report:
     """Masters against weights, what was compared, and what is wrong."""
     with what_is_there(report["path"], source) as found:
-        said = "\n".join(line["message"] for line in found.faults)
-        problems = [_line(each) for each in report["problems"] if each["message"] not in said]
+        shown = {(line["code"], line["file"]) for line in found.faults}
+        problems = [
+            _as_fault(each)
+            for each in report["problems"]
+            if (each["code"], each["file"]) not in shown
+        ]
         document = begun(found, "verify")
         manifest = found.manifest
         if manifest is None or "digests" not in report:
@@ -96,7 +99,7 @@ def of_verify(report: Report, source: Mapping[str, Any]) -> Report:
             document |= {"masters": masters.section(distances, places, known)}
             problems += [*stale]
         else:
-            problems += [_line(each, "impossible") for each in _contents(report)]
+            problems += [_as_fault(each, "impossible") for each in _contents(report)]
         section = against.section(report, report["against"], None, entries, places)
         if report["against"] is None:
             section |= {"path": ITSELF, "layers": [], "histogram": None, "histograms": []}
@@ -109,7 +112,7 @@ def of_diff(report: Report, source: Mapping[str, Any]) -> Report:
         assert found.manifest is not None
         entries = [*found.manifest.entries.values()]
         places = places_in(found.manifest)
-        problems = [_line(each) for each in report["problems"]]
+        problems = [_as_fault(each) for each in report["problems"]]
         about = begun(found, "diff")
         if "records" in report:
             about["line"]["checked"] = checked(report["records"], problems)
@@ -142,7 +145,7 @@ def of_probes(report: Report) -> Report:
         "steps": f"steps {report['steps'][0]} to {report['steps'][-1]}",
     }
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "probe-diff",
         "path": report["a"],
         "version": __version__,
@@ -169,23 +172,24 @@ def checked(records: Mapping[str, int], problems: list[Report]) -> str:
     return line.checked(counts, sum(each.get("kind") == "checksum" for each in problems))
 
 
-def _line(problem: Report, kind: str = "") -> Report:
+def _as_fault(problem: Report, kind: str = "") -> Report:
     """A problem of `verify` or `diff` as a fault: damage says what is stated and what was found."""
-    if not kind:
-        words = (kind for word, kind in KINDS.items() if word in problem["message"])
-        kind = "checksum" if "stated" in problem else next(words, "impossible")
+    usual = "checksum" if "stated" in problem else KIND_OF.get(problem["code"], "impossible")
     names = problem.get("tensors") or [problem.get("tensor")]
-    known = {key: problem.get(key) for key in OF_LINES}
-    return known | {"kind": kind, "fault": True, "tensor": names[0]}
+    return problem | {"kind": kind or usual, "fault": True, "tensor": names[0]}
 
 
 def _contents(report: Report) -> list[Report]:
     """Differences of tensors from the checkpoint that it should equal."""
     return [
-        {
-            "tensor": each["tensor"],
-            "message": f"{each['tensor']} differs in {counted(each['count'], 'element')}",
-        }
+        line_of(
+            found_wrong(
+                "tensor-differs",
+                f"{each['tensor']} differs in {counted(each['count'], 'element')}",
+                subject=each["tensor"],
+            ),
+            tensor=each["tensor"],
+        )
         for each in report["differences"]
         if each.get("count")
     ]

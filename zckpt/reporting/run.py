@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.description import Report
-from ..errors import counted
+from ..core.description import Report, line_of
+from ..errors import counted, problem
 from ..resume.runs import Candidate
 from . import faults
 from .numbers import finite
@@ -43,6 +43,7 @@ def checkpoint(document: Report, name: str) -> Report:
         "whole": not broken,
         "why": why,
         "kind": wrong[0]["kind"] if wrong else None,
+        "code": wrong[0]["code"] if wrong else None,
         "norms": of_layers(document, "param"),
         "updates": of_layers(document, "update"),
     }
@@ -75,9 +76,9 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
     return [
         {
             **dict.fromkeys(faults.FIELDS),
+            **line_of(problem(line["code"], f"{line['name']}: {line['why']}")),
             "kind": line["kind"],
             "fault": True,
-            "message": f"{line['name']}: {line['why']}",
         }
         for line in checkpoints[:-1]
         if line["why"] is not None
@@ -89,9 +90,15 @@ def gone(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
     return [
         {
             **dict.fromkeys(faults.FIELDS),
+            **line_of(
+                problem(
+                    "pointer-dangling",
+                    f"{run} names {each.name} as its last checkpoint, which is missing",
+                    file=run,
+                )
+            ),
             "kind": "missing",
             "fault": True,
-            "message": f"{run} names {each.name} as its last checkpoint, which is missing",
         }
         for each in checkpoints
     ]

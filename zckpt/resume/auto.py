@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from ..errors import ProcessFailed, WrongOption, ZckptError, hint_for, sentence
+from ..errors import ProcessFailed, WrongOption, ZckptError, notice_of
 from ..processes.launcher import Launch, address, joined, launched
 from ..processes.sharing import Processes
 from .fitting import Asked
@@ -98,8 +98,9 @@ def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
     except ProcessFailed as error:
         return error
     except (ZckptError, OSError) as error:  # the others raise what this one has told them
-        hint = error.hint if isinstance(error, ZckptError) else hint_for(error)
-        failed = ProcessFailed("process-failed", f"rank {launch.rank}: {sentence(error)}", hint)
+        problem = notice_of(error)
+        message = f"rank {launch.rank}: {problem.message}"
+        failed = ProcessFailed(problem.code, message, problem.hint, file=problem.file)
         failed.__cause__ = error
         return failed
 

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from .. import api, formats
+from ..core.description import VERSION
 from ..core.facts import layers_of
 from ..core.manifest import Manifest
 from ..core.replicas import not_compared
@@ -162,7 +163,7 @@ def check(
     reasons += [unnamed] if unnamed else []
     reasons += _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "check",
         "path": newest.where,
         "format": manifest.format,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import errors
-from ..errors import ZckptError
+from ..errors import ZckptError, again
 from ..processes.sharing import Processes
 
 
@@ -28,7 +28,7 @@ class Ranks:
     def told(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides, in all ranks; raises Told in all if it fails."""
         value, kind = None, ""
-        parts: tuple[Any, ...] = ()
+        parts: Any = ()
         error: Exception | None = None
         if self.rank == 0:
             try:
@@ -37,10 +37,10 @@ class Ranks:
                 error, kind = problem, OSError.__name__
                 parts = (problem.errno, problem.strerror, problem.filename)
             except ZckptError as problem:
-                error, kind = problem, type(problem).__name__
-                parts = (problem.message, problem.hint)
+                error, kind, parts = problem, type(problem).__name__, problem.__dict__
         value, kind, parts = self._share([value, kind, parts])
-        if kind:
-            make: Any = OSError if kind == OSError.__name__ else getattr(errors, kind)
-            raise Told(error or make(*parts))
-        return value
+        if not kind:
+            return value
+        if kind == OSError.__name__:
+            raise Told(error or OSError(*parts))
+        raise Told(error or again(getattr(errors, kind), parts))

@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import api
+from ..core.description import VERSION
 from ..core.replicas import not_compared
 from ..core.resources import Begin, Copying
 from ..core.unlisted import refuse_share
@@ -187,7 +188,7 @@ class Resuming:
         said = [candidate.note, *plan["lines"], *plan.get("said", ())]
         lines += [line for line in dict.fromkeys(said) if line]
         report = {
-            "zckpt": 1,
+            "zckpt": VERSION,
             "command": "auto-resume",
             "run": self.run,
             "path": target or candidate.loaded,

@@ -16,7 +16,7 @@ from ..core import sources
 from ..core.layout import Shell
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
-from ..errors import NotACheckpoint
+from ..errors import NotACheckpoint, Notice, warning
 from .trainers import STATE, json_of
 
 KEY = "best_model_checkpoint"
@@ -44,7 +44,7 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
     return Shell.of(STATE, text)
 
 
-def warning(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> str:
+def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
     """The warning for a single checkpoint that is converted without the best one.
 
     `--checkpoints` is proposed where it works: the best one lies beside this one, and the target
@@ -57,11 +57,11 @@ def warning(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> str:
     state = next((item.path for item in siblings if item.name == STATE), "")
     run = os.path.dirname(os.path.dirname(state))
     name = os.path.basename(os.path.normpath(best))
-    if not (keeps_format and CHECKPOINT.fullmatch(name)):
-        return text
-    if not sources.is_folder(os.path.join(run, name)):
-        return text
-    return f"{text}. To convert both: zckpt reshard {run or '.'} DST --checkpoints best-and-last"
+    is_there = keeps_format and CHECKPOINT.fullmatch(name)
+    if is_there and sources.is_folder(os.path.join(run, name)):
+        command = f"zckpt reshard {run or '.'} DST --checkpoints best-and-last"
+        text += f". To convert both: {command}"
+    return warning("best-elsewhere", text, file=best)
 
 
 def chosen(

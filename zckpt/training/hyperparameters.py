@@ -12,7 +12,7 @@ from typing import Any
 from ..core.facts import FlatBufferEngine
 from ..core.inert import nested, to_json
 from ..core.manifest import Manifest
-from ..errors import listed
+from ..errors import Notice, listed, warning
 from .optimizers import known_optimizer, likely_optimizer
 from .options import Options
 
@@ -43,7 +43,7 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
     return [{**own, **group} for group, own in pairs]
 
 
-def unused_defaults(source: Manifest, options: Options) -> list[str]:
+def unused_defaults(source: Manifest, options: Options) -> list[Notice]:
     """A warning about `--group-defaults` that no group takes: the source stores other values."""
     if not source.groups or are_inferred(source):
         return []
@@ -59,14 +59,18 @@ def unused_defaults(source: Manifest, options: Options) -> list[str]:
         return []
     stored = ", ".join(f"{key}={value}" for key, value in unused.items())
     return [
-        f"--group-defaults {listed(list(unused))} is not used: the source stores {stored}. Change "
-        "it in the program that resumes"
+        warning(
+            "option-without-effect",
+            f"--group-defaults {listed(list(unused))} is not used: the source stores {stored}. "
+            "Change it in the program that resumes",
+            subject="--group-defaults",
+        )
     ]
 
 
 def torch_groups(
     source: Manifest, options: Options, named: str | None = None
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[dict[str, Any]], list[Notice]]:
     """Every group with all keys of torch's own optimizer, and warnings about assumed values.
 
     `named` is the class that `--optimizer` names, which is an Adam. Adam of DeepSpeed and Apex
@@ -86,9 +90,8 @@ def torch_groups(
     warnings = []
     if assumed:
         values = ", ".join(f"{key}={value}" for key, value in assumed.items())
-        warnings.append(
-            f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
-        )
+        message = f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
+        warnings.append(warning("value-assumed", message, subject=next(iter(assumed))))
     complete = [{**needed, **group} for group in groups]
     for group in complete:  # a list if it comes from a JSON config
         if isinstance(betas := group.get("betas"), Sequence):

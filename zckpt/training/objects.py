@@ -22,7 +22,7 @@ from ..core.facts import FlatBufferEngine
 from ..core.inert import ITSELF, MAX_DEPTH, Foreign, Global, inside, map_values
 from ..core.inert import PLAIN as PLAIN_TYPES
 from ..core.manifest import Manifest
-from ..errors import CorruptCheckpoint, listed
+from ..errors import CorruptCheckpoint, Notice, listed, note
 
 PLAIN = (
     "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object",
@@ -250,7 +250,7 @@ class _Filter(Struct, eq=False):
     named: _Names = field(default_factory=_Names)
     lost: dict[int, frozenset[str]] = field(default_factory=dict)  # by the identity of a value
     kept: dict[int, Any] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Notice] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         """The dictionary without the keys whose values, or which themselves, are not allowed."""
@@ -258,7 +258,8 @@ class _Filter(Struct, eq=False):
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
             if names := _sorted({*self._wrong(key), *self._lost(item)}):
-                self.left_out.append(f"{where}: {_refusal(names)}")
+                message = f"{where}: {_refusal(names)}"
+                self.left_out.append(note("state-omitted", message, subject=where))
             else:
                 kept[key] = self._kept(item, where)
         return kept

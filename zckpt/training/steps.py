@@ -34,7 +34,7 @@ from ..core.grouping import by_key
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
 from ..core.weights import is_optimizers
-from ..errors import WrongOption, listed
+from ..errors import Notice, WrongOption, listed, warning
 from .faults import COUNTED_START
 from .optimizers import plain_name
 
@@ -185,7 +185,7 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 
 def sightings_of(
     stated: StatedSteps, believed: StatedSteps
-) -> Iterator[tuple[Sighting, str | None]]:
+) -> Iterator[tuple[Sighting, Notice | None]]:
     """One line for each different step, not one for each owner; and a warning if it is stalled."""
     is_true = stated.where == believed.where
     owners = by_key(
@@ -216,14 +216,15 @@ def counted_by_last(
     return StatedSteps(in_states.where, counted, in_states.kinds, in_states.shapes)
 
 
-def unused_policy(manifest: Manifest, policy: str | None) -> list[str]:
+def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
     """A warning about a number that decided nothing: all places state another step."""
     step = manifest.step
     if policy is None or not policy.isdecimal() or step is None or step == int(policy):
         return []
     if any(sighting.where.startswith(STATED) for sighting in manifest.steps):
         return []
-    return [f"--step-policy {policy} is not used: all places state step {step:g}"]
+    message = f"--step-policy {policy} is not used: all places state step {step:g}"
+    return [warning("option-without-effect", message, subject="--step-policy")]
 
 
 def check_policy(policy: str | None) -> None:
@@ -234,17 +235,19 @@ def check_policy(policy: str | None) -> None:
         )
 
 
-def stalled(step: Step, kind: str, where: str) -> str | None:
+def stalled(step: Step, kind: str, where: str) -> Notice | None:
     """A warning if the step has reached the limit of its type and no longer grows."""
     if STALLS.get(kind) == step:
-        return (
+        return warning(
+            "step-stalled",
             f"the step of {where} is {step} in {kind}, where adding 1 changes nothing: "
-            "the true number of updates is at least that"
+            "the true number of updates is at least that",
+            subject=where,
         )
     return None
 
 
-def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) -> str | None:
+def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) -> Notice | None:
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
@@ -259,7 +262,8 @@ def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) ->
     zero = all(digests.get(key) == crc_of_zeros(length) for key, length in moments)
     if manifest.step != 1 or not moments or not zero:
         return None
-    return (
+    return warning(
+        "never-stepped",
         "step 1 with all moments zero: the optimizer has not been stepped "
-        f"({COUNTED_START.message})"
+        f"({COUNTED_START.message})",
     )

@@ -22,7 +22,7 @@ from ..core.filenames import number_of
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
 from ..core.siblings import OPEN, SiblingList
-from ..errors import literal
+from ..errors import Notice, literal, note, warning
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
@@ -58,22 +58,27 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
     return next(programs, None)
 
 
-def lacking_state(siblings: Iterable[Sibling]) -> list[str]:
+def lacking_state(siblings: Iterable[Sibling]) -> list[Notice]:
     """A warning if the Trainer's own state is not among the files that it saved beside others."""
     names = [item.name for item in siblings]
     own = [name for name in names if _OF_TRAINER.fullmatch(name)]
     if not own or STATE in names:
         return []
     return [
-        f"Hugging Face's Trainer saved {own[0]}, but its {STATE} is not there, without which "
-        "trainer.train(resume_from_checkpoint=...) fails"
+        warning(
+            "trainer-file-damaged",
+            f"Hugging Face's Trainer saved {own[0]}, but its {STATE} is not there, without which "
+            "trainer.train(resume_from_checkpoint=...) fails",
+            subject=STATE,
+        )
     ]
 
 
-def not_loaded(files: str, dialects: Iterable[str]) -> str:
+def not_loaded(files: str, dialects: Iterable[str]) -> Notice:
     """A warning about files that no trainer looks for; `dialects` name those that it does."""
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
-    return f"{files} is not what the trainer looks for: to resume there, add {ways}"
+    message = f"{files} is not what the trainer looks for: to resume there, add {ways}"
+    return warning("program-must-set", message)
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
@@ -184,8 +189,8 @@ def without_folder(name: str) -> str:
 
 def beside(
     root: str, own: Collection[str], source: str | None = None
-) -> tuple[list[Sibling], list[str]]:
-    """Files of a directory that do not belong to its checkpoint, and lines about what is left out.
+) -> tuple[list[Sibling], list[Notice]]:
+    """Files of a directory that do not belong to its checkpoint, and notes on what is left out.
 
     `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
     configuration and tokenizer files (verl's `huggingface`); other folders are left out and listed.
@@ -193,7 +198,7 @@ def beside(
     `.hf_metadata`. Links are followed inside of the directory `source`, by default `root`.
     """
     siblings = SiblingList(source or root)
-    folders: list[str] = []
+    folders: list[Notice] = []
     with os.scandir(root) as items:
         listed = sorted(items, key=lambda item: item.name)
     for item in listed:
@@ -210,30 +215,32 @@ def beside(
             for file in files:
                 siblings.add(f"{item.name}/{file.name}", file.path)
         else:
-            folders.append(f"{item.name}/: a folder that is not part of the checkpoint")
+            message = f"{item.name}/: a folder that is not part of the checkpoint"
+            folders.append(note("file-omitted", message, file=item.path))
     return siblings.files, folders + siblings.left_out
 
 
 def inside(
     root: str, folder: str, own: Collection[str], source: str
-) -> tuple[list[Sibling], list[str]]:
-    """Files in a folder of the checkpoint that are not `own`, and lines about what is left out.
+) -> tuple[list[Sibling], list[Notice]]:
+    """Files in a folder of the checkpoint that are not `own`, and notes on what is left out.
 
     NeMo AutoModel keeps the model's configuration and tokenizer there, in `.hf_metadata`, in
     `consolidated` the weights once more, and a script to write them, which names the folder.
     """
     siblings = SiblingList(source)
-    lines: list[str] = []
+    lines: list[Notice] = []
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
         if entry.path in own:
             return True
         if name == f"{folder}/{CONSOLIDATED}":
-            lines.append(f"{name}/: the weights once more; `zckpt export` writes them")
+            why = f"{name}/: the weights once more; `zckpt export` writes them"
         elif name == f"{folder}/{SCRIPT}":
-            lines.append(f"{name}: a script for the folder in which it stands")
+            why = f"{name}: a script for the folder in which it stands"
         else:
             return False
+        lines.append(note("file-omitted", why, file=entry.path))
         return True
 
     siblings.add_below(os.path.join(root, folder), is_other, root)

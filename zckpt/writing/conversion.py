@@ -17,7 +17,7 @@ from ..copying.sharing import ended
 from ..copying.staging import Staging
 from ..core import description, replicas, states
 from ..core.checksum import crc32
-from ..core.description import Report
+from ..core.description import Report, said
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
@@ -64,7 +64,7 @@ def read_for(
     If the run continues, there may be a target: whether it fits is known once the source is read.
     """
     if strange := strange_target(os.fspath(target)):
-        raise WrongOption(*strange)
+        raise WrongOption("option-invalid", *strange)
     targets.refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
         targets.refuse_existing(os.fspath(target))
@@ -124,11 +124,11 @@ def write(
     report["dropped"] = dropped if format.is_resumed else []
     if has_plain_names(format, manifest, options):
         change = without_words if options[RENAME] or bool(parts) else plain_names
-        report["warnings"] += about_words(change(names_of(manifest)))
-    report["warnings"] += unable_to_step(manifest, options)
+        report["warnings"] += said(about_words(change(names_of(manifest))))
+    report["warnings"] += said(unable_to_step(manifest, options))
     keeping = Keeping(manifest, named, source, format, options, report)
     layout = replace(layout, read_back=keeping.read_back(layout))
-    report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
+    report["warnings"] += said(steps.unused_policy(manifest, reading.step_policy))
     run = _identity(layout.source or manifest, to, reading, options, files)
     (sharing := running.sharing).agree_on(run, target)
     if sharing.rank:
@@ -148,12 +148,13 @@ def write(
             keeping.try_out(layout)
             memory = convert.memory_of(source, running.copying)
             free = targets.free_for(target, running.resume)
-            report["warnings"] += replicas.not_compared(manifest)
+            report["warnings"] += said(replicas.not_compared(manifest))
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
-        report["warnings"] += check_tensors(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
+        found = check_tensors(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
+        report["warnings"] += said(found)
         if layout.check is not None:
-            report["warnings"] += layout.check()
+            report["warnings"] += said(layout.check())
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
         about = running.continues, before, sharing, running.above, running.begins_anew
         stage = staging.Staging(target, run, chunk, *about)
@@ -164,7 +165,7 @@ def write(
             if not takes_another or not targets.is_complete(target, run):
                 raise
             outcome = None  # another part or run has completed the target meanwhile
-        report["warnings"] += stage.warnings
+        report["warnings"] += said(stage.warnings)
         if sharing.part:
             report["part"] = str(sharing)
         if outcome is None:
@@ -202,7 +203,7 @@ def _filled(
     layout: Layout,
     size: int,
     running: Running,
-    warnings: list[str],
+    warnings: list[Report],
 ) -> CopyOutcome | None:
     """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
 
@@ -212,7 +213,7 @@ def _filled(
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
-            warnings.append(warning)
+            warnings.extend(said([warning]))
             shells = replace(shells, warnings=(*shells.warnings, warning))
         if format.functions.seal is not None:
             format.functions.seal(root, shells, outcome)

@@ -18,14 +18,14 @@ from msgspec import Struct
 
 from .. import formats
 from ..core import covering, states
-from ..core.description import Report
+from ..core.description import Report, said
 from ..core.facts import StepPlace
 from ..core.grouping import by_key
 from ..core.keys import has_texts_alone, in_doubt
 from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..core.states import State
-from ..errors import UnsupportedState, WrongOption, joined, listed
+from ..errors import Notice, UnsupportedState, WrongOption, joined, listed, note, warning
 from ..formats.format import Format
 from ..training import objects
 from ..training.optimizers import needed_states
@@ -49,7 +49,7 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
     return [_line(known[key], option.flag) for key in dict.fromkeys(keys or known)]
 
 
-def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
+def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
     """A warning if the optimizer stops without what is dropped; `manifest` lacks it already.
 
     Of a parameter without any state it begins afresh.
@@ -62,8 +62,12 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
     names = (options[OPTIMIZER] or manifest.optimizer or "").split(", ")
     lost = {name: needed_states(name).intersection(options[DROP_STATE]) for name in names}
     return [
-        f"{name} cannot take a step without {joined(sorted(keys))}: load this into an optimizer "
-        "that needs no such state, or write --weights-only"
+        warning(
+            "state-dropped",
+            f"{name} cannot take a step without {joined(sorted(keys))}: load this into an "
+            "optimizer that needs no such state, or write --weights-only",
+            subject=min(keys),
+        )
         for name, keys in lost.items()
         if keys
     ]
@@ -110,9 +114,9 @@ class Keeping(Struct, frozen=True):
             if shells.groups is not None:
                 self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)
-            self.report["left_out"] += self._beside(shells)
-            self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
-            self.report["warnings"] += self._of_texts(shells)
+            self.report["left_out"] += said(self._beside(shells))
+            of_counts = _of_counts(self.source.step_place, shells.step_place)
+            self.report["warnings"] += said((*of_counts, *self._of_texts(shells)))
             return shells
 
         return read_and_check
@@ -174,14 +178,15 @@ class Keeping(Struct, frozen=True):
             self._refuse(needed)
         return [_line(state, reasons[key]) for key, state in lost.items()]
 
-    def _beside(self, shells: Manifest) -> list[str]:
+    def _beside(self, shells: Manifest) -> list[Notice]:
         """Numbers of no parameter that the target lacks."""
         lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
-        return [f"{listed(sorted(lost))}, beside the optimizer's states"]
+        message = f"{listed(sorted(lost))}, beside the optimizer's states"
+        return [note("state-omitted", message, subject=min(lost))]
 
-    def _of_texts(self, shells: Manifest) -> list[str]:
+    def _of_texts(self, shells: Manifest) -> list[Notice]:
         """A warning about keys that may have been numbers, in what is no state of a parameter."""
         if has_texts_alone(shells) or not has_texts_alone(self.source):
             return []
@@ -191,9 +196,14 @@ class Keeping(Struct, frozen=True):
         if not paths:
             return []
         return [
-            f"the keys of {listed(paths, 4)} are texts of numbers: torch.distributed.checkpoint "
-            "makes texts of all keys. A program that looks for numbers, as MultiStepLR among its "
-            "milestones, finds none: make numbers of them before it loads them"
+            warning(
+                "program-must-set",
+                f"the keys of {listed(paths, 4)} are texts of numbers: "
+                "torch.distributed.checkpoint makes texts of all keys. A program that looks for "
+                "numbers, as MultiStepLR among its milestones, finds none: make numbers of them "
+                "before it loads them",
+                subject=paths[0],
+            )
         ]
 
     def _refuse(self, lost: Sequence[State]) -> None:
@@ -231,14 +241,17 @@ class Keeping(Struct, frozen=True):
         return objects.admissible(own, formats.engine_objects())
 
 
-def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[str]:
+def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:
     """A warning if the target's engine does not count an update as often as the source's."""
     if before is None or after is None or before.times == after.times:
         return []
     return [
-        f"the optimizer's step stands in its groups. With each update, the target's engine adds "
-        f"{after.times} to it, the source's {before.times}: what the optimizer computes of it goes "
-        "on otherwise, and so do the losses"
+        warning(
+            "not-exact",
+            "the optimizer's step stands in its groups. With each update, the target's engine "
+            f"adds {after.times} to it, the source's {before.times}: what the optimizer computes "
+            "of it goes on otherwise, and so do the losses",
+        )
     ]
 
 

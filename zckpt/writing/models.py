@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ..core.filenames import number_of, numbered
 from ..core.layout import Layout
 from ..core.manifest import Manifest
-from ..errors import MissingData, WrongOption
+from ..errors import MissingData, Notice, WrongOption
 from ..formats.format import Format
 from ..formats.reading import Reading
 from ..naming import ties
@@ -135,12 +135,12 @@ def lay_out(
 def _joined(
     whole: Manifest,
     parts: Sequence[Manifest],
-    lines: Sequence[Sequence[str]],
-    of_source: Callable[[Manifest], Sequence[str]],
-) -> list[str]:
+    lines: Sequence[Sequence[Notice]],
+    of_source: Callable[[Manifest], Sequence[Notice]],
+) -> list[Notice]:
     """What the reader says of all models, and what the writer says of each."""
     own = [
-        f"{name}: {line}"
+        replace(line, message=f"{name}: {line.message}")
         for name, part, said in zip(whole.roots, parts, lines, strict=True)
         for line in said
         if line not in of_source(part)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..core.description import Report
+from ..core.description import VERSION, Report, said
 from ..core.layout import Layout
 from ..core.manifest import Manifest
-from ..errors import counted
+from ..errors import counted, warning
 from ..formats.format import Format
 from ..naming import ties
 from ..training.hyperparameters import unused_defaults
@@ -26,16 +26,21 @@ def report_on(
     if not format.overrides_groups or options[LIKE] is not None:
         warnings += unused_defaults(manifest, options)
     warnings += [
-        f"the source has no output layer: if the model ties {alias} to {owner}, add --tie "
-        f"{alias}={owner}"
+        warning(
+            "tie-inferred",
+            f"the source has no output layer: if the model ties {alias} to {owner}, add --tie "
+            f"{alias}={owner}",
+            subject=owner,
+        )
         for alias, owner in ([] if format.is_neutral else ties.likely(manifest))
     ]
     takes_dp = DP in (format.options or ()) and not format.fits_any_dp
     if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")
-        warnings.append(f"no --dp was given: the target is for {ranks}, as the source")
+        message = f"no --dp was given: the target is for {ranks}, as the source"
+        warnings.append(warning("size-kept", message))
     return {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": command,
         "dropped": [],
         "computed_afresh": [],
@@ -48,7 +53,7 @@ def report_on(
         "files": list(files),
         "bytes": sum(files.values()),
         "copied": [name for name, _ in layout.siblings],
-        "left_out": list(layout.left_out),
-        "warnings": warnings,
+        "left_out": said(layout.left_out),
+        "warnings": said(warnings),
         "inferred": list(manifest.inferred),
     }

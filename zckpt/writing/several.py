@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from .. import formats
 from ..copying import staging, targets, without_locks
 from ..copying.journal import Identity
-from ..core.description import Report
+from ..core.description import VERSION, Report, said
 from ..core.version import __version__
 from ..errors import WrongOption, counted, literal
 from ..training import best
@@ -74,7 +74,7 @@ def write_run(
     with stage:
         inside = replace(running, tell=None, before_rename=None, above=stage.root)
         reports = write_all(stage.path, inside)
-    summary["warnings"] += stage.warnings
+    summary["warnings"] += said(stage.warnings)
     written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
     keys = ("checked", "unchecked", "without_checksum")
     records = {key: sum(r["records"][key] for r in written) for key in keys}
@@ -93,7 +93,7 @@ def _summary(
     """The report of the run, from those of the checkpoints; `folder` is where they are written."""
     last = "the last one " if len(names) > 1 else ""
     summary: Report = {
-        "zckpt": 1,
+        "zckpt": VERSION,
         "command": "reshard",
         "source": {"path": source},
         "format": reports[0]["format"],

@@ -30,7 +30,7 @@ from ..naming.names import (
     without_front,
 )
 from ..naming.order import in_order_of
-from ..reading import OWN_TENSORS, read
+from ..reading import read
 from ..training import best, objects
 from ..training.options import ALLOW_OBJECT, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
 from . import models
@@ -120,7 +120,7 @@ def laid_out(
     known = (*manifest.left_out, *layout.left_out)
     own = [line for line in admitted.left_out if line not in known]
     # a folder for inference lacks much else of a run, which is not listed
-    weights = [line for line in manifest.left_out if "--root" in line or OWN_TENSORS in line]
+    weights = [line for line in manifest.left_out if line.code == "weights-omitted"]
     layout = replace(
         layout,
         left_out=[*dict.fromkeys((*layout.left_out, *weights, *own))],
@@ -178,6 +178,6 @@ def _pointing_to_the_best(
         path_of_best = os.path.abspath(target)
     else:
         keeps_format = manifest.origin.format == to
-        line = best.warning(path, manifest.siblings, keeps_format)
+        line = best.not_written(path, manifest.siblings, keeps_format)
         return replace(layout, warnings=[*layout.warnings, line])
     return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])

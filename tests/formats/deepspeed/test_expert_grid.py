@@ -20,7 +20,7 @@ from zckpt.errors import (
     WrongOption,
 )
 
-from ...conftest import Once
+from ...conftest import Once, texts
 from ...engines.expert_grids import CASES, ExpertGridCase, resume, train
 from ..equality import load, same_bits
 from .test_experts import INSIDE, oracle_of, swap, tag_of
@@ -177,7 +177,7 @@ def test_the_engine_resumes(
         options |= {"pp_bounds": move.bounds}
     report = zckpt.reshard(root / "run", tmp_path / "run", dp=move.dp, **options)
     guesses = move.bounds == UNIFORM and case.tied  # where a tied layer is used
-    assert any("tied layer embed" in line for line in report["warnings"]) == guesses
+    assert any("tied layer embed" in line for line in texts(report["warnings"])) == guesses
     sizes = case.ep if move.ep is None else (move.ep, move.ep)
     tp = move.tp or case.tp
     pp = case.pp if move.bounds is None else len(move.bounds) - 1

@@ -10,7 +10,7 @@ import zckpt
 from zckpt.formats.deepspeed.functions import obstacles
 from zckpt.formats.options import options_of
 
-from ...conftest import EXAMPLE
+from ...conftest import EXAMPLE, texts
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,6 @@ from ...conftest import EXAMPLE
     ],
 )
 def test_what_differs(options: dict[str, Any], expected: list[str]) -> None:
-    assert obstacles(zckpt.read(EXAMPLE), options_of(options)) == expected
+    found = obstacles(zckpt.read(EXAMPLE), options_of(options))
+    assert texts(found) == expected
+    assert all(problem.code == "size-differs" for problem in found)

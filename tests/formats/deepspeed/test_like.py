@@ -23,6 +23,7 @@ from zckpt.errors import (
     ZckptError,
 )
 
+from ...conftest import texts
 from ...engines import grids
 from ...engines.deepspeed import submit
 from ...engines.grids import CASES
@@ -139,7 +140,7 @@ class TestWhatTheSourceLacks:
         report = zckpt.convert(
             tmp_path / "dcp", tmp_path / "out", to="deepspeed", like=str(run), rename=()
         )
-        said = "\n".join(report["warnings"])
+        said = "\n".join(texts(report["warnings"]))
         assert "at the source's step: last_batch_iteration = 2" in said
         assert "the client state has other of --like" in said
         for path in tmp_path.glob("out/*/mp_rank_*"):

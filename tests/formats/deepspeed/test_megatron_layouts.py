@@ -23,7 +23,7 @@ from zckpt.formats.reading import Reading
 from zckpt.reading import read
 
 from ... import faults
-from ...conftest import Once
+from ...conftest import Once, texts
 from ...engines import megatron_layouts as layouts
 from ...engines.megatron_layouts import Numbers, Run
 from ...faults import swap_files
@@ -79,11 +79,11 @@ def test_universal_has_the_numbers(name: str, laid: Laid, tmp_path: Path) -> Non
     root, numbers = laid(run)
     report = zckpt.convert(root, tmp_path / "out", tp_rules=run.family)
     assert different(of(tmp_path / "out"), everything(numbers)) == []
-    assert report["left_out"] == [
+    assert texts(report["left_out"]) == [
         f"client_state {key!r} of model ranks other than 0" for key in RANDOM
     ]
-    doubts = [line for line in report["warnings"] if "gpt_j_residual" in line]
-    assert report["warnings"] == doubts
+    doubts = [line for line in texts(report["warnings"]) if "gpt_j_residual" in line]
+    assert texts(report["warnings"]) == doubts
     assert bool(doubts) == (run.family == "neox")
     manifest = zckpt.read(tmp_path / "out")
     assert list(manifest.buffers) == list(numbers.buffers)
@@ -142,7 +142,7 @@ def test_another_dp_keeps_every_rank(name: str, dp: int, laid: Laid, tmp_path: P
     run = replace(RUNS[name], drift=True)
     report = zckpt.reshard(laid(run)[0], tmp_path / "out", dp=dp)
     assert_same_files(tmp_path / "out", laid(replace(run, dp=dp))[0])
-    assert all("PositionEmbeddingType" in line for line in report["left_out"])
+    assert all("PositionEmbeddingType" in line for line in texts(report["left_out"]))
 
 
 @pytest.mark.engines
@@ -214,7 +214,7 @@ class TestDrift:
                 wanted[name] = mean.to(copies[0].dtype)
         assert different(of(tmp_path / "out"), wanted) == []
         chosen = {"rank0": "rank 0's", "mean": "their mean"}[choice]
-        lines = [line for line in report["warnings"] if f"{chosen} is taken" in line]
+        lines = [line for line in texts(report["warnings"]) if f"{chosen} is taken" in line]
         assert len(lines) == 16  # two norms in each of four layers, weights and biases
 
     @pytest.mark.engines
@@ -222,9 +222,9 @@ class TestDrift:
         """The last stage has a copy of the embedding's norm, without gradients: it decays."""
         root, numbers = laid(DRIFTED)
         report = zckpt.convert(root, tmp_path / "out", tp_rules="bloom", replicas="rank0")
-        tied = [line for line in report["warnings"] if "stages' copies" in line]
+        tied = [line for line in texts(report["warnings"]) if "stages' copies" in line]
         assert ["word_embeddings.norm." in line for line in tied] == [True, True]
-        (line,) = zckpt.reshard(root, tmp_path / "apart", dp=1)["warnings"]
+        (line,) = texts(zckpt.reshard(root, tmp_path / "apart", dp=1)["warnings"])
         assert "word_embeddings.norm.bias differ, and each stage keeps its own" in line
         name = "tied_modules.embed.word_embeddings.norm.weight/master"
         assert same_bits(zckpt.load(tmp_path / "out", name), numbers.whole[name])
@@ -244,7 +244,7 @@ def test_a_copy_of_a_tied_layer_that_saves_no_weight(
             file.seek(extent.offset)
             file.write(torch.rand(extent.length // 4).numpy().tobytes())
         faults.mend(extent.file)
-    (warning,) = zckpt.reshard(bloom, tmp_path / "apart", dp=1)["warnings"]
+    (warning,) = texts(zckpt.reshard(bloom, tmp_path / "apart", dp=1)["warnings"])
     assert f"stages' copies of tied_modules.embed.{name} differ, and each stage keeps" in warning
 
 
@@ -271,7 +271,7 @@ class TestSums:
         """Every part has the same gradient."""
         root, numbers = laid(SEQUENTIAL_PARTS)
         warnings = zckpt.read(root, tp_rules="neox-parallel").warnings
-        assert ["the part of tensor rank 0" in line for line in warnings] == [True]
+        assert ["the part of tensor rank 0" in line for line in texts(warnings)] == [True]
         own = [
             line["tensor"] for line in zckpt.verify(root, tp_rules="neox-parallel")["differences"]
         ]

@@ -13,6 +13,7 @@ import torch
 import zckpt
 from zckpt import errors, formats
 
+from ...conftest import texts
 from ...engines.cases import CASES, Case
 from ...engines.old_deepspeed import VERSIONS, rewrite
 from ..equality import assert_is_what_the_engine_held, assert_proven
@@ -72,7 +73,7 @@ def test_an_old_layout(version: str, run: str, trained: Trained, tmp_path: Path)
     expected = CASES[run].stage
     assert report["source"]["zero_stage"] == expected
     lost = expected == 3 and number(version) < (0, 9, 1) and oracle["frozen"]
-    assert any("before 0.9.1" in warning for warning in report["warnings"]) == bool(lost)
+    assert any("before 0.9.1" in warning for warning in texts(report["warnings"])) == bool(lost)
 
 
 @pytest.mark.engines
@@ -88,7 +89,7 @@ class TestOtherContainers:
         assert_proven(tmp_path / "run", tmp_path / "universal", ("padding", "no name of their own"))
         count = len([*(tmp_path / "run").rglob("*_states.pt")])
         notes = zckpt.verify(tmp_path / "run")["notes"]
-        assert any(f"{count} of {count} rank files state no name" in note for note in notes)
+        assert any(f"{count} of {count} rank files state no name" in note for note in texts(notes))
         assert report["records"]["checked"] == 0, "that container has no checksums"
 
     def test_saved_on_gpus(self, trained: Trained, tmp_path: Path) -> None:

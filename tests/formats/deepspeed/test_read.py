@@ -14,6 +14,7 @@ import torch
 import zckpt
 from zckpt.errors import UnsupportedCheckpoint
 
+from ...conftest import texts
 from ...engines.cases import CASES, Case
 from ..contract import FormatContract
 from ..equality import (
@@ -62,9 +63,9 @@ def test_a_loss_scale_at_its_minimum(trained: Trained) -> None:
     lowest = dataclasses.replace(case, name="z2_dp2_fp16_lowest", config=config)
     for each, is_warned in ((lowest, True), (case, False)):
         run = trained(each) / "run"
-        problems = [line["message"] for line in zckpt.stats(run)["problems"]]
-        for lines in (zckpt.read(run).warnings, problems):
-            assert any("loss scale is at its minimum, 256" in line for line in lines) == is_warned
+        for lines in (zckpt.read(run).warnings, zckpt.stats(run)["problems"]):
+            found = any("loss scale is at its minimum, 256" in line for line in texts(lines))
+            assert found == is_warned
 
 
 @pytest.mark.parametrize("what", ["MiCS", "NVMe, by its config", "NVMe, by its files"])
@@ -98,7 +99,7 @@ def test_a_second_name_of_a_weight_that_was_left_out(example: Path, tmp_path: Pa
     model["frozen_param_shapes"] = model["frozen_param_fragments"] = None
     torch.save(model, path)
     report = zckpt.convert(run, tmp_path / "universal")
-    assert any(line.startswith("tied.weight: a second name") for line in report["left_out"])
+    assert any(line.startswith("tied.weight: a second name") for line in texts(report["left_out"]))
     verified = zckpt.verify(run, against=tmp_path / "universal", gather=True)
     assert verified["equal"], verified["problems"]
 
@@ -181,7 +182,7 @@ class TestWherePeersAreSilentlyWrong:
     def test_weights_left_out_by_the_user_are_named(self, trained: Trained) -> None:
         for name in ("z2_dp2_no_frozen", "z3_dp2_no_frozen"):
             warnings = zckpt.read(trained(CASES[name]) / "run").warnings
-            assert any("exclude_frozen_parameters" in warning for warning in warnings)
+            assert any("exclude_frozen_parameters" in warning for warning in texts(warnings))
 
 
 @pytest.mark.engines
@@ -213,7 +214,7 @@ def test_an_optimizer_that_is_ahead_of_the_engine(
     value = torch.load(path, weights_only=False)
     torch.save({**value, "global_steps": counted}, path)
     for report in (zckpt.convert(example, tmp_path / "target"), zckpt.verify(example)):
-        lines = [line for line in report["warnings"] if "different saves" in line]
+        lines = [line for line in texts(report["warnings"]) if "different saves" in line]
         assert bool(lines) == warned
         for line in lines:
             assert f"{path} counts 5 steps" in line

@@ -16,6 +16,7 @@ from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption, ZckptE
 from zckpt.formats.deepspeed.run_template import as_in_run
 from zckpt.formats.options import options_of
 
+from ...conftest import texts
 from . import made
 
 OF_SOURCE: made.Groups = ({"embed": (4, 2), "head": (2,)}, {"norm": (3,)})
@@ -60,7 +61,7 @@ def in_run(source: Manifest, run: Manifest, **options: Any) -> Manifest:
 
 def said(result: Manifest, run: Manifest) -> str:
     """The warnings that neither side had."""
-    return "; ".join(line for line in result.warnings if line not in run.warnings)
+    return "; ".join(texts(line for line in result.warnings if line not in run.warnings))
 
 
 def test_tensors_are_of_the_source_and_their_order_is_of_the_run(

@@ -19,7 +19,7 @@ from zckpt.files.torchfile import TorchFile
 from zckpt.formats.deepspeed_states.agreement import place_of
 
 from ... import faults
-from ...conftest import EXAMPLE, ROOT
+from ...conftest import EXAMPLE, ROOT, texts
 from .test_experts import tag_of
 from .test_grid import BOTH, RULES, edit, first
 
@@ -151,7 +151,7 @@ def test_files_without_a_name_of_their_own_are_counted(example: Path) -> None:
     assert TorchFile(str(other)).saved_as == "archive"
     report = zckpt.verify(example)
     assert report["equal"]
-    assert ["2 of 5 rank files state no name" in note for note in report["notes"]] == [True]
+    assert ["2 of 5 rank files state no name" in note for note in texts(report["notes"])] == [True]
     assert zckpt.verify(example, EXAMPLE)["equal"]
     assert zckpt.verify(example, EXAMPLE)["notes"] == []
 
@@ -205,7 +205,7 @@ def test_written_frozen_weights_are_not_taken_from_another_rank(tmp_path: Path) 
 def test_stage_3_of_an_earlier_zckpt() -> None:
     report = zckpt.verify(BEFORE_3)
     assert report["equal"]
-    others, without = report["notes"][-2:]
+    others, without = texts(report["notes"][-2:])
     assert "1 of 6 rank files were saved under the name of another rank" in others
     assert "3 of 6 rank files state no name of their own" in without
     assert zckpt.verify(BEFORE_3, FROZEN)["equal"]
@@ -215,7 +215,9 @@ def test_stage_3_of_an_earlier_zckpt() -> None:
 def test_model_ranks_of_an_earlier_zckpt(tmp_path: Path) -> None:
     report = zckpt.verify(BEFORE_GRID / "run")
     assert report["equal"]
-    assert "6 of 22 rank files were saved under the name of another" in report["notes"][-1]
+    note = report["notes"][-1]
+    assert "6 of 22 rank files were saved under the name of another" in note["message"]
+    assert note["code"] == "saved-name-unknown"
     assert zckpt.verify(BEFORE_GRID / "run", BEFORE_GRID / "proof.json")["equal"]
     zckpt.reshard(BEFORE_GRID / "run", tmp_path / "run", dp=2)
     assert zckpt.verify(tmp_path / "run")["notes"] == []

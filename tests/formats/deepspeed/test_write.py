@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 import zckpt
 from zckpt.files.torchfile import TorchFile
 
-from ...conftest import EXAMPLE, Result
+from ...conftest import EXAMPLE, Result, texts
 from ...engines import deepspeed
 from ...engines.cases import CASES, Case
 from ...manifests import changed
@@ -362,7 +362,7 @@ class TestElasticSource:
             config={**bf16(CASES[case])},
             group_defaults=defaults,
         )
-        assert any("eps=1e-08" in warning for warning in report["warnings"])
+        assert any("eps=1e-08" in warning for warning in texts(report["warnings"]))
         after = deepspeed.resume(CASES[case], tmp_path / "run", tmp_path, dp=3, config={})
         for name, tensor in before["tensors"].items():
             assert same_bits(after["tensors"][name], tensor), name
@@ -499,17 +499,17 @@ class TestReport:
         words = ["--ds-config", tmp_path / "ds.json", "--dtype", "fp32", "--json"]
         for dp, warned in ((4, False), (3, True)):
             report = zckpt("reshard", EXAMPLE, tmp_path / str(dp), "--dp", dp, *words).document
-            assert any("global batch" in line for line in report["warnings"]) == warned
+            assert any("global batch" in line for line in texts(report["warnings"])) == warned
 
     def test_says_where_the_recovery_scripts_are(
         self, example: Path, tmp_path: Path, zckpt: Zckpt
     ) -> None:
         """If the source has any."""
         report = zckpt("reshard", example, tmp_path / "none", "--dp", "2", "--json").document
-        assert not any("zero_to_fp32.py" in line for line in report["left_out"])
+        assert not any("zero_to_fp32.py" in line for line in texts(report["left_out"]))
         (example / "zero_to_fp32.py").touch()
         report = zckpt("reshard", example, tmp_path / "out", "--dp", "2", "--json").document
-        assert any("zero_to_fp32.py" in line for line in report["left_out"])
+        assert any("zero_to_fp32.py" in line for line in texts(report["left_out"]))
         assert (report["command"], report["format"]) == ("reshard", "deepspeed")
 
     def test_universal_goes_back_where_it_came_from(self, tmp_path: Path) -> None:
@@ -540,7 +540,7 @@ def test_a_target_says_nothing_of_an_option_that_no_one_typed(stage: int, tmp_pa
     zckpt.convert(tmp_path / "state.pt", run, to="deepspeed", stage=stage, dp=2)
     zckpt.reshard(run, tmp_path / "again", dp=3)
     for target in (run, tmp_path / "again"):
-        assert not any("exclude_frozen" in line for line in zckpt.read(target).warnings)
+        assert not any("exclude_frozen" in line for line in texts(zckpt.read(target).warnings))
     for path in run.glob("*/*model_states.pt"):  # as the engine does it
         model_file = torch.load(path, weights_only=False)
         assert (model_file["frozen_param_shapes"], model_file["frozen_param_fragments"]) == (
@@ -551,7 +551,7 @@ def test_a_target_says_nothing_of_an_option_that_no_one_typed(stage: int, tmp_pa
         torch.save(model_file, path)
     zckpt.reshard(run, tmp_path / "left_out", dp=3)
     for source in (run, tmp_path / "left_out"):
-        assert any("exclude_frozen" in line for line in zckpt.read(source).warnings)
+        assert any("exclude_frozen" in line for line in texts(zckpt.read(source).warnings))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -586,6 +586,6 @@ def test_a_base_model_under_an_adapter_arrives(stage: int, quantized: bool, tmp_
     frozen = {name for name, each in manifest.parameters.items() if not each.trainable}
     assert frozen == {f"{front}.embed.weight", f"{front}.norm.weight"}
     assert manifest.buffers == ((f"{front}.head.base_layer.weight",) if quantized else ())
-    assert not any("exclude_frozen_parameters" in line for line in manifest.warnings)
+    assert not any("exclude_frozen_parameters" in line for line in texts(manifest.warnings))
     for name in frozen:
         assert torch.equal(zckpt.load(target, f"{name}/param"), model[name])

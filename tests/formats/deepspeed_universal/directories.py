@@ -17,7 +17,7 @@ import torch
 import zckpt
 from zckpt.core.inert import to_json
 
-from ...conftest import Result
+from ...conftest import Result, texts
 from ...engines import deepspeed
 from ...engines.cases import Case
 from ...manifests import changed
@@ -37,7 +37,7 @@ def convert(source: Path, target: Path, **options: Any) -> Path:
 
 def warnings(source: Path, target: Path, **options: Any) -> str:
     report = zckpt.convert(source, target, to=FORMAT, **options, dry_run=True)
-    return "\n".join(report["warnings"])
+    return "\n".join(texts(report["warnings"]))
 
 
 def same_universal(a: Path, b: Path) -> None:

@@ -15,6 +15,7 @@ from zckpt import ZckptError
 from zckpt.errors import InconsistentCheckpoint
 
 from ... import faults
+from ...conftest import texts
 from ...engines.cases import CASES
 from ...engines.client import CLASSES
 from ...manifests import changed
@@ -293,7 +294,7 @@ class TestSteps:
             path.unlink()
         manifest = zckpt.read(merged)
         assert manifest.step is None
-        assert any("without a step" in warning for warning in manifest.warnings)
+        assert any("without a step" in warning for warning in texts(manifest.warnings))
 
 
 MERGED = [
@@ -343,7 +344,7 @@ class TestRoundRobin:
         root = trained(self.CASE)
         run = merge(root / "run", tmp_path / "run")
         manifest = zckpt.read(run, format=FORMAT)
-        assert any("round_robin_gradients" in warning for warning in manifest.warnings)
+        assert any("round_robin_gradients" in warning for warning in texts(manifest.warnings))
         with pytest.raises(InconsistentCheckpoint, match="not the rounded masters"):
             zckpt.convert(run, tmp_path / "universal", format=FORMAT)
         zckpt.convert(run, tmp_path / "universal", format=FORMAT, accept_weights=True)
@@ -360,7 +361,7 @@ class TestRoundRobin:
         root = trained(self.CASE)
         merged = convert(root / "run", tmp_path / "merged")
         manifest = zckpt.read(merged)
-        assert not any("round_robin" in warning for warning in manifest.warnings)
+        assert not any("round_robin" in warning for warning in texts(manifest.warnings))
         zckpt.convert(merged, tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import zckpt as package
 from zckpt import errors
 
-from ...conftest import ROOT
+from ...conftest import ROOT, texts
 
 DATA = ROOT / "tests" / "data"
 ITERATION = "iter_0000003"
@@ -229,7 +229,9 @@ def test_experts_of_transformer_engine(
         value["args"].fp8 = "hybrid"
 
     _changed(spread, change)
-    assert "decoder.layers.0.mlp.experts.linear_fc1._extra_state" in package.read(spread).left_out
+    assert "decoder.layers.0.mlp.experts.linear_fc1._extra_state" in texts(
+        package.read(spread).left_out
+    )
     ended = zckpt("reshard", spread, tmp_path / "scales", "--json")
     assert "8-bit floats of several experts" in ended.document["message"]
     assert "--like" in ended.document["hint"]
@@ -279,7 +281,7 @@ def test_rules_count_before_those_of_a_model(sliced: Path, tmp_path: Path) -> No
 def test_rules_of_files_that_need_none(kind: str) -> None:
     (line,) = [
         line
-        for line in package.read(DATA / kind, tp_rules="megatron-swiglu").warnings
+        for line in texts(package.read(DATA / kind, tp_rules="megatron-swiglu").warnings)
         if "--tp-rules" in line
     ]
     assert "is not used" in line

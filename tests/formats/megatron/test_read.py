@@ -20,7 +20,7 @@ from zckpt.core.manifest import Manifest
 from zckpt.formats.megatron.groups import members
 from zckpt.formats.megatron.names import axes_of, named
 
-from ...conftest import ROOT
+from ...conftest import ROOT, texts
 from ..contract import FormatContract
 
 DATA = ROOT / "tests" / "data" / "megatron-0.16.1-tp2"
@@ -167,13 +167,13 @@ def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[...,
     assert zckpt("verify", tmp_path / "new").code == 3
     assert zckpt("convert", tmp_path / "new", tmp_path / "out", "--weights-only").code == 0
     accepted = zckpt("convert", tmp_path / "new", tmp_path / "both", "--accept-weights", "--json")
-    assert "2 weights of" in accepted.document["warnings"][0]
+    assert "2 weights of" in accepted.document["warnings"][0]["message"]
     assert (
         package.load(tmp_path / "both", "decoder.layers.0.mlp.linear_fc2.weight/master").eq(0).all()
     )
     option = "--masters-from-weights"
     ended = zckpt("convert", tmp_path / "new", tmp_path / "rebuilt", option, "--json")
-    assert "the masters of 2 do not round" in ended.document["warnings"][0]
+    assert "the masters of 2 do not round" in ended.document["warnings"][0]["message"]
     kept, lost = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"
     manifest = package.read(tmp_path / "rebuilt")
     assert {f"{kept}/master", f"{kept}/exp_avg", f"{lost}/param"} <= manifest.entries.keys()
@@ -190,7 +190,7 @@ def _assert_resumable(zckpt: Callable[..., Any], source: Path, target: Path, *op
     ended = zckpt("reshard", source, target, *option, "--json")
     assert ended.code == 0, ended.err
     lost = "decoder.layers.0.mlp.linear_fc2.weight"
-    assert any("are zeros" in line for line in ended.document["warnings"])
+    assert any("are zeros" in line for line in texts(ended.document["warnings"]))
     state = {
         slot: package.load(target, f"{lost}/{slot}")
         for slot in ("param", "master", "exp_avg", "exp_avg_sq")
@@ -321,7 +321,7 @@ def test_what_only_its_files_hold_has_their_names(run: Path, to: str, tmp_path: 
     """Not the name of a format: a user knows the keys of the common state."""
     options = {"dp": 1} if to == "onnxruntime" else {}
     report = package.convert(run, tmp_path / "out", to=to, **options)
-    (line,) = (line for line in report["left_out"] if "opt_param_scheduler" in line)
+    (line,) = (line for line in texts(report["left_out"]) if "opt_param_scheduler" in line)
     assert "args, checkpoint_version, iteration" in line
     assert "_extra_state, rng_state" in line
     assert "optimizer" not in line.replace("opt_param", "")

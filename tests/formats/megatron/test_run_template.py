@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 import zckpt as package
 from zckpt import errors
 
-from ...conftest import ROOT
+from ...conftest import ROOT, texts
 from ...engines import likes, megatron
 from .test_write import ITERATION, SOURCE, loaded
 
@@ -100,7 +100,21 @@ class TestTarget:
         assert common["iteration"] == 3
         assert common["opt_param_scheduler"]["num_steps"] == 12
         assert common["args"].consumed_train_samples == 12
-        assert any("num_steps is 12: 3 steps" in line for line in report["warnings"])
+        assert any("num_steps is 12: 3 steps" in line for line in texts(report["warnings"]))
+
+    def test_what_the_run_leaves_out(self, other: Path, run: Path, tmp_path: Path) -> None:
+        """The target would have the tokenizer of the run, and none of its directory's files."""
+        folder = run / "iter_0000001"
+        (folder / "own.txt").write_text("notes")
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "vocab.json").write_text("{}")
+        (tmp_path / "merges.txt").write_text("")
+        (folder / "tokenizer" / "merges.txt").symlink_to(tmp_path / "merges.txt")
+        assert "own.txt, a file of the directory" in texts(package.read(run).left_out)
+        report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
+        assert [line for line in texts(report["left_out"]) if line.startswith("--like")] == [
+            "--like: tokenizer/merges.txt: a link out of the directory"
+        ]
 
     @pytest.mark.parametrize("stage", [1, 3])
     def test_masters_and_weights_of_zero(self, run: Path, tmp_path: Path, stage: int) -> None:
@@ -141,7 +155,7 @@ class TestTarget:
         edit(other / "model.pt", shorten)
         edit(other / "optim.pt", shorten_states)
         report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
-        assert any(f"{KEY} has 11 rows, in the run" in line for line in report["warnings"])
+        assert any(f"{KEY} has 11 rows, in the run" in line for line in texts(report["warnings"]))
         before, after = loaded(SOURCE / ITERATION), loaded(tmp_path / "new" / ITERATION)
         tensors = [name for name in before if KEY in name and torch.is_tensor(before[name])]
         assert len(tensors) == 4
@@ -158,8 +172,8 @@ class TestTarget:
 
         edit(other / "optim.pt", change)
         report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
-        assert any("adds weight decay to gradients" in line for line in report["warnings"])
-        assert any("has bias_correction=False" in line for line in report["warnings"])
+        assert any("adds weight decay to gradients" in line for line in texts(report["warnings"]))
+        assert any("has bias_correction=False" in line for line in texts(report["warnings"]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -302,7 +316,7 @@ class TestOddStates:
         assert "optimizer's rho of no parameter" in str(error)
         edit(other / "optim.pt", lambda each: each.update(rho=3))
         report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
-        assert "rho, beside the optimizer's states" in report["left_out"]
+        assert "rho, beside the optimizer's states" in texts(report["left_out"])
 
     def test_hyper_parameters_of_another_optimizer(
         self, other: Path, run: Path, tmp_path: Path
@@ -313,7 +327,9 @@ class TestOddStates:
 
         edit(other / "optim.pt", change)
         report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
-        assert "gamma of the optimizer's groups: Adam has no such thing" in report["left_out"]
+        assert "gamma of the optimizer's groups: Adam has no such thing" in texts(
+            report["left_out"]
+        )
 
     def test_what_the_run_has_beside_its_groups(
         self, other: Path, run: Path, tmp_path: Path

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import zckpt as package
 from zckpt import errors
 
-from ...conftest import Result
+from ...conftest import Result, texts
 from ...engines import megatron
 from .test_read import DATA, ITERATION, copied
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_alone_is_read_by_its_masters(tmp_path: Path, zckpt: Program) -> None:
     source = tmp_path / "states"
     manifest = copied(DATA / ITERATION, source, WEIGHTS)
-    assert any("masters stand for them" in line for line in manifest.warnings)
+    assert any("masters stand for them" in line for line in texts(manifest.warnings))
     whole = package.read(DATA)
     known = {name: each.shape for name, each in whole.parameters.items()}
     assert {name: each.shape for name, each in manifest.parameters.items()} == known
@@ -83,7 +83,9 @@ def test_the_user_states_an_iteration(tmp_path: Path, zckpt: Program) -> None:
     common = torch.load(tmp_path / "new" / "iter_0000005" / "common.pt", weights_only=False)
     assert common["iteration"] == 5
     again = zckpt("reshard", tmp_path / "new", tmp_path / "other", "--step-policy", "7", "--json")
-    assert "--step-policy 7 is not used: all places state step 3" in again.document["warnings"]
+    assert "--step-policy 7 is not used: all places state step 3" in texts(
+        again.document["warnings"]
+    )
     assert (tmp_path / "other" / "iter_0000005").is_dir()
 
 

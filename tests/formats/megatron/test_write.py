@@ -26,7 +26,7 @@ from zckpt.formats.megatron.vocabulary import for_tensor_ranks
 from zckpt.formats.megatron.write import MegatronWriter, _boxes
 from zckpt.training.options import EP, LIKE, TP, VOCAB_SIZE, Options
 
-from ...conftest import ROOT
+from ...conftest import ROOT, texts
 
 SOURCE = ROOT / "tests" / "data" / "megatron-0.16.1-tp2"
 ITERATION = "iter_0000003"
@@ -138,7 +138,7 @@ def test_weights_alone(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     options = ["--to", "megatron", "--weights-only", "--dtype", "fp32", "--json"]
     ended = zckpt("convert", SOURCE, tmp_path / "new", *options)
     assert ended.code == 0, ended.err
-    assert "rng_state" in ended.document["left_out"][0]
+    assert "rng_state" in ended.document["left_out"][0]["message"]
     manifest = package.read(tmp_path / "new")
     assert {(e.slot, e.dtype) for e in manifest.entries.values()} == {("param", "F32")}
     common = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
@@ -155,7 +155,8 @@ def test_random_states_of_another_grid_stay_behind() -> None:
     del objects["rng_state/shard_0.1_1.2"]
     source = replace(source, state={"megatron": {**kept, "objects": objects}})
     writer = MegatronWriter(source, Options())
-    assert "rng_state/shard_0.0.0_1.2.1" in writer.left_out[-1]
+    assert writer.left_out[-1].code == "rank-state-omitted"
+    assert "rng_state/shard_0.0.0_1.2.1" in writer.left_out[-1].message
     assert writer.common["args"].state["no_save_rng"] is True
     assert all("_extra_state" in key for key in writer.objects)
 
@@ -372,7 +373,7 @@ def test_group_defaults_that_are_taken_are_not_called_unused(
 ) -> None:
     words = ("--group-defaults", "max_lr=0.003", "--json")
     ended = zckpt("reshard", SOURCE, tmp_path / "new", *words)
-    assert not any("is not used" in line for line in ended.document["warnings"])
+    assert not any("is not used" in line for line in texts(ended.document["warnings"]))
     common = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
     assert {group["max_lr"] for group in common["optimizer"]["optimizer"]["param_groups"]} == {
         0.003

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt import errors
 
+from ...conftest import texts
 from ...engines import deepspeed
 from ...engines import onnxruntime_files as files
 from ...engines.cases import Case
@@ -105,7 +106,7 @@ def test_deepspeed_goes_on(way: Way, trained: Callable[[Case], Path], tmp_path: 
     report = zckpt.convert(
         source, tmp_path / "run", to=way.to, dp=2, config=of_engine(way), **options
     )
-    assumed = [line for line in report["warnings"] if "hyper-parameters" in line]
+    assumed = [line for line in texts(report["warnings"]) if "hyper-parameters" in line]
     assert len(assumed) == 1  # what was not given is named
     assert "eps=1e-08" in assumed[0]
     assert "lr=" not in assumed[0]
@@ -142,7 +143,7 @@ class TestToDeepSpeed:
         report = zckpt.convert(
             DATA / "hdf5__fp16__adam__dp3", tmp_path / "run", to="deepspeed-universal"
         )
-        warning = next(line for line in report["warnings"] if "hyper-parameters" in line)
+        warning = next(line for line in texts(report["warnings"]) if "hyper-parameters" in line)
         for word in ("adam's defaults", "lr=0.001", "betas=(0.9, 0.999)", "weight_decay=0.0"):
             assert word in warning
 

@@ -16,7 +16,7 @@ import pytest
 import zckpt
 from zckpt import errors
 
-from ...conftest import EXAMPLE, ROOT
+from ...conftest import EXAMPLE, ROOT, texts
 from ...engines import onnxruntime_files as files
 from ...engines.onnxruntime_files import make
 from .samples import (
@@ -156,7 +156,7 @@ class TestDamage:
     def test_an_option_that_no_trainer_has(self, folder: Path, tmp_path: Path) -> None:
         self.change(folder, b"world_rank", b"world_bank")
         report = zckpt.convert(folder, tmp_path / "out")
-        assert "trainer_options/world_bank" in report["left_out"]
+        assert "trainer_options/world_bank" in texts(report["left_out"])
 
     @pytest.mark.parametrize(
         ("old", "new", "said"),
@@ -170,7 +170,7 @@ class TestDamage:
     ) -> None:
         self.change(folder, old, new)
         report = zckpt.convert(folder, tmp_path / "out")
-        assert any(line.startswith(said) for line in report["left_out"])
+        assert any(line.startswith(said) for line in texts(report["left_out"]))
 
     def test_a_name_that_is_no_text(self, folder: Path) -> None:
         """One flipped bit in the name of a weight."""

@@ -38,7 +38,7 @@ class TestVariants:
         assert not zipfile.is_zipfile(tmp_path / "source" / "ORT_checkpoint.ZeRO.0.2.ort.pt")
         nameless = "3 of 3 rank files state no name of their own"
         report = assert_reads(tmp_path / "source", state.expected(), tmp_path, (nameless,))
-        assert nameless in zckpt.verify(tmp_path / "source")["notes"][-1]
+        assert nameless in zckpt.verify(tmp_path / "source")["notes"][-1]["message"]
         assert report["records"]["checked"] == 0
 
     def test_bare_dictionary(self, tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 import zckpt
 from zckpt import errors
+from zckpt.core.manifest import Manifest
 
+from ...conftest import ROOT, texts
 from ...manifests import changed
 from ..contract import FormatContract
 
@@ -179,3 +182,59 @@ class TestRefusals:
                 for start, stop in ((0, 10), (10, 29))
             ]
         assert len(zckpt.read(universal).entries["fc1.bias/master"].fragments) == 2
+
+
+STATED = {"code": "loss-scale-low", "severity": "warning", "subject": "scaler", "hint": "wait"}
+
+
+class TestNotices:
+    """Texts have codes if the manifest states them, one for each."""
+
+    def change(self, universal: Path, notices: Any) -> Manifest:
+        with changed(universal) as manifest:
+            manifest |= {"warnings": ["one", "two"], "left_out": ["three"], "notices": notices}
+        return zckpt.read(universal)
+
+    def test_codes_are_those_of_the_writer(self, universal: Path, tmp_path: Path) -> None:
+        other = {"code": "of-a-newer-zckpt", "severity": "note", "subject": None, "file": "run"}
+        self.change(universal, {"warnings": [STATED, other], "left_out": [other]})
+        zckpt.convert(universal, tmp_path / "again")
+        for manifest in (zckpt.read(universal), zckpt.read(tmp_path / "again")):
+            first, second = manifest.warnings
+            message = {"message": "one", "file": None}
+            assert asdict(first) == STATED | message
+            assert (second.code, second.severity, second.message) == (
+                "of-a-newer-zckpt",
+                "note",
+                "two",
+            )
+            assert texts(manifest.left_out) == ["three"]
+
+    @pytest.mark.parametrize(
+        "notices",
+        [
+            None,
+            [STATED, STATED],
+            {},
+            {"warnings": [STATED]},
+            {"warnings": [STATED, None]},
+            {"warnings": [STATED, {**STATED, "code": "\x1b[31mred"}]},
+            {"warnings": [STATED, {**STATED, "code": "a" * 41}]},
+            {"warnings": [STATED, {**STATED, "severity": "error"}]},
+            {"warnings": [STATED, {**STATED, "subject": ["scaler"]}]},
+            {"warnings": [STATED, {"code": "loss-scale-low"}]},
+        ],
+    )
+    def test_others_are_of_the_source(self, notices: Any, universal: Path) -> None:
+        manifest = self.change(universal, notices)
+        assert [notice.code for notice in manifest.warnings] == ["said-by-source"] * 2
+        assert [notice.severity for notice in manifest.warnings] == ["warning"] * 2
+        assert texts(manifest.warnings) == ["one", "two"]
+        (left_out,) = manifest.left_out
+        assert (left_out.code, left_out.severity) == ("said-by-source", "note")
+
+    def test_an_older_manifest_states_none(self) -> None:
+        older = ROOT / "tests" / "data" / "universal" / "06-0.1.0" / "megatron"
+        (notice,) = zckpt.read(older).left_out
+        assert notice.code == "said-by-source"
+        assert notice.message == "random states (rng_state), which every data-parallel rank has"

@@ -16,6 +16,7 @@ from ...core.folder import Folder
 from ...core.inert import TensorName, map_values
 from ...core.layout import Shell
 from ...core.manifest import Manifest
+from ...errors import note
 from ...files.torchfile import TorchFile, is_torch
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training import lightning
@@ -38,7 +39,11 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
         return []
     name = os.path.basename(file.path)
     values = leaves(file, file.value, iter((saved.stated or {}).get("names", {}).get(name, ())))
-    saved.left_out += [f"{name}: {key}, which is an item" for key in values if key in saved.tree]
+    saved.left_out += [
+        note("state-omitted", f"{name}: {key}, which is an item", subject=str(key), file=file.path)
+        for key in values
+        if key in saved.tree
+    ]
     saved.tree = {**values, **saved.tree}
     saved.records += file.records.values()
     saved.files.append(file.path)

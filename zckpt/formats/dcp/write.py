@@ -23,7 +23,17 @@ from ...core.grouping import by_key
 from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import MissingData, UnsupportedCheckpoint, UnsupportedState, counted, listed, literal
+from ...errors import (
+    MissingData,
+    Notice,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+    counted,
+    listed,
+    literal,
+    note,
+    warning,
+)
 from ...files import safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (
@@ -114,8 +124,12 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
         self.left_out = self.dicts.left_out
         self.left_out += [
-            f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
-            "make an item each"
+            note(
+                "state-omitted",
+                f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint "
+                "would make an item each",
+                subject=str(key),
+            )
             for key, count in ([] if self.rest else self.dicts.leave_out_larger(MOST_VALUES))
         ]
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
@@ -124,7 +138,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             self.left_out += self._values()
         self._metadata: dict[str, bytes] = {}
 
-    def _of_ranks(self) -> list[str]:
+    def _of_ranks(self) -> list[Notice]:
         """Warnings about values that each rank saved for itself, such as those of a data loader."""
         ranks = by_key(
             (path[:place], key)
@@ -136,26 +150,33 @@ class DcpWriter(Struct, eq=False, dict=True):
         for above, keys in ranks.items():
             names = list(dict.fromkeys(keys))
             if len(names) != self.options[DP]:
-                lines.append(
+                message = (
                     f"{dotted(above) or 'the state'} has values of {counted(len(names), 'rank')} "
                     f"({listed(names, 2)}), which a run of another number of ranks cannot load"
                 )
+                lines.append(warning("program-must-set", message, subject=dotted(above) or None))
         return lines
 
-    def _values(self) -> list[str]:
-        """What the model's part has that is no tensor, as a line of the report."""
+    def _values(self) -> list[Notice]:
+        """A note on what the model's part has that is no tensor."""
         values = next(each for name, each in self.parts.items() if name in ("", MODEL))
         lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
         if self.source.groups is None:  # and those of the target are only assumed
             lost = [name for name in lost if "param_groups" not in name.split(".")]
-        return [f"{listed(lost)}: no tensor, and safetensors have nothing else"] if lost else []
+        message = f"{listed(lost)}: no tensor, and safetensors have nothing else"
+        return [note("state-omitted", message, subject=lost[0])] if lost else []
 
-    def _files_of_ranks(self) -> list[str]:
+    def _files_of_ranks(self) -> list[Notice]:
         """Warnings about folders with a file of each rank, if the target is for others."""
         dp = self.options[DP]
         return [
-            f"{folder}/ has files of {counted(number, 'rank')}: a run of {counted(dp, 'rank')} "
-            f"asks for its own, so {'add those' if dp > number else 'some are not read'}"
+            warning(
+                "program-must-set",
+                f"{folder}/ has files of {counted(number, 'rank')}: a run of "
+                f"{counted(dp, 'rank')} asks for its own, so "
+                f"{'add those' if dp > number else 'some are not read'}",
+                subject=folder,
+            )
             for folder, number in trainers.ranks_of(self.source.siblings).items()
             if dp is not None and dp != number
         ]
@@ -204,7 +225,14 @@ class DcpWriter(Struct, eq=False, dict=True):
                 lost[path[0]] = None
             else:
                 parts.setdefault(root, []).append((path, value))
-        self.left_out += [f"{key}: Accelerate keeps such things in other files" for key in lost]
+        self.left_out += [
+            note(
+                "state-omitted",
+                f"{key}: Accelerate keeps such things in other files",
+                subject=str(key),
+            )
+            for key in lost
+        ]
         return parts
 
     def _is_rest(self, path: TreePath) -> bool:
@@ -236,7 +264,12 @@ class DcpWriter(Struct, eq=False, dict=True):
             for name in names:
                 parts.setdefault(name, []).append((in_folder(path), value))
         self.left_out += [
-            f"{key}: the folders are state dicts, which have no other keys" for key in lost
+            note(
+                "state-omitted",
+                f"{key}: the folders are state dicts, which have no other keys",
+                subject=str(key),
+            )
+            for key in lost
         ]
         return parts if dicts.optimizes else {"": parts[MODEL]}
 

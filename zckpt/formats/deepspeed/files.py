@@ -25,7 +25,7 @@ from ...core.filenames import file_names
 from ...core.grid import Grid
 from ...core.grouping import by_key
 from ...core.missing_ranks import expecting
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError, listed
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, ZckptError, listed, note
 from ...files.beginning import number_in
 from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.agreement import KINDS, place_of
@@ -298,10 +298,11 @@ def lacking(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoi
     )
 
 
-def recovery_scripts(tag: str) -> list[str]:
+def recovery_scripts(tag: str) -> list[Notice]:
     """What is left out where DeepSpeed's scripts lie in the run directory around a tag's."""
     run = os.path.dirname(os.path.abspath(tag))
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:
         return []
-    return [f"{' and '.join(names)}: `zckpt convert --weights-only --dtype fp32` does their work"]
+    message = f"{' and '.join(names)}: `zckpt convert --weights-only --dtype fp32` does their work"
+    return [note("file-omitted", message, file=os.path.join(run, names[0]))]

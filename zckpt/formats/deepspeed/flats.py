@@ -20,7 +20,7 @@ from ...core.facts import StepPlace
 from ...core.fragments import Fragments, Slices, solid
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, Notice, listed
 from ...files.torchfile import Tensor
 from ...training import steps
 from .. import zero
@@ -242,7 +242,7 @@ class _RankedBuffer(Struct, dict=True):
 
     def _steps(
         self, group: int, kept: Sequence[Any], policy: str | None
-    ) -> tuple[list[Sighting], StepPlace | None, list[str]]:
+    ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
         """Every place that states this buffer's step, on which all ranks must agree.
 
         `kept` is what the ranks' states have.
@@ -264,10 +264,10 @@ class _RankedBuffer(Struct, dict=True):
                 sightings.append(Sighting(what, step, item is truth))
         place = truth.place()
         warnings = [
-            warning
+            stalled
             for line in sightings
             if line.truth and place
-            if (warning := steps.stalled(line.step, place.kind, line.where))
+            if (stalled := steps.stalled(line.step, place.kind, line.where))
         ]
         return sightings, place, warnings
 

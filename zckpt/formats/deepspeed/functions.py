@@ -16,6 +16,7 @@ from ...core.facts import layers_of
 from ...core.grid import Grid, Place
 from ...core.manifest import Manifest
 from ...core.replicas import averaged, check_slices
+from ...errors import Notice, problem
 from ...files.torchshell import seal_records
 from ...training.options import DP, EP, PP, TP, Options
 from ..deepspeed_states.engine import TargetEngine
@@ -37,8 +38,8 @@ OF_ENGINES = {
 """What of an engine decides how its files are cut, by its name for a sentence."""
 
 
-def obstacles(source: Manifest, options: Options) -> list[str]:
-    """A phrase for everything in which the files and the run of these options differ."""
+def obstacles(source: Manifest, options: Options) -> list[Notice]:
+    """Everything in which the files and the run of these options differ."""
     grid = Grid(source.origin.pp or 1, source.origin.tp or 1)
     of_rank = replace(source, place=Place(0, grid))  # its engine is that of every model rank
     own, new = TargetEngine(of_rank, Options()), TargetEngine(of_rank, options)
@@ -57,7 +58,9 @@ def obstacles(source: Manifest, options: Options) -> list[str]:
     if not (own.whole and new.whole and ep == 1):
         pairs["dp"] = source.dp, options[DP] or source.dp
     return [
-        f"{what} {has}, and not {wants}" for what, (has, wants) in pairs.items() if has != wants
+        problem("size-differs", f"{what} {has}, and not {wants}", subject=what)
+        for what, (has, wants) in pairs.items()
+        if has != wants
     ]
 
 

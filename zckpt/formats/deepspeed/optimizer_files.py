@@ -11,7 +11,7 @@ from ...core.inert import PYTHON_NUMBERS, Foreign
 from ...core.layout import Shell
 from ...core.manifest import slot_key
 from ...core.states import partitions_of
-from ...errors import listed
+from ...errors import Notice, listed, warning
 from ...files.torchshell import Contents, Storages
 from ...training.hyperparameters import are_given, are_inferred
 from ...training.options import GROUP_DEFAULTS
@@ -228,27 +228,30 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
     return bool(types - PYTHON_NUMBERS.keys())
 
 
-def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[str]:
+def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
     """What a user must know before resuming from elastic files.
 
     The engine's own elastic save takes the padding of a partition off its step as well. This
     happens if the loader has turned the step into a tensor of one element (0.19.8). All ranks load
     rank 0's.
     """
-    yield (
+    message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "
         "keeps those that it is built with (--group-defaults lr=... writes others)"
     )
+    yield warning("hyperparameter-missing", message, subject=GROUP_DEFAULTS.flag)
     if target.source.state.get("lr_scheduler") is not None:
-        yield (
+        message = (
             "the engine's first update uses the learning rate that it is built with: "
             "elastic files hold none, and its scheduler sets one after that update"
         )
+        yield warning("program-must-set", message, subject="lr")
     lengths = enumerate(buffer.starts[-1] for buffer in target.buffers)
     padded = [str(n) for n, length in lengths if length < zero.partition_size(length, target.dp)]
     if padded and _keeps_numbers_as_tensors(target):
-        yield (
+        message = (
             "DeepSpeed (0.19.8) resumes from this, but will not from its own next save: its "
             f"elastic save cuts the step of group {listed(padded)} off with the padding of rank 0; "
             "zckpt reads that save"
         )
+        yield warning("engine-fault", message)

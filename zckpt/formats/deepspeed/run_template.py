@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ...core.facts import UNCUT, FlatBufferEngine
 from ...core.manifest import Manifest
-from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, warning
 from ...naming.patterns import INFO
 from ...training.options import Options
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
@@ -119,18 +119,20 @@ class _Run(Template):
             _, group = chosen.get(number, ("", {}))
             lost = [key for key in ("lr", "weight_decay") if key in theirs and key not in group]
             if lost and not self.options.weights_only:
-                self.warnings.append(
+                message = (
                     f"{listed(lost)} of group {number} is as in --like: the source does not state "
                     "it"
                 )
+                self.warnings.append(warning("value-assumed", message, subject=lost[0]))
             result.append({key: _taken(key, value, group) for key, value in theirs.items()})
             ours, other = (each.get("decoupled_weight_decay", True) for each in (group, theirs))
             if group.get("weight_decay") and ours != other:
                 how = "weights" if other else "gradients"
-                self.warnings.append(
+                message = (
                     f"group {number}: the optimizer of --like adds weight decay to {how}, that of "
                     "the source does not"
                 )
+                self.warnings.append(warning("not-exact", message, subject="weight_decay"))
         return tuple(result)
 
     def _state(self) -> dict[str, Any]:
@@ -142,15 +144,18 @@ class _Run(Template):
         optimizer |= {"other": ours["other"]} if ours.get("other") else {}
         assert isinstance(like.engine, FlatBufferEngine)
         if like.engine.dtype == "F16":
-            self.warnings.append("the loss scale is that of --like")
+            message = "the loss scale is that of --like"
+            self.warnings.append(warning("value-assumed", message, subject="loss_scaler"))
         if full := [key for key in OF_THE_NEXT if state.get(key)]:
-            self.warnings.append(f"{listed(full)} is as in --like")
+            message = f"{listed(full)} is as in --like"
+            self.warnings.append(warning("value-assumed", message, subject=full[0]))
         theirs, ours = (m.state.get("client_state") or {} for m in (like, source))
         kept = {key: value for key, value in theirs.items() if key in OF_RANKS or key not in ours}
         if like.step is not None and kept.get(ITERATION) == like.step:
             kept[ITERATION] = int(source.step or 0)
         if lost := [str(key) for key in kept if key not in (INFO, ITERATION)]:
-            self.warnings.append(f"the client state has {listed(lost)} of --like")
+            message = f"the client state has {listed(lost)} of --like"
+            self.warnings.append(warning("value-assumed", message, subject=lost[0]))
         return {
             **state,
             "optimizer": optimizer,
@@ -165,7 +170,8 @@ class _Run(Template):
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
         rate, rest = divmod(int(samples), int(steps)) if steps else (0, 1)
         if rest:
-            self.warnings.append("global_samples is 0: the samples of a step are unknown")
+            message = "global_samples is 0: the samples of a step are unknown"
+            self.warnings.append(warning("value-assumed", message, subject="global_samples"))
             rate = 0
         return {"global_steps": step, "skipped_steps": 0, "global_samples": rate * step}
 
@@ -178,13 +184,15 @@ class _Run(Template):
         more = None if None in steps else int(steps[0] or 0) - int(steps[1] or 0)
         counters = [key for key in SCHEDULED if type(theirs.get(key)) is int]
         if more is None or not counters:
-            self.warnings.append("the scheduler of learning rates is as in --like")
+            message = "the scheduler of learning rates is as in --like"
+            self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
             return theirs
         moved = {key: theirs[key] + more for key in counters}
         values = ", ".join(f"{key} = {value}" for key, value in moved.items())
-        self.warnings.append(
+        message = (
             f"the scheduler of learning rates is that of --like, at the source's step: {values}"
         )
+        self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
         return {**theirs, **moved}
 
 

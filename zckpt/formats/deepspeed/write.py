@@ -10,7 +10,7 @@ from functools import partial
 
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import UnsupportedCheckpoint, WrongOption, counted, listed, literal
+from ...errors import Notice, UnsupportedCheckpoint, WrongOption, counted, listed, literal
 from ...naming.order import need_order
 from ...training import lightning
 from ...training.options import Options
@@ -134,7 +134,7 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
         )
 
 
-def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[str]:
+def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
     """What the user must know; `first` is the target of the first rank."""
     yield from ranks.source.warnings
     yield from reports.of_config(first)

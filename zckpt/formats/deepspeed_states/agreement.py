@@ -10,7 +10,7 @@ from typing import Any
 from ...core.filenames import numbers_of
 from ...core.grouping import by_key
 from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
-from ...errors import InconsistentCheckpoint, brief
+from ...errors import InconsistentCheckpoint, Notice, brief, note
 from ...files.torchfile import Tensor, TorchFile
 from .directories import EXPERT, LAYER, MODEL, MODEL_3, OF_EP, OPTIMIZER
 from .states import COUNTERS, comparable
@@ -106,7 +106,7 @@ def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | 
 KINDS = (MODEL, MODEL_3, OPTIMIZER, EXPERT, OF_EP, LAYER)
 
 
-def check_names(files: Iterable[TorchFile]) -> list[str]:
+def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Notes on files whose names prove nothing; `files` are all of a directory.
 
     All numbers in a name count: of the data rank, the model rank, a layer, an expert. Earlier
@@ -129,12 +129,12 @@ def check_names(files: Iterable[TorchFile]) -> list[str]:
         refuse_others(names)
         return nameless(names)
     _refuse_copied_ranks(names, opened)
-    return [
+    message = (
         f"{others} of {len(names)} rank files were saved under the name of another rank, as "
         "earlier versions of zckpt did: if one of these was swapped or copied, no name shows it "
-        "(`zckpt reshard` writes files with names of their own)",
-        *nameless(names),
-    ]
+        "(`zckpt reshard` writes files with names of their own)"
+    )
+    return [note("saved-name-unknown", message), *nameless(names)]
 
 
 def place_of(name: str) -> Place | None:

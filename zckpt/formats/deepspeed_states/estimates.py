@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
-from ...errors import CorruptCheckpoint, UnsupportedCheckpoint, brief, listed
+from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint, brief, listed, warning
 from ...files.torchshell import Storages, thawed
 from .states import EngineStates
 
@@ -42,17 +42,18 @@ def estimates_of(ranks: EngineStates) -> Estimates:
     return result if any(result) else []
 
 
-def warnings(estimates: Estimates) -> list[str]:
-    """A sentence that names the keys, with the values of the first."""
+def warnings(estimates: Estimates) -> list[Notice]:
+    """A warning that names the keys, with the values of the first."""
     keys = sorted({key for group in estimates for key in group})
     if not keys:
         return []
     values = next(group[keys[0]] for group in estimates if keys[0] in group)
     shown = ", ".join(brief(v.value if isinstance(v, Scalar) else v) for v in values[:3])
-    return [
+    message = (
         f"{listed(keys)}: each of the {len(values)} ranks has estimated its own ({keys[0]}: {shown}"
         f"{', ...' if len(values) > 3 else ''}), and no other number of ranks can have these"
-    ]
+    )
+    return [warning("state-unsupported", message, subject=keys[0])]
 
 
 def stated(source: Manifest) -> Estimates:

@@ -14,7 +14,7 @@ from ...core.inert import Foreign, nested
 from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.origin import Origin
 from ...core.states import PARTITIONS
-from ...errors import listed
+from ...errors import Notice, listed, note, warning
 from ...files.torchfile import TorchFile
 from ...training import steps
 from ...training.faults import LOST_FROZEN, QUANTIZED
@@ -94,26 +94,25 @@ def manifest_of(
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
         unread=(*unread, *strange),
-        left_out=tuple(
-            own_client_state(differing_values)
-            + beside.left_out
-            + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
+        left_out=(
+            *own_client_state(differing_values),
+            *beside.left_out,
+            *map(_second_name, alone),
         ),
-        warnings=tuple(
-            [warning for buffer in buffers for warning in buffer.warnings]
-            + _frozen_warnings(ranks, lost)
-            + [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
-            * bool(differing)
-            + _elastic_warnings(ranks, groups)
-            + estimates.warnings(estimates.estimates_of(ranks))
-            + _config_warnings(ranks)
-            + ([] if around is None else [f"to take the Trainer's files along too, give {around}"])
-            + _scaler_warnings(ranks.first)
-            + (
+        warnings=(
+            *(line for buffer in buffers for line in buffer.warnings),
+            *_frozen_warnings(ranks, lost),
+            *_buffer_warnings(differing),
+            *_elastic_warnings(ranks, groups),
+            *estimates.warnings(estimates.estimates_of(ranks)),
+            *_config_warnings(ranks),
+            *_trainer_warnings(around),
+            *_scaler_warnings(ranks.first),
+            *(
                 []
                 if _has_zenflow(ranks.config)
                 else ahead_of_counters(ranks, tensors.parameters, place)
-            )
+            ),
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
         weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
@@ -225,17 +224,34 @@ def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
 # -- warnings
 
 
-def _frozen_warnings(ranks: EngineStates, lost: Sequence[str]) -> list[str]:
+def _second_name(name: str) -> Notice:
+    message = f"{name}: a second name of a weight that was left out of the save"
+    return note("weights-missing", message, subject=name)
+
+
+def _frozen_warnings(ranks: EngineStates, lost: Sequence[str]) -> list[Notice]:
     warnings = []
     if lost:
-        warnings.append(
-            f"the weights {listed(lost)} are not in this checkpoint: {LOST_FROZEN.message}"
-        )
+        message = f"the weights {listed(lost)} are not in this checkpoint: {LOST_FROZEN.message}"
+        warnings.append(warning("weights-missing", message, subject=lost[0]))
     if ranks.excludes_frozen:
-        warnings.append(
-            "saved with exclude_frozen_parameters: frozen weights, if any, are not here"
-        )
+        message = "saved with exclude_frozen_parameters: frozen weights, if any, are not here"
+        warnings.append(warning("weights-missing", message))
     return warnings
+
+
+def _buffer_warnings(differing: Sequence[str]) -> list[Notice]:
+    if not differing:
+        return []
+    message = f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"
+    return [warning("rank-zero-taken", message, subject=differing[0])]
+
+
+def _trainer_warnings(around: str | None) -> list[Notice]:
+    if around is None:
+        return []
+    message = f"to take the Trainer's files along too, give {around}"
+    return [warning("file-omitted", message, file=around)]
 
 
 def _has_zenflow(config: object) -> bool:
@@ -253,24 +269,26 @@ def _is_quantized(config: object) -> bool:
     return bool(nested(stated, "enabled")) and not nested(stated, "quantize_weight_in_forward")
 
 
-def _config_warnings(ranks: EngineStates) -> list[str]:
+def _config_warnings(ranks: EngineStates) -> list[Notice]:
     if _is_quantized(ranks.config):
-        return [QUANTIZED.message]
+        return [warning("weights-differ-by-design", QUANTIZED.message)]
     if _has_zenflow(ranks.config):
-        return [
+        message = (
             "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "
             "and moments are older than the weights of the module. DeepSpeed resumes from the "
             "older masters too; `verify` lists these weights"
-        ]
+        )
+        return [warning("weights-differ-by-design", message)]
     if ranks.config_path is None:
         return []
-    return [
+    message = (
         f"the save names its ds_config ({ranks.config_path}) without what it says: give it with "
         "--ds-config where you write for DeepSpeed"
-    ]
+    )
+    return [warning("option-needed", message, subject="--ds-config", file=ranks.config_path)]
 
 
-def _scaler_warnings(state: Mapping[str, Any]) -> list[str]:
+def _scaler_warnings(state: Mapping[str, Any]) -> list[Notice]:
     """DeepSpeed 0.19.8, DynamicLossScaler: every overflow halves `cur_scale`, to `min_scale`."""
     scaler = state.get("loss_scaler")
     values = scaler.state if isinstance(scaler, Foreign) else None
@@ -279,21 +297,24 @@ def _scaler_warnings(state: Mapping[str, Any]) -> list[str]:
     scale, least = values.get("cur_scale"), values.get("min_scale")
     if not isinstance(scale, (int, float)) or not isinstance(least, (int, float)) or scale > least:
         return []
-    return [
+    message = (
         f"the dynamic loss scale is at its minimum, {scale:g}: another overflow cannot lower it; "
         "if gradients have overflowed often, resume from an earlier checkpoint"
-    ]
+    )
+    return [warning("loss-scale-low", message, subject="loss_scaler")]
 
 
-def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | None) -> list[str]:
+def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | None) -> list[Notice]:
     if not ranks.elastic:
         return []
     if groups is None:
-        return ["an elastic checkpoint: it holds no hyper-parameters"]
-    return [
+        message = "an elastic checkpoint: it holds no hyper-parameters"
+        return [warning("hyperparameter-missing", message)]
+    message = (
         "an elastic checkpoint: its hyper-parameters are what ds_config and the scheduler say; "
         "settings of single groups were never saved"
-    ]
+    )
+    return [warning("value-assumed", message)]
 
 
 # -- the optimizer: its name, its step, the counters beside it
@@ -370,7 +391,7 @@ def counters(ranks: EngineStates) -> list[Sighting]:
 
 def ahead_of_counters(
     ranks: EngineStates, parameters: Mapping[str, Parameter], place: StepPlace | None
-) -> list[str]:
+) -> list[Notice]:
     """A warning if the optimizer has counted more updates than the engine.
 
     The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
@@ -384,8 +405,9 @@ def ahead_of_counters(
         return []
     if not last or step_of[last] <= (counted + 1) * times:
         return []
-    return [
+    message = (
         f"{model.path} counts {counted} steps, but {last} in "
         f"{os.path.basename(ranks.optimizers[0].path)} has step {step_of[last]}: model and "
         "optimizer are of different saves, unless your program has reset the counter"
-    ]
+    )
+    return [warning("steps-disagree", message, subject=last, file=model.path)]

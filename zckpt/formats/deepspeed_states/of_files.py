@@ -11,6 +11,7 @@ from ...core.checksum import crc32
 from ...core.inert import Foreign, alike, to_json
 from ...core.manifest import Entry, Unread
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
+from ...errors import Notice, note
 from ...naming.names import plain
 from ..strangers import Stranger, is_plain, sorted_out
 from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapper_of
@@ -117,11 +118,14 @@ def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **{f"{CLIENT}{key}": value for key, value in own.items()}}
 
 
-def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[str]:
-    """Lines of client state in which ranks differ from rank 0, whose own is kept."""
+def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
+    """Notes on client state in which ranks differ from rank 0, whose own is kept."""
     keys = {key for values in differing.values() for key in values}
     own = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
-    return [f"client_state {key!r} of ranks other than 0" for key in own]
+    return [
+        note("rank-state-omitted", f"client_state {key!r} of ranks other than 0", subject=key)
+        for key in own
+    ]
 
 
 # -- what optimizer files hold that the engine does not write: a program may put it there, or an

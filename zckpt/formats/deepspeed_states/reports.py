@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...core.facts import StateDictEngine
 from ...core.manifest import Manifest
 from ...core.weights import weight_of
-from ...errors import brief, listed
+from ...errors import Notice, brief, listed, warning
 from ...training.faults import UNSCALED_GRADIENTS
 from ...training.options import BUFFERS
 from ...training.trainers import TRANSFORMERS, number, program_of
@@ -22,15 +22,16 @@ TRAINED_ALONE = (
 )
 
 
-def of_config(target: DeepSpeedTarget) -> list[str]:
+def of_config(target: DeepSpeedTarget) -> list[Notice]:
     """The source's warnings, and whether a ds_config is known."""
     warnings = list(target.source.warnings)
     if not target.engine.known:
-        warnings.append("no ds_config is known: DeepSpeed's defaults are assumed")
+        message = "no ds_config is known: DeepSpeed's defaults are assumed"
+        warnings.append(warning("value-assumed", message, subject="ds_config"))
     return warnings
 
 
-def of_assumed(target: DeepSpeedTarget) -> list[str]:
+def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
     """Hyper-parameters that had to be assumed."""
     if not target.assumed:
         return []
@@ -38,7 +39,8 @@ def of_assumed(target: DeepSpeedTarget) -> list[str]:
         f"{key}={value}" for key, value in target.assumed.items() if value is not None
     )
     name = optimizer_name(target.engine, target.source)
-    return [f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"]
+    message = f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
+    return [warning("value-assumed", message, subject=next(iter(target.assumed)))]
 
 
 def usual_norm(target: DeepSpeedTarget) -> float:
@@ -46,7 +48,7 @@ def usual_norm(target: DeepSpeedTarget) -> float:
     return 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0
 
 
-def of_weights(target: DeepSpeedTarget) -> list[str]:
+def of_weights(target: DeepSpeedTarget) -> list[Notice]:
     """What may be wrong about weights, and what the target's ds_config should say."""
     return [
         *_of_guessed(target),
@@ -56,7 +58,7 @@ def of_weights(target: DeepSpeedTarget) -> list[str]:
     ]
 
 
-def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[str]:
+def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
     """What differs where one side has no ZeRO.
 
     `wholes` are pipelines that the target is a stage of: which stage lists frozen parameters of
@@ -65,18 +67,18 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[str]
     engine, before = target.engine, target.engine.before
     has_frozen = bool(target.frozen) and not target.lists_frozen
     has_frozen |= any(not own.trainable for each in wholes for own in each.parameters.values())
-    lines = []
+    warnings = []
     if engine.whole and target.wrapper is None and has_frozen:
-        lines.append(TRAINED_ALONE)
+        warnings.append(warning("program-must-set", TRAINED_ALONE))
     if before is None or before.dtype != "F16" or engine.dtype != "F16":
-        return lines
+        return warnings
     was_whole = target.source.origin.zero_stage == 0
     if was_whole != engine.whole and version_numbers(target.version) >= (0, 18, 3):
-        lines.append(UNSCALED_GRADIENTS.message)
-    return lines
+        warnings.append(warning("engine-fault", UNSCALED_GRADIENTS.message))
+    return warnings
 
 
-def _of_guessed(target: DeepSpeedTarget) -> list[str]:
+def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
     """State dicts do not tell buffers from frozen weights; stage 3 keeps these in other places.
 
     DeepSpeed then refuses to load a buffer (its size in the module's state differs).
@@ -85,22 +87,25 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
     if not (guessed and target.engine.partitioned and target.frozen) or target.options[BUFFERS]:
         return []
-    return [
-        f"{listed(list(target.frozen), 4)}: taken for frozen parameters; if any is a buffer, "
-        "name it with --buffers"
-    ]
+    names = list(target.frozen)
+    message = (
+        f"{listed(names, 4)}: taken for frozen parameters; if any is a buffer, name it with "
+        "--buffers"
+    )
+    return [warning("frozen-inferred", message, subject=names[0])]
 
 
-def _of_masters(target: DeepSpeedTarget) -> list[str]:
+def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
     weights = (weight_of(target.source.entries, name) for name in target.trainable)
     # those of a stage of a pipeline may be in files of layers
     dtypes = {w.param.dtype for w in weights if w.master is None and w.param is not None} - {"F32"}
     if not dtypes:
         return []
-    return [f"the source holds no fp32 masters: they are cast from {', '.join(sorted(dtypes))}"]
+    message = f"the source holds no fp32 masters: they are cast from {', '.join(sorted(dtypes))}"
+    return [warning("masters-missing", message)]
 
 
-def _of_batch(target: DeepSpeedTarget) -> list[str]:
+def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
     """Batch sizes that no longer fit are for the user to choose, in the program's own words."""
     config = target.engine.config
     total = config.get("train_batch_size")
@@ -119,24 +124,27 @@ def _of_batch(target: DeepSpeedTarget) -> list[str]:
         return []
     if fitting and not rest and (type(micro) is int or of_trainer):
         also = " (and the numbers in your ds_config, if they are not auto)" if of_trainer else ""
-        return [f"set {word}={fitting}{also} to keep a global batch of {total}"]
+        message = f"set {word}={fitting}{also} to keep a global batch of {total}"
+        return [warning("batch-size-changes", message, subject=word)]
     own, rest_of_ranks = divmod(total, target.dp)
     if rest_of_ranks:
-        return [
+        message = (
             f"a global batch of {total} cannot be divided among {target.dp} ranks: choose "
             f"another with {word} and gradient_accumulation_steps"
-        ]
+        )
+        return [warning("batch-size-changes", message, subject=word)]
     if rest:
         most = min(own, micro) if type(micro) is int and micro > 0 else own
         size = next(count for count in range(most, 0, -1) if own % count == 0)
-        return [
+        message = (
             f"set {word}={size} and gradient_accumulation_steps={own // size} to keep a global "
             f"batch of {total}"
-        ]
+        )
+        return [warning("batch-size-changes", message, subject=word)]
     return []
 
 
-def _of_clipping(target: DeepSpeedTarget) -> list[str]:
+def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
     """The norm to which the source clips, where the target's optimizer keeps none (0.19.8)."""
     norm = number(target.optimizer_state.get("clip_grad"))
     keeps = not target.engine.partitioned and (not target.engine.whole or target.wrapper == FLAT)
@@ -145,7 +153,8 @@ def _of_clipping(target: DeepSpeedTarget) -> list[str]:
         return []
     if norm == (usual_norm(target) if known is None else known):
         return []
-    return [
+    message = (
         f"the source clips gradients to {brief(norm)} (clip_grad), and the target's optimizer "
         f'takes that of its ds_config: state "gradient_clipping": {brief(norm)} there'
-    ]
+    )
+    return [warning("program-must-set", message, subject="gradient_clipping")]

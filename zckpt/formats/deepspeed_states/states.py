@@ -17,7 +17,7 @@ from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
 from ...core.manifest import Entry, Sighting, Unread
 from ...core.states import unread
-from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
 from .directories import TagDirectory
@@ -401,7 +401,7 @@ class FlatBuffer(Struct, frozen=True):
     step_place: StepPlace | None
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
-    warnings: Sequence[str]
+    warnings: Sequence[Notice]
     own: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     files: Sequence[TorchFile] = ()

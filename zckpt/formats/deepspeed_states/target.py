@@ -25,7 +25,14 @@ from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
 from ...core.states import others_of, partitions_of, states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
-from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
+from ...errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    Notice,
+    UnsupportedCheckpoint,
+    listed,
+    note,
+)
 from ...files.torchshell import Storages, thawed
 from ...training import lightning, steps
 from ...training.optimizers import is_of_axis, known_optimizer
@@ -98,7 +105,7 @@ class DeepSpeedTarget:
         _refuse_grid(source)
         self.source = source
         self.options = options
-        self.left_out: list[str] = list(source.left_out)
+        self.left_out: list[Notice] = list(source.left_out)
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
         if not options.weights_only:
@@ -346,11 +353,10 @@ class DeepSpeedTarget:
     def _client_state(self) -> dict[Any, Any]:
         """The user's keys, without those that DeepSpeed itself uses."""
         client_state = self.source.state.get("client_state") or {}
-        self.left_out += [
-            f"client_state {key!r}: DeepSpeed's files use this key"
-            for key in client_state
-            if key in ENGINE_KEYS
-        ]
+        for key in client_state:
+            if key in ENGINE_KEYS:
+                message = f"client_state {key!r}: DeepSpeed's files use this key"
+                self.left_out.append(note("state-omitted", message, subject=str(key)))
         return {key: value for key, value in client_state.items() if key not in ENGINE_KEYS}
 
     def take_siblings(self) -> list[tuple[str, Sibling]]:
@@ -365,9 +371,11 @@ class DeepSpeedTarget:
         ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
         for sibling in self.source.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
-                self.left_out.append(f"{sibling.name}: the target has its own")
+                message = f"{sibling.name}: the target has its own"
+                self.left_out.append(note("file-omitted", message, file=sibling.path))
             elif sibling.name in of_ranks and self.dp != ranks:
-                self.left_out.append(f"{sibling.name}: random state of one of {ranks} ranks")
+                message = f"{sibling.name}: random state of one of {ranks} ranks"
+                self.left_out.append(note("rank-state-omitted", message, file=sibling.path))
             else:
                 taken.append((sibling.name, sibling))
         return taken

@@ -9,7 +9,15 @@ from typing import Any
 from ...core import sources
 from ...core.inert import nested
 from ...core.missing_ranks import missing_file
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ...errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    Notice,
+    UnsupportedCheckpoint,
+    listed,
+    note,
+    warning,
+)
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...naming.patterns import INFO, check_patterns
 from .. import zero
@@ -116,13 +124,14 @@ class MergedStates:
         return "F32"
 
     @property
-    def left_out(self) -> list[str]:
+    def left_out(self) -> list[Notice]:
         if self.is_whole or not any(top.get("module") for top in self.tops):
             return []
-        return [
+        message = (
             f"the weights in the modules of {len(self.tops)} model-parallel ranks, and frozen "
             "weights and buffers that differ between ranks: masters are whole, these are not"
-        ]
+        )
+        return [note("state-unread", message)]
 
     # -- the parameters
 
@@ -153,7 +162,7 @@ class MergedStates:
                     return group
         return place
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Notice]:
         """The converter takes round-robin files for plain ones (0.19.8), and nothing shows it.
 
         It maps a group as it lies only if the group has alignment padding.
@@ -170,14 +179,15 @@ class MergedStates:
         ]
         if not permuted:
             return []
-        return [
+        message = (
             "saved with round_robin_gradients and converted by DeepSpeed, which mixes up the "
             f"parameters then (0.19.8): masters and states of group {listed(permuted)} are those "
             "of other parameters; convert the run's own directory instead"
-        ]
+        )
+        return [warning("engine-fault", message, subject="round_robin_gradients")]
 
 
-def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
     """What says how the run's tensors were cut, and a warning if zckpt does not run its patterns.
 
     Tensors are whole here. It is needed for tensor ranks of a target alone.
@@ -188,7 +198,8 @@ def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     try:
         check_patterns(info)
     except (InconsistentCheckpoint, UnsupportedCheckpoint) as error:
-        return {}, [f"{error.message}: so nothing says how the parameters are cut for --tp"]
+        message = f"{error.message}: so nothing says how the parameters are cut for --tp"
+        return {}, [warning("cuts-unknown", message, subject=error.subject, file=error.file)]
     return info, []
 
 

@@ -19,7 +19,16 @@ from ...core.inert import Scalar, to_json
 from ...core.manifest import Manifest, Sighting, slot_name
 from ...core.missing_ranks import missing_file
 from ...core.saved_names import Place, refuse_others, saved_names
-from ...errors import MALFORMED, CorruptCheckpoint, InconsistentCheckpoint, listed, not_understood
+from ...errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    Notice,
+    listed,
+    not_understood,
+    note,
+    warning,
+)
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
 from ...training.faults import LOST_STEPS
@@ -76,12 +85,12 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
     )  # fmt: skip
 
 
-def _lost_steps(manifest: Manifest) -> list[str]:
+def _lost_steps(manifest: Manifest) -> list[Notice]:
     """Converters before 0.14.1 wrote the step only of optimizers that keep it in the group."""
     names = {entry.parameter for entry in manifest.slots.get("exp_avg_sq", ())}
     if not any(not manifest.parameters[name].step for name in names):
         return []
-    return [f"{LOST_STEPS.message}; {LOST_STEPS.hint}"]
+    return [warning("step-missing", f"{LOST_STEPS.message}; {LOST_STEPS.hint}")]
 
 
 # -- the tensors
@@ -96,7 +105,7 @@ class ParameterFolders:
         self.shapes = merged.shapes()
         self.infos: dict[str, SliceInfo] = {}
         self.layout: dict[str, dict[str, Any]] = {}
-        self.left_out: list[str] = []
+        self.left_out: list[Notice] = []
         names = [name for shapes in self.shapes for name in shapes]
         self.paths = {name: self._listed(name) for name in names}
         paths = [path for files in self.paths.values() for path in files]
@@ -258,7 +267,8 @@ class ParameterFolders:
                     file=file.path,
                 )
             self.merged.states.module.pop(name, None)  # still has the rows
-            self.left_out.append(f"rows of {name} that fill up the vocabulary")
+            message = f"rows of {name} that fill up the vocabulary"
+            self.left_out.append(note("state-omitted", message, subject=name))
         return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
 
     # -- steps

@@ -17,7 +17,15 @@ from msgspec.structs import replace
 from ...core.facts import FlatBufferEngine
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed, literal
+from ...errors import (
+    InconsistentCheckpoint,
+    Notice,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+    literal,
+    warning,
+)
 from ...files.torchshell import Storages, shell
 from ...training.faults import UNIVERSAL_STAGE_3
 from ...training.options import Options
@@ -177,77 +185,86 @@ def _check_loader(target: DeepSpeedTarget) -> None:
         )
 
 
-def _warnings_of_loading(target: DeepSpeedTarget) -> list[str]:
+def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
     """What the engine's loader leaves as the program has made it."""
     warnings = []
     frozen = [name for name in target.frozen if f"{name}/param" in target.source.entries]
     for what, names in (("frozen weights", frozen), ("buffers", target.source.buffers)):
         if names:
-            warnings.append(
+            message = (
                 f"DeepSpeed's universal loader does not load {what}, which stay as the model "
                 f"initializes them: {listed(names)} (--to deepspeed has no such loss)"
             )
+            warnings.append(warning("program-must-set", message, subject=names[0]))
     if target.engine.partitioned and any(group != target.groups[0] for group in target.groups):
-        warnings.append(
+        message = (
             "DeepSpeed's universal loader of stage 3 gives all groups the hyper-parameters of "
             "group 0: set those of the others after loading"
         )
+        warnings.append(warning("program-must-set", message, subject="param_groups"))
     if target.engine.partitioned:
         # engine.py _load_checkpoint reads an ordinary checkpoint there, and does not use it
-        warnings.append(
+        message = (
             "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) stops for want of a "
             "file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
             "load_module_only=True), or write --to deepspeed, where it works"
         )
+        warnings.append(warning("engine-fault", message, subject="load_optimizer_states"))
     if target.engine.partitioned and version_numbers(target.version) < (0, 18):
         # 0.14.5 to 0.17.6, zero/stage3.py: it takes param_shapes[0] alone, and cuts by local rank
-        warnings.append(
+        message = (
             f"the source was written by DeepSpeed {target.version}: {UNIVERSAL_STAGE_3.message}: "
             f"{UNIVERSAL_STAGE_3.hint}"
         )
+        warnings.append(warning("engine-fault", message))
     return warnings
 
 
-def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[str]:
+def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Notice]:
     """Where the engine's loader fails, or loads to wrong places."""
     warnings = []
     if target.engine.round_robin and not target.engine.aligned:
-        warnings.append(
+        message = (
             "an engine with round_robin_gradients loads universal checkpoints to wrong places "
             "(0.19.8): switch it off in the ds_config that you run with"
         )
+        warnings.append(warning("engine-fault", message, subject="round_robin_gradients"))
     padded = [name for name in target.trainable if keeps_padding(target, name, infos[name])]
     if padded:
-        warnings.append(
+        message = (
             f"{listed(padded)} has more rows than original_vocab_size: an engine whose padded "
             "vocabulary is smaller than these refuses it (DeepSpeed's converter strips them)"
         )
+        warnings.append(warning("program-must-set", message, subject=padded[0]))
     if target.engine.partitioned:
         return warnings
     for number, buffer in enumerate(target.buffers):
         total = buffer.starts[-1]
         if total <= (target.dp - 1) * zero.partition_size(total, target.dp):
-            warnings.append(
+            message = (
                 f"group {number} has {total} elements, so that some of {target.dp} ranks hold "
                 "none: there DeepSpeed's universal loader fails (IndexError, 0.19.8)"
             )
+            warnings.append(warning("engine-fault", message))
     return warnings
 
 
-def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[str]:
+def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]:
     """What the engine's loader cannot do for some grids (0.19.8)."""
     warnings = []
     pp, tp = source.origin.pp or 1, source.origin.tp or 1
     if pp > 1 and any(group != target.groups[0] for group in target.groups):
-        warnings.append(
+        message = (
             "DeepSpeed's universal loader counts groups by their place: a stage of a pipeline that "
             "has no parameter of a group gives its other groups wrong hyper-parameters"
         )
+        warnings.append(warning("engine-fault", message, subject="param_groups"))
     if tp > 1 and target.engine.partitioned and not _is_auto(target.engine.config):
-        warnings.append(
+        message = (
             "at stage 3 DeepSpeed's universal loader cuts tensors for AutoTP alone: other programs "
             "load this with one tensor rank only; for more write --stage 2"
         )
+        warnings.append(warning("engine-fault", message))
     return warnings
 
 

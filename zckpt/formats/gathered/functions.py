@@ -2,6 +2,7 @@
 
 from ...core.layout import Layout
 from ...core.manifest import Manifest
+from ...errors import Notice
 from ...training.options import DP, Options
 from ..format import Functions, other_dp
 from ..groups import with_trainers_groups
@@ -16,7 +17,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return lay_out_files(source, options)
 
 
-def obstacles(source: Manifest, options: Options) -> list[str]:
+def obstacles(source: Manifest, options: Options) -> list[Notice]:
     """Whole files are loaded at any size; those of ranks by as many ranks."""
     return other_dp(source, options) if source.origin.dp else []
 

@@ -36,7 +36,7 @@ from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.states import AMONG, BESIDE, numbers_of
-from ...errors import listed, literal
+from ...errors import listed, literal, note, warning
 from ...files import safefile
 from ...files.torchshell import Storages, seal_records, shell
 from ...naming import peft
@@ -136,7 +136,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     replaced = own - {writer.file_names.extra} if program_of(source.siblings) else ()
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
     writer.left_out += [
-        f"{item.name}: a file of the target has this name"
+        note("file-omitted", f"{item.name}: a file of the target has this name", file=item.path)
         for item in source.siblings
         if item.name in own and item.name not in replaced
     ]
@@ -233,10 +233,11 @@ class StateDictWriter(StateDicts):
             if step is None:
                 return
             state = trainers.fresh_scheduler(int(step), self.groups)
-            self.warnings.append(
+            message = (
                 f"{name}: the source has no scheduler of torch; it is set to step {step} with the "
                 "learning rates of the groups"
             )
+            self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
         self.files[name] = state
 
     def _warn_of_names(self) -> None:
@@ -250,15 +251,21 @@ class StateDictWriter(StateDicts):
     def _check_safetensors(self) -> None:
         lost = [name for name, w in self.weights.items() if not isinstance(w, BlankTensor)]
         self.left_out += [
-            f"{name}: not a tensor, and safetensors store only these" for name in lost
+            note(
+                "state-omitted",
+                f"{name}: not a tensor, and safetensors store only these",
+                subject=name,
+            )
+            for name in lost
         ]
         tied = [name for name in self.weights if name in self.aliases]
         if tied:
-            self.warnings.append(
+            message = (
                 f"{self.file_names.weights} has tied weights once, without their second name "
                 f"({listed(tied, 4)}): load it with safetensors.torch.load_model, or with "
                 "strict=False"
             )
+            self.warnings.append(warning("name-omitted", message, subject=tied[0]))
 
     def _optimizer_state(self) -> dict[str, Any]:
         members = [self.members(place) for place in range(len(self.groups))]
@@ -282,7 +289,8 @@ class StateDictWriter(StateDicts):
             own[keys.optimizer] = self._optimizer_state()
         for path, value in own.items():
             if _placed(tree, path, value) is not None:
-                self.left_out.append(f"client_state {dotted(path)}: a state dict has this key")
+                message = f"client_state {dotted(path)}: a state dict has this key"
+                self.left_out.append(note("state-omitted", message, subject=dotted(path)))
         stated = self._stated([(keys.file, tree)])
         return {**tree, STATED: {**stated, "model": list(keys.model)}}
 
@@ -294,7 +302,8 @@ class StateDictWriter(StateDicts):
             extra[self.scheduler] = source.state["lr_scheduler"]
         for key, value in (source.state.get("client_state") or {}).items():
             if key in (*taken, *extra):
-                self.left_out.append(f"client_state {key!r}: a file of the target has this name")
+                message = f"client_state {key!r}: a file of the target has this name"
+                self.left_out.append(note("state-omitted", message, subject=str(key)))
             else:
                 extra[key] = value
         return extra

@@ -86,7 +86,7 @@ class RanksWriter(StateDictWriter):
         for key, value in self.files.get(self.file_names.extra, {}).items():
             if key != STATED:
                 self.trees[key] = value
-        self.left_out = [line for line in self.left_out if not line.startswith(CONFIG)]
+        self.left_out = [line for line in self.left_out if line.subject != CONFIG]
         if others_of(source):
             raise WrongOption(
                 "option-not-applicable",

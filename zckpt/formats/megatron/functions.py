@@ -9,6 +9,7 @@ Why a run does not load them as they are (`obstacles`):
 """
 
 from ...core.manifest import Manifest
+from ...errors import Notice, problem
 from ...training.options import DP, EP, PP, TP, Option, Options
 from ..format import Functions
 from .common_state import FLAT, SIZES_OF_RUN, arguments
@@ -20,8 +21,8 @@ from .read import check, read, rebuilt, way_out
 from .write import lay_out, lay_out_like, seal
 
 
-def obstacles(source: Manifest, options: Options) -> list[str]:
-    """A phrase for every size of the run by which the files are cut, if it differs."""
+def obstacles(source: Manifest, options: Options) -> list[Notice]:
+    """Every size of the run by which the files are cut, if it differs."""
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
     kept = source.state.get("megatron")
@@ -35,7 +36,11 @@ def obstacles(source: Manifest, options: Options) -> list[str]:
         return []
     own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in cutting}
     return [
-        f"{option.name} {size} of {form}, and not {options[option]}"
+        problem(
+            "size-differs",
+            f"{option.name} {size} of {form}, and not {options[option]}",
+            subject=option.name,
+        )
         for option, size in own.items()
         if options[option] not in (None, size)
     ]

@@ -19,7 +19,16 @@ from ...core.placement import TENSOR_RANK, Sliced, Table
 from ...core.siblings import BESIDE
 from ...core.unfinished import UNFINISHED
 from ...core.weights import is_optimizers
-from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
+from ...errors import (
+    MissingData,
+    Notice,
+    UnsupportedCheckpoint,
+    brief,
+    counted,
+    listed,
+    note,
+    warning,
+)
 from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
@@ -62,7 +71,7 @@ class Content(Struct, eq=False):
     replicas: list[Entry] = field(default_factory=list)
     keys: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Notice] = field(default_factory=list)
     siblings: Sequence[Sibling] = ()
     group_of: dict[str, int] | None = None
     steps: list[FileStep] = field(default_factory=list)
@@ -112,20 +121,21 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     }
     warnings = [*_other_iteration(content), *put_in_order(args)]
     if groups and not has_groups:
-        warnings.append(
+        message = (
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
             "does not give them: the groups are kept in the state alone"
         )
+        warnings.append(warning("groups-missing", message, subject="param_groups"))
     if len(trainable) < len(known) and content.sharding in (*FLAT, DISTRIBUTED):
-        warnings.append(
-            "no buffer of the optimizer has "
-            f"{listed([name for name in known if name in frozen])}: zckpt takes them for frozen"
-        )
+        untrained = [name for name in known if name in frozen]
+        message = f"no buffer of the optimizer has {listed(untrained)}: zckpt takes them for frozen"
+        warnings.append(warning("frozen-inferred", message, subject=next(iter(untrained), None)))
     if not any(entry.slot == "param" for entry in content.entries.values()):
-        warnings.append(
+        message = (
             "the directory has no weights of a model: its masters stand for them; it has no frozen "
             "weights and no buffers"
         )
+        warnings.append(warning("weights-missing", message, file=content.folder))
     if "iteration" not in common and step_policy is not None and step_policy.isdecimal():
         # a program of its own saved the items: no counter, and often no folder iter_N
         common = {**common, "iteration": int(step_policy)}
@@ -174,25 +184,37 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     )
 
 
-def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[str]:
-    """Lines about what is in a directory beside its items and its `own` files."""
+def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[Notice]:
+    """Notes on what is in a directory beside its items and its `own` files."""
     known = {*table.files, *(location.file for location in table.locations.values()), *own}
     of_zckpt = (BESIDE, UNFINISHED)
     with os.scandir(table.folder) as items:
         names = sorted(i.name for i in items if i.path not in known and i.name not in of_zckpt)
-    return [f"{name}, a file of the directory" for name in names]
+    return [stranger(table.folder, name) for name in names]
 
 
-def _other_iteration(content: Content) -> list[str]:
+def stranger(folder: str, name: str) -> Notice:
+    """The note on a file of the directory that zckpt does not read."""
+    message = f"{name}, a file of the directory"
+    return note("file-omitted", message, subject=name, file=os.path.join(folder, name))
+
+
+def is_stranger(notice: Notice) -> bool:
+    """Whether a note is one of `stranger`: those on a trainer's files have no subject."""
+    return notice.code == "file-omitted" and notice.subject is not None
+
+
+def _other_iteration(content: Content) -> list[Notice]:
     """A warning if the folder has the name of another iteration than its common state states."""
     name, stated = basename(content.folder), content.common.get("iteration")
     number = name.removeprefix("iter_")
     if number == name or not is_iteration(name) or stated in (None, int(number)):
         return []
-    return [
+    message = (
         f"{content.file.path} states iteration {brief(stated)}, but its folder is {name}: it may "
         "be a file of another save (or the folder was renamed)"
-    ]
+    )
+    return [warning("mixed-saves", message, file=content.file.path)]
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,7 @@ from ...core.manifest import Entry, Manifest
 from ...core.masters import ALL, results_of, unlike
 from ...core.replicas import copies_of
 from ...core.weights import is_optimizers
-from ...errors import InconsistentCheckpoint, counted, listed
+from ...errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from ...training.faults import MIXED_BUCKETS
 from ...training.optimizers import MOMENTS
 from .common_state import READABLE
@@ -33,7 +33,7 @@ OTHERS = (
 )
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[str]:
+def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """Compares the copies of every tensor, before a conversion writes anything.
 
     Raises InconsistentCheckpoint, which names the tensors, if ranks hold different ones.
@@ -71,17 +71,18 @@ def rebuilt(manifest: Manifest) -> Manifest:
     lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]
     slots = {entry.slot for entry in manifest.entries.values() if is_optimizers(entry.slot)}
     given_up = {f"{name}/{slot}" for name in lost for slot in ("master", *slots)}
-    line = (
+    message = (
         f"{counted(len(lost), 'parameter')} of {len(manifest.parameters)} have widened weights for "
         f"masters and no {listed(sorted(slots))}: the masters of {len(wrong)} do not round to "
         f"their weights, and vectors prove nothing: {', '.join(lost)}"
     )
+    mixed_up = warning("moments-lost", message, subject=lost[0])
     kept = {**manifest.state["megatron"], LOST: lost}
     return replace(
         manifest,
         entries={name: item for name, item in manifest.entries.items() if name not in given_up},
         state={**manifest.state, "megatron": kept},
-        warnings=(*manifest.warnings, line),
+        warnings=(*manifest.warnings, mixed_up),
     )
 
 
@@ -99,14 +100,15 @@ def with_zeros(manifest: Manifest) -> Manifest:
             zeros[full] = Entry(full, dtype, shape, solid(prod(shape), extent))
     if not zeros:
         return manifest
-    line = (
+    message = (
         f"the moments of {counted(len(names), 'parameter')} are zeros, because the source's are "
         f"lost: the next updates of {listed(names, 4)} differ from those of the run"
     )
+    of_zeros = warning("moments-lost", message, subject=names[0])
     return replace(
         manifest,
         entries={**manifest.entries, **zeros},
-        warnings=(*manifest.warnings, line),
+        warnings=(*manifest.warnings, of_zeros),
     )
 
 

@@ -26,7 +26,13 @@ from msgspec.structs import replace
 from ...core import sources
 from ...core.manifest import Entry, Manifest
 from ...core.placement import Sliced
-from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
+from ...errors import (
+    MALFORMED,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    not_understood,
+    warning,
+)
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor
@@ -99,8 +105,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         raise not_understood(folder, error) from error
     if reading.tp_rules is None or not why_unused:
         return manifest
-    line = f"--tp-rules {reading.tp_rules} is not used: {folder} {why_unused}"
-    return replace(manifest, warnings=(*manifest.warnings, line))
+    message = f"--tp-rules {reading.tp_rules} is not used: {folder} {why_unused}"
+    unused = warning("option-without-effect", message, subject="--tp-rules")
+    return replace(manifest, warnings=(*manifest.warnings, unused))
 
 
 class _Reader:

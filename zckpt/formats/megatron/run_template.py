@@ -21,7 +21,15 @@ from msgspec.structs import replace
 from ...core.inert import Foreign, by_value
 from ...core.manifest import Entry, Manifest
 from ...core.weights import is_optimizers
-from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, counted, listed
+from ...errors import (
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    counted,
+    listed,
+    note,
+    warning,
+)
 from ...naming.families.layouts import with_rows
 from ...training.hyperparameters import torch_groups
 from ...training.optimizers import strange_to_adam
@@ -29,6 +37,7 @@ from ...training.options import Options
 from ..template import Group, Template
 from .common_state import arguments, optimizers_of
 from .groups import decay_multiplier, groups_of
+from .manifest import is_stranger
 from .names import with_plain_norms
 from .optimizers import OF_WRAPPER
 from .saving_program import NEMO, TRAIN_STATE
@@ -93,16 +102,22 @@ class RunTemplate(Template):
         }
         # of modules that are not empty, such as the scales of 8-bit floats
         if full := [name for name, value in objects.items() if value not in ([None], None)]:
-            self.warnings.append(f"extra states of modules are those of --like: {listed(full, 3)}")
+            message = f"extra states of modules are those of --like: {listed(full, 3)}"
+            self.warnings.append(warning("value-assumed", message, subject=full[0]))
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
         # it counts RUN's steps
         beside = [item for item in like.siblings if item.name != TRAIN_STATE]
-        left_out = [f"--like: {line}" for line in like.left_out if not line.endswith("directory")]
+        left_out = [
+            replace(notice, message=f"--like: {notice.message}")
+            for notice in like.left_out
+            if not is_stranger(notice)
+        ]
         if lost := strange_to_adam(source.groups or ()) if self.states else []:
-            left_out.append(f"{listed(lost)} of the optimizer's groups: Adam has no such thing")
+            message = f"{listed(lost)} of the optimizer's groups: Adam has no such thing"
+            left_out.append(note("state-omitted", message, subject=lost[0]))
         if "megatron" in source.state:
-            line = "megatron: the arguments and objects of the source, for those of --like"
-            left_out.append(line)
+            message = "megatron: the arguments and objects of the source, for those of --like"
+            left_out.append(note("state-omitted", message, subject="megatron"))
         return replace(
             source,
             origin=replace(source.origin, tag=None),
@@ -131,10 +146,11 @@ class RunTemplate(Template):
                 subject=entry.name,
             )
         if entry.slot == "param":
-            self.warnings.append(
+            message = (
                 f"{entry.parameter} has {counted(entry.shape[0], 'row')}, in the run of --like "
                 f"{wanted[0]}: the others are zeros"
             )
+            self.warnings.append(warning("value-assumed", message, subject=entry.parameter))
         return with_rows(entry, wanted[0])
 
     # -- the optimizer
@@ -165,10 +181,11 @@ class RunTemplate(Template):
             if f"{name}/master" not in entries and entries[f"{name}/param"].dtype != OF_STATES
         ]
         if wide:
-            self.warnings.append(
+            message = (
                 f"the source has no fp32 masters of {counted(len(wide), 'weight')}, such as "
                 f"{wide[0]}: the masters are the weights, widened"
             )
+            self.warnings.append(warning("masters-missing", message, subject=wide[0]))
 
     def _groups(self) -> list[Group]:
         """The run's groups with the source's hyper-parameters."""
@@ -187,10 +204,11 @@ class RunTemplate(Template):
             name, own = chosen.get(number, ("", {}))
             hyper = {key: by_value(own[key]) for key in HYPER if key in own}
             if hyper.get("weight_decay") and not decay_multiplier(group):
-                self.warnings.append(
+                message = (
                     f"the source decays the weights of a group with wd_mult 0, such as {name}: "
                     "Megatron-LM's scheduler will set its weight_decay to 0"
                 )
+                self.warnings.append(warning("not-exact", message, subject="weight_decay"))
             result.append({**group, **hyper})
         return result
 
@@ -198,17 +216,17 @@ class RunTemplate(Template):
         """Options of the optimizer that no hyper-parameter of Megatron-Core's groups states."""
         for group in torch_groups(self.source, self.options)[0]:
             if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
-                self.warnings.append(
+                message = (
                     "the source's Adam adds weight decay to gradients; Megatron-Core's decays "
                     "weights, as AdamW does, unless its decoupled_weight_decay is false"
                 )
+                self.warnings.append(warning("program-must-set", message, subject="weight_decay"))
                 break
         for key, usual in (("bias_correction", True), ("amsgrad", False), ("maximize", False)):
             values = [by_value(group[key]) for group in self.source.groups or () if key in group]
             if any(value is not usual and value != usual for value in values):
-                self.warnings.append(
-                    f"the source's optimizer has {key}={not usual}, Megatron-Core's {usual}"
-                )
+                message = f"the source's optimizer has {key}={not usual}, Megatron-Core's {usual}"
+                self.warnings.append(warning("not-exact", message, subject=key))
 
     # -- the common state
 
@@ -220,7 +238,8 @@ class RunTemplate(Template):
             first = {k: v for k, v in optimizers_of(common)[0].items() if k in OF_WRAPPER}
             common["optimizer"] = {**first, "optimizer": {"param_groups": self._groups()}}
             if "grad_scaler" in first:
-                self.warnings.append("grad_scaler, the loss scale, is that of --like")
+                message = "grad_scaler, the loss scale, is that of --like"
+                self.warnings.append(warning("value-assumed", message, subject="grad_scaler"))
         if step is None:
             return common
         common["iteration"] = int(step)
@@ -243,11 +262,12 @@ class RunTemplate(Template):
         if type(count) is not int:
             return {}
         if type(before) is not int or before < 1 or count % before:
-            line = f"{key} is {count} as in --like: its samples per step are unknown"
-            self.warnings.append(line)
+            message = f"{key} is {count} as in --like: its samples per step are unknown"
+            self.warnings.append(warning("value-assumed", message, subject=key))
             return {}
-        self.warnings.append(
+        message = (
             f"{key} is {count // before * step}: {counted(step, 'step')}, each with as many "
             "samples as a step of --like"
         )
+        self.warnings.append(warning("value-assumed", message, subject=key))
         return {key: count // before * step}

@@ -33,7 +33,7 @@ from ...core.inert import Foreign, Global, TensorName, inside, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, slot_key
 from ...core.weights import is_optimizers, weight_of
-from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (
     ItemShell,
@@ -161,7 +161,10 @@ class MegatronWriter:
         self._text: bytes | None = None
         everything = source.state_with_cuts.items()
         others = {key for key, value in everything if key != "megatron" and value}
-        self.left_out += [f"{key}: Megatron-Core has no place for it" for key in sorted(others)]
+        self.left_out += [
+            note("state-omitted", f"{key}: Megatron-Core has no place for it", subject=key)
+            for key in sorted(others)
+        ]
 
     # -- tensors
 
@@ -262,10 +265,11 @@ class MegatronWriter:
                 lost.append(key)
         self.without_rng = not any(map(OF_RANKS.fullmatch, objects))
         if lost:
+            code = "rank-state-omitted"
             reason = "states of single ranks, which a run of other sizes could not load"
             if self.options.weights_only:
-                reason = "only the weights are written"
-            self.left_out.append(f"{listed(lost)}: {reason}")
+                code, reason = "state-omitted", "only the weights are written"
+            self.left_out.append(note(code, f"{listed(lost)}: {reason}", subject=lost[0]))
         return objects
 
     def _grid(self, args: Mapping[str, Any]) -> str:
@@ -282,14 +286,16 @@ class MegatronWriter:
         """The common state as runs with the distributed optimizer load it."""
         result = dict(common)
         if result.pop(RERUN, None) is not None:
-            self.left_out.append(f"{RERUN}: it has states of single ranks")
+            message = f"{RERUN}: it has states of single ranks"
+            self.left_out.append(note("rank-state-omitted", message, subject=RERUN))
         if self.states:
             own = optimizers(self.source, common, self.options)
             result["optimizer"] = [own] if self.kept.get("program") == NEMO else own
         else:
             for key in ("optimizer", "opt_param_scheduler"):
                 if result.pop(key, None):
-                    self.left_out.append(f"{key}: only the weights are written")
+                    message = f"{key}: only the weights are written"
+                    self.left_out.append(note("state-omitted", message, subject=key))
         content = common.get("content_metadata")
         result["content_metadata"] = {
             "distrib_optim_fully_reshardable_mem_efficient": False,

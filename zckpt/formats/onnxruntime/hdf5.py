@@ -25,7 +25,14 @@ from msgspec import Meta, Struct, ValidationError, convert
 
 from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ...errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    Notice,
+    UnsupportedCheckpoint,
+    note,
+    warning,
+)
 from ...files import hdf5file
 from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS, RankStates, RankTensor, Save
 
@@ -158,29 +165,35 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         ],
         left_out=_left_out(files),
         warnings=[
-            f"{orphan.file}: {orphan.length:,} bytes at {orphan.offset:,} belong to no dataset, "
-            "though they are not zero: the address of a dataset may be damaged, or one was deleted"
+            warning(
+                "bytes-unknown",
+                f"{orphan.file}: {orphan.length:,} bytes at {orphan.offset:,} belong to no "
+                "dataset, though they are not zero: the address of a dataset may be damaged, or "
+                "one was deleted",
+                file=orphan.file,
+            )
             for file in files
             for orphan in file.orphans
         ],
     )
 
 
-def _left_out(files: Sequence[RankFile]) -> list[str]:
-    """What the files have and the manifest does not, as lines of the report."""
+def _left_out(files: Sequence[RankFile]) -> list[Notice]:
+    """What the files have and the manifest does not."""
     left_out = []
     for name, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),
         ("train_step_info", [file.under("train_step_info") for file in files]),
     ):
         if any(value != by_rank[0] for value in by_rank):
-            left_out.append(f"{name} of ranks other than 0")
+            message = f"{name} of ranks other than 0"
+            left_out.append(note("rank-state-omitted", message, subject=name))
     others = {name for file in files for name in file.tensors if not _is_known(name)}
     others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
     for group, known in (("trainer_options", OPTIONS), ("train_step_info", STEP_INFO)):
         inside = {name for file in files for name in file.under(group)} - {*known}
         others |= {f"{group}/{name}" for name in inside}
-    return [*left_out, *sorted(others)]
+    return [*left_out, *(note("state-unread", name, subject=name) for name in sorted(others))]
 
 
 def _is_known(name: str) -> bool:

@@ -29,7 +29,14 @@ from ...core import sources
 from ...core.inert import inside
 from ...core.manifest import Entry
 from ...core.saved_names import Place, nameless, refuse_others, saved_names
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
+from ...errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    Notice,
+    UnsupportedCheckpoint,
+    ZckptError,
+    note,
+)
 from ...files.torchfile import Parsed, Tensor, TorchFile, peek
 from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS, RankStates, RankTensor, Save
 
@@ -241,15 +248,15 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
 
 def _client_state(
     files: Sequence[TorchFile],
-) -> tuple[dict[str, Any], dict[str, Entry], list[Entry], list[str]]:
+) -> tuple[dict[str, Any], dict[str, Entry], list[Entry], list[Notice]]:
     """The user's part of the files: rank 0's values, and the tensors in them.
 
-    Then equal copies of these tensors on other ranks, and a line for each value of another rank
+    Then equal copies of these tensors on other ranks, and a note for each value of another rank
     that differs from rank 0's.
     """
     kept: dict[str, Entry] = {}
     copies: list[Entry] = []
-    state, left_out = {}, []
+    state, omitted = {}, list[str]()
     for key, value in _user(files[0]).items():
         path = inside("client_state", key)
         state[key] = files[0].kept(value, path, kept)
@@ -259,10 +266,14 @@ def _client_state(
                 own: dict[str, Entry] = {}
                 file.kept(_user(file)[key], path, own)
                 copies += own.values()
-            elif str(key) not in left_out:
-                left_out.append(str(key))
-    left_out += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))
-    return state, kept, copies, [f"client_state {key!r} of ranks other than 0" for key in left_out]
+            elif str(key) not in omitted:
+                omitted.append(str(key))
+    omitted += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))
+    left_out = [
+        note("rank-state-omitted", f"client_state {key!r} of ranks other than 0", subject=key)
+        for key in omitted
+    ]
+    return state, kept, copies, left_out
 
 
 def _user(file: TorchFile) -> dict[Any, Any]:

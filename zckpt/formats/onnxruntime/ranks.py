@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from ...core.fragments import Extent, Record
 from ...core.manifest import Entry
+from ...errors import Notice
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
@@ -64,9 +65,9 @@ class Save(Struct, eq=False):
     kept: dict[str, Entry] = field(default_factory=dict)
     copies: list[Entry] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    left_out: list[Notice] = field(default_factory=list)
+    warnings: list[Notice] = field(default_factory=list)
+    notes: list[Notice] = field(default_factory=list)
 
     @property
     def dp(self) -> int:

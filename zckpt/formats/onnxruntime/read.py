@@ -26,6 +26,7 @@ from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
+    Notice,
     not_understood,
 )
 from ...training import steps
@@ -49,7 +50,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         raise not_understood(path, error) from error
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[str]:
+def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """Compares the bytes of every tensor that several ranks hold.
 
     Called before a conversion writes anything; `inspect` reads no tensor. Raises

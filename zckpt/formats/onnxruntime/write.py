@@ -30,6 +30,8 @@ from ...errors import (
     WrongOption,
     counted,
     literal,
+    note,
+    warning,
 )
 from ...files import hdf5shell
 from ...files.hdf5file import import_h5py
@@ -112,8 +114,8 @@ class OnnxRuntimeWriter:
         self.dp = options[DP] or source.dp
         self.dialect = options[DIALECT] or "hdf5"
         self.dtype_before = source.engine.dtype if source.engine else None
-        self.left_out: list[str] = list(source.left_out)
-        self.warnings: list[str] = list(source.warnings)
+        self.left_out = list(source.left_out)
+        self.warnings = list(source.warnings)
         self.half = self._half()
         self.states = not options.weights_only and any(
             entry.slot in SLOTS.values() for entry in source.entries.values()
@@ -208,19 +210,21 @@ class OnnxRuntimeWriter:
                 f"Lamb has one step for all weights, but the source has several: {numbers}",
                 hint="choose one: --step-policy max|min|N",
             )
-        self.warnings.append(
+        message = (
             f"weights have different numbers of updates ({numbers}): to read this target, zckpt "
             "needs --step-policy keep"
         )
+        self.warnings.append(warning("option-needed", message, subject="--step-policy"))
 
     def _check_names(self) -> None:
         names = [weight.name for weight in self.weights]
         misread = [name for name in names if MISREAD.search(name)]
         if misread and self.dialect == "l2":
-            self.warnings.append(
+            message = (
                 f"ONNX Runtime misreads names such as {misread[0]} when it aggregates legacy "
                 "files; ranks that load their own files read them correctly"
             )
+            self.warnings.append(warning("engine-fault", message, subject=misread[0]))
         for weight in self.weights if self.dialect == "hdf5" else ():
             name = weight.name
             if "/" in name or "\0" in name or name in ("", "."):
@@ -243,38 +247,46 @@ class OnnxRuntimeWriter:
     def _report(self) -> None:
         source, state = self.source, self.source.state_with_cuts
         if source.groups and self.states:
-            self.left_out.append(
+            message = (
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "
                 "not store them; set them in the program that resumes"
             )
+            self.left_out.append(note("state-omitted", message, subject="param_groups"))
         if tied := [*source.owners]:
-            self.left_out.append(f"second names of tied weights: {', '.join(tied[:8])}")
+            message = f"second names of tied weights: {', '.join(tied[:8])}"
+            self.left_out.append(note("name-omitted", message, subject=tied[0]))
         if source.buffers:
             names = ", ".join(source.buffers[:8])
-            self.warnings.append(f"buffers are written as frozen weights: {names}")
+            message = f"buffers are written as frozen weights: {names}"
+            self.warnings.append(warning("form-differs", message, subject=source.buffers[0]))
         known = set(ENGINE) | {"trainer_options"}
         known |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
         optimizer = {f"optimizer.{k}": v for k, v in (state.get("optimizer") or {}).items()}
         for key, value in {**state, **optimizer}.items():
             if key not in known and key != "optimizer" and value not in (None, {}, [], "", False):
                 names = ", ".join(own_names(key, value))
-                self.left_out.append(f"{names}: ONNX Runtime's files cannot hold it")
-        self.left_out += [f"{item.name}: not part of the checkpoint" for item in source.siblings]
+                message = f"{names}: ONNX Runtime's files cannot hold it"
+                self.left_out.append(note("state-omitted", message, subject=key))
+        self.left_out += [
+            note("file-omitted", f"{item.name}: not part of the checkpoint", file=item.path)
+            for item in source.siblings
+        ]
         if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
-            self.left_out.append(
-                f"client_state {MODEL!r}: ONNX Runtime's files use this key themselves"
-            )
+            message = f"client_state {MODEL!r}: ONNX Runtime's files use this key themselves"
+            self.left_out.append(note("state-omitted", message, subject=MODEL))
         if self.half == "BF16":
-            self.warnings.append(
+            message = (
                 "ONNX Runtime's Python trainer supports mixed precision with fp16, not bf16: add "
                 "--dtype fp16 or --dtype fp32 for files that it can train with"
             )
+            self.warnings.append(warning("option-needed", message, subject="--dtype"))
         lamb = self.optimizer == "LambOptimizer" and self.states
         if lamb and self.dp != source.dp:
-            self.warnings.append(
+            message = (
                 "Lamb on another number of ranks is exact in state, not in trajectory: ONNX "
                 "Runtime computes its norms from each rank's pieces"
             )
+            self.warnings.append(warning("not-exact", message))
 
     # -- files
 

@@ -17,7 +17,7 @@ from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
 from ...core.states import AMONG, BESIDE, OTHER, numbers_of
 from ...core.weights import WIDE, is_optimizers, weight_of
-from ...errors import WrongOption, brief, counted, listed
+from ...errors import Notice, WrongOption, brief, counted, listed, note
 from ...naming import peft
 from ...training.hyperparameters import given_groups, torch_groups
 from ...training.optimizers import check_moments
@@ -145,14 +145,15 @@ class StateDicts:
         taken += [(self.scheduler,)] if self.source.state.get("lr_scheduler") is not None else []
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
-    def collisions(self) -> list[str]:
-        """What `items` leaves out of the program's own state, as a line of the report."""
+    def collisions(self) -> list[Notice]:
+        """A note on what `items` leaves out of the program's own state."""
         if self.options.weights_only:
             return []
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []
-        return [f"client_state {listed(lost)}: a state dict of the target has this name"]
+        message = f"client_state {listed(lost)}: a state dict of the target has this name"
+        return [note("state-omitted", message, subject=lost[0])]
 
     # -- the model
 
@@ -190,7 +191,8 @@ class StateDicts:
         self.adapter = True
         others = [name for name, _ in self._weights() if not self.is_saved(name)]
         if others:
-            self.left_out.append(f"{listed(others, 4)}: weights of the base model, not the adapter")
+            message = f"{listed(others, 4)}: weights of the base model, not the adapter"
+            self.left_out.append(note("weights-omitted", message, subject=others[0]))
 
     def _weights(self) -> Iterator[tuple[str, Any]]:
         source = self.source
@@ -323,7 +325,7 @@ def _is_entered(value: Any) -> bool:
     return isinstance(value, (dict, BlankTensor, Scalar, TensorName))
 
 
-def left_out(source: Manifest, options: Options) -> list[str]:
+def left_out(source: Manifest, options: Options) -> list[Notice]:
     """The parts of the source's state that torch's programs have no place for."""
     if options.weights_only:
         return []
@@ -339,21 +341,23 @@ def left_out(source: Manifest, options: Options) -> list[str]:
     others = {key: value for key, value in everything if value and key not in OF_TORCH}
     lost += [name for key, value in others.items() for name in own_names(key, value)]
     engine = source.engine.name if source.engine else None
-    lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []
+    message = f"of {engine} alone: {', '.join(lost)}"
+    lines = [note("state-omitted", message, subject=lost[0])] if lost else []
     return [*lines, *clipping, *_rounded_off(source, options)]
 
 
-def _clipping(source: Manifest, stated: Any) -> list[str]:
+def _clipping(source: Manifest, stated: Any) -> list[Notice]:
     """The norm to which DeepSpeed clipped; a trainer clips by itself, by its own argument."""
     if not isinstance(source.engine, FlatBufferEngine) or program_of(source.siblings) is not None:
         return []
     norm = number(source.engine.config.get("gradient_clipping") if stated is None else stated)
     if type(norm) not in (int, float) or not 0 < norm < math.inf:
         return []
-    return [f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"]
+    message = f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"
+    return [note("program-must-set", message, subject="optimizer.clip_grad")]
 
 
-def _rounded_off(source: Manifest, options: Options) -> list[str]:
+def _rounded_off(source: Manifest, options: Options) -> list[Notice]:
     """The fp32 values of weights that `--dtype` rounds: there is no other place for them."""
     dtype = options.module_dtype
     if dtype is None or dtype in WIDE:
@@ -361,4 +365,5 @@ def _rounded_off(source: Manifest, options: Options) -> list[str]:
     weights = (weight_of(source.entries, name) for name in source.parameters)
     exact = [weight.name for weight in weights if weight.trained.dtype in WIDE]
     values = f"the exact values of {counted(len(exact), 'weight')}"
-    return [f"{values}: --dtype {options[DTYPE]} rounds them"] if exact else []
+    message = f"{values}: --dtype {options[DTYPE]} rounds them"
+    return [note("state-omitted", message, subject=exact[0])] if exact else []

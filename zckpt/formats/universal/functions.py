@@ -1,15 +1,16 @@
 """What does zckpt do with these files?"""
 
 from ...core.manifest import Manifest
+from ...errors import Notice, problem
 from ...training.options import Options
 from ..format import Functions
 from .read import check, read
 from .write import lay_out, seal
 
 
-def obstacles(_source: Manifest, _options: Options) -> list[str]:
+def obstacles(_source: Manifest, _options: Options) -> list[Notice]:
     """It belongs to no engine."""
-    return ["zckpt's universal format, which no engine loads"]
+    return [problem("format-differs", "zckpt's universal format, which no engine loads")]
 
 
 FUNCTIONS = Functions(

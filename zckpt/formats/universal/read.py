@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from msgspec import ValidationError, convert
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import asdict
 
 from ...core import sources
 from ...core.dtypes import SIZES
@@ -35,10 +36,12 @@ from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
     IncompleteCheckpoint,
+    Notice,
     UnsupportedCheckpoint,
     brief,
     cause,
     listed,
+    warning,
 )
 from ...files import safefile
 from ...training.trainers import LOADED
@@ -138,7 +141,7 @@ def _text_of(name: str) -> str:
 
 
 def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
-    warnings = [*texts_from_json(document.get("warnings", [])), *_check_checksum(path, document)]
+    warnings = (*_notices(document, "warnings"), *_check_checksum(path, document))
     members = [item["group"] for item in document["parameters"].values()]
     origin = _origin(path, document["source"], document["groups"], members)
     stored, files = _stored(path, document.get("files") or ())
@@ -166,18 +169,45 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         records=records,
         files=(os.path.join(path, MANIFEST), *files),
         siblings=tuple(siblings.files),
-        left_out=(*texts_from_json(document.get("left_out", [])), *siblings.left_out),
-        warnings=tuple(warnings),
+        left_out=(*_notices(document, "left_out"), *siblings.left_out),
+        warnings=warnings,
         inferred=texts_from_json(document.get("inferred", [])),
     )
 
 
-def _check_checksum(path: str, document: Mapping[str, Any]) -> list[str]:
+class _Stated(Struct, frozen=True):
+    """What a manifest states of a notice, beside its text."""
+
+    code: Annotated[str, Meta(pattern=r"\A[a-z]+(-[a-z]+)*\Z", max_length=40)]
+    severity: Literal["warning", "note"]
+    subject: str | None = None
+    hint: str = ""
+
+
+def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
+    """The texts under a key, each with the code that the manifest states beside it.
+
+    Texts of a manifest that states none, or other ones than fit, have the code `said-by-source`.
+    """
+    texts = texts_from_json(document.get(key, []))
+    try:
+        stated = convert(document["notices"][key], list[_Stated])
+    except (LookupError, TypeError, ValueError):
+        stated = []
+    if len(stated) != len(texts):
+        unstated = _Stated("said-by-source", "note" if key == "left_out" else "warning")
+        stated = [unstated] * len(texts)
+    pairs = zip(stated, texts, strict=True)
+    return tuple(Notice(**asdict(about), message=text) for about, text in pairs)
+
+
+def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
     """Raises CorruptCheckpoint for a damaged manifest; gives a warning for one without checksum."""
     if "crc32" not in document:
-        return [
+        message = (
             f"{MANIFEST} has no checksum (an older zckpt wrote none): damage to it may go unseen"
-        ]
+        )
+        return [warning("checksum-missing", message, file=os.path.join(path, MANIFEST))]
     if document["crc32"] != checksum(document):
         raise CorruptCheckpoint(
             "record-damaged",
@@ -370,7 +400,7 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     return Runs(fragments)
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[str]:
+def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """Compares every sibling with the CRC-32 that the manifest states, as no tensor lies in it.
 
     Called before a conversion writes anything. Raises CorruptCheckpoint.

@@ -21,7 +21,7 @@ from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, parameters_to_json
 from ...core.sources import pread
-from ...errors import MissingData, UnsupportedCheckpoint, literal
+from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note
 from ...files import safefile
 from ...training.hyperparameters import are_inferred, given_groups
 from ...training.options import FAMILY, GROUP_DEFAULTS, Options
@@ -92,8 +92,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         )  # beside the weights, where from_pretrained looks for them
         siblings = [(item.name, item) for item in loaded]
         kept = {item.path for item in loaded}
-        others = [item.name for item in source.siblings if item.path not in kept]
-        left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
+        others = [item for item in source.siblings if item.path not in kept]
+        if others:
+            names = ", ".join(item.name for item in others)
+            message = f"{names}: not needed to load the weights"
+            left_out.append(note("file-omitted", message, file=others[0].path))
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
     # with --family it is for another program than the source's engine
@@ -213,11 +216,21 @@ def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str,
         },
         "files": {},
         "steps": to_builtins(manifest.steps),
-        "left_out": list(manifest.left_out),
-        "warnings": list(manifest.warnings),
+        "left_out": [notice.message for notice in manifest.left_out],
+        "warnings": [notice.message for notice in manifest.warnings],
+        "notices": {
+            "left_out": list(map(_without_text, manifest.left_out)),
+            "warnings": list(map(_without_text, manifest.warnings)),
+        },
         "inferred": list(manifest.inferred),
         "state": description.state(manifest),
     }
+
+
+def _without_text(notice: Notice) -> dict[str, Any]:
+    """A notice as JSON, without its text, and without a path that only this machine has."""
+    fields = {"code": notice.code, "severity": notice.severity, "subject": notice.subject}
+    return {**fields, "hint": notice.hint}
 
 
 def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:

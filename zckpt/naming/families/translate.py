@@ -20,9 +20,11 @@ from ...core.manifest import Entry, Manifest, Parameter
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
+    Notice,
     UnsupportedCheckpoint,
     WrongOption,
     listed,
+    note,
 )
 from ..names import canonical, names_of
 from ..views import View, view_of
@@ -65,7 +67,7 @@ class _Translation(Struct, eq=False, dict=True):
     family: Family
     given: Mapping[str, int]
     config: str | None
-    dropped: list[str] = field(default_factory=list)
+    omitted: list[Notice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         source, family = self.source, self.family
@@ -135,7 +137,8 @@ class _Translation(Struct, eq=False, dict=True):
         optimizer = dict(state.get("optimizer") or {})
         if other := optimizer.pop("other", None):
             state["optimizer"] = optimizer
-            self.dropped.append(f"{listed(list(other), 4)}: states that are no tensors")
+            message = f"{listed(list(other), 4)}: states that are no tensors"
+            self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
         return replace(
             source,
             entries={entry.name: entry for entry in listed_entries} | kept,
@@ -148,12 +151,14 @@ class _Translation(Struct, eq=False, dict=True):
             left_out=(*source.left_out, *self._left_out(list(extra))),
         )
 
-    def _left_out(self, extra: Sequence[str]) -> Iterator[str]:
+    def _left_out(self, extra: Sequence[str]) -> Iterator[Notice]:
         if self.buffers:
-            yield f"{listed(self.buffers, 4)}: buffers that {self.target} computes itself"
+            message = f"{listed(self.buffers, 4)}: buffers that {self.target} computes itself"
+            yield note("state-omitted", message, subject=self.buffers[0])
         if extra:
-            yield f"{listed(extra, 4)}: extra states of {self.side}'s modules"
-        yield from self.dropped
+            message = f"{listed(extra, 4)}: extra states of {self.side}'s modules"
+            yield note("state-omitted", message, subject=extra[0])
+        yield from self.omitted
 
     def _laid_out(self, group: TensorGroup, views: Sequence[View]) -> Sequence[View]:
         return LAYOUTS[group.rule.packing][self.target](views, self.sizes)
@@ -182,10 +187,11 @@ class _Translation(Struct, eq=False, dict=True):
         if group.rule.packing == "vocabulary" and result != shapes:
             (before,), (after,) = shapes, result
             if after[0] < before[0]:
-                self.dropped.append(
+                message = (
                     f"{group.sources[0]}: rows {after[0]} to {before[0] - 1}, which only pad the "
                     "vocabulary"
                 )
+                self.omitted.append(note("state-omitted", message, subject=group.sources[0]))
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:

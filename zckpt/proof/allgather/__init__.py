@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from ...core.checksum import Cover
 from ...core.compare import ComparisonOutcome, Result
-from ...core.description import Report
+from ...core.description import Report, line_of, said
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.manifest import Manifest
@@ -32,7 +32,7 @@ from ...core.partition import Nameless, Partition
 from ...core.plan import match, of_copies
 from ...core.resources import Begin
 from ...core.states import Selection
-from ...errors import MissingExtra, listed
+from ...errors import MissingExtra, listed, note, problem
 from .. import unread as of_unread
 from ..file_digest import same_files
 from ..pairs import selected
@@ -135,8 +135,8 @@ def _verify(
         kept = [entry for entry in manifest.entries.values() if entry.slot == "state"]
         kept += [item.a for item in of_unread.pairs(ours, other)]
         if names := [entry.name for entry in kept]:
-            line = f"{listed(names, 4)}: --gather does not read the tensors of the state"
-            report["not_compared"].append(line)
+            message = f"{listed(names, 4)}: --gather does not read the tensors of the state"
+            report["not_compared"] += said([note("not-compared", message, subject=names[0])])
     return {
         **report,
         "equal": nothing_found(report),
@@ -150,11 +150,15 @@ def _verify(
 def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
     """Tensors of which no bucket brought some elements."""
     return [
-        {
-            "tensor": result.match.name,
-            "message": f"{result.match.name}: what the ranks hold does not cover its "
-            f"{result.match.a.numel} elements",
-        }
+        line_of(
+            problem(
+                "elements-missing",
+                f"{result.match.name}: what the ranks hold does not cover its "
+                f"{result.match.a.numel} elements",
+                subject=result.match.name,
+            ),
+            tensor=result.match.name,
+        )
         for result in outcome.results
         if result.match.is_read and result.digests[1] is None
     ]
@@ -163,7 +167,10 @@ def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
 def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]:
     """Tensors that our reader knows, but the engine's rule does not."""
     return [
-        {"tensor": name, "message": f"{name} is not what the engine would gather"}
+        line_of(
+            problem("tensor-differs", f"{name} is not what the engine would gather", subject=name),
+            tensor=name,
+        )
         for name in manifest.entries
         if name not in gathered and not name.endswith("/state")
     ]
@@ -172,10 +179,14 @@ def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]
 def _not_read(unread: Sequence[Nameless]) -> list[Report]:
     """Tensors without names that the engine would load, but our reader does not read."""
     return [
-        {
-            "message": f"{begin.file} has {part.tensor.dtype} {list(part.tensor.shape)} of slot "
-            f"{part.slot} at byte {begin.offset}, which zckpt does not read"
-        }
+        line_of(
+            problem(
+                "tensor-missing",
+                f"{begin.file} has {part.tensor.dtype} {list(part.tensor.shape)} of slot "
+                f"{part.slot} at byte {begin.offset}, which zckpt does not read",
+                file=begin.file,
+            )
+        )
         for part in unread
         if (begin := first_extent(part.tensor))
     ]

@@ -147,7 +147,8 @@ def test_files_that_do_not_fit(
 
 def test_a_copy_with_other_weights_is_a_warning(made: Made) -> None:
     (warning,) = made(layer_3={"weight": torch.zeros(6)}).warnings
-    assert "layer_03-model_states.pt has the shapes of the tied layer embed" in warning
+    assert "layer_03-model_states.pt has the shapes of the tied layer embed" in warning.message
+    assert (warning.code, warning.subject) == ("frozen-inferred", "embed")
 
 
 def test_a_layer_whose_buffer_is_listed_is_no_tied_one(made: Made) -> None:
@@ -347,7 +348,7 @@ def test_frozen_layers_that_are_not_perhaps_tied(tmp_path: Path) -> None:
               5: {"w": PLAIN}, 6: {"weight": TWO}}  # fmt: skip
     assert joined(tmp_path, stages, layers).warnings == ()
     (warning,) = joined(tmp_path, stages, {**layers, 4: {"weight": TWO}}).warnings
-    assert "layer_04-model_states.pt has the shapes of the tied layer a" in warning
+    assert "layer_04-model_states.pt has the shapes of the tied layer a" in warning.message
     full = {**layers, 2: {"weight": ONE}, 4: {"weight": TWO}}  # as many files as copies
     assert joined(tmp_path, stages, full).warnings == ()
 

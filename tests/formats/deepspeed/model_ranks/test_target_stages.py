@@ -13,7 +13,7 @@ from zckpt.core.fragments import Runs
 from zckpt.core.grid import Grid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
-from zckpt.errors import UnsupportedCheckpoint, WrongOption
+from zckpt.errors import Notice, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
 from zckpt.formats.options import options_of
 
@@ -67,7 +67,7 @@ def test_which_stages_have_a_tied_layer(
 
 def cut(
     stages: Sequence[Sequence[str]], layers: Sequence[int], files: Sequence[int], **options: Any
-) -> tuple[Pipeline, list[str]]:
+) -> tuple[Pipeline, list[Notice]]:
     """The new stages of a pipeline with a tied layer, and what had to be inferred."""
     named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
     parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
@@ -78,10 +78,14 @@ def cut(
 
 def test_what_is_said_of_a_use_that_no_file_shows() -> None:
     _, (line,) = cut([[EMBED, "1", "3"]], (0, 1, 3), (0,), pp_bounds=(0, 1, 2, 5))
-    assert "again at layer 4, which has no file, so stage 2 gets a copy of it" in line
+    assert "again at layer 4, which has no file, so stage 2 gets a copy of it" in line.message
     names = [EMBED, *map(str, (0, 2, 3, 4, 5, 6, 7))]
     _, (line,) = cut([names], (0, *range(2, 8)), (), pp_bounds=(0, 4, 9))
-    assert "the tied layer embed is taken to be used at the layers 1 and 8, which have no" in line
+    assert (
+        "the tied layer embed is taken to be used at the layers 1 and 8, which have no"
+        in line.message
+    )
+    assert (line.code, line.subject) == ("place-inferred", "embed")
 
 
 def test_a_tied_layer_beside_the_only_layer() -> None:

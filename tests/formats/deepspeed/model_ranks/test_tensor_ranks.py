@@ -18,6 +18,8 @@ from zckpt.core.states import OTHER
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
 
+from ....conftest import texts
+
 INFO: dict[str, Any] = {
     "tp_replicated_parameter_patterns": ["norm"],
     "vocabulary_parameter_patterns": ["embed"],
@@ -120,7 +122,7 @@ def test_buffers_are_whole_unless_the_user_says_otherwise(tmp_path: Path) -> Non
 
 def test_parts_of_a_sum_are_said(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = sum"), None)
-    assert [line.partition(":")[0] for line in whole.warnings] == [
+    assert [line.partition(":")[0] for line in texts(whole.warnings)] == [
         "each tensor rank has a part of norm"
     ]
     with pytest.raises(UnsupportedCheckpoint, match="zckpt does not add tensors"):
@@ -140,7 +142,7 @@ def test_copies_of_a_joined_model(tmp_path: Path) -> None:
     drifted = joined_slices(ranks(tmp_path, norm=[6.0]), None, None)
     with pytest.raises(InconsistentCheckpoint, match=r"different copies of 1 parameter \(norm\)"):
         check(drifted, None)
-    assert "rank 0's is taken" in check(drifted, "rank0")[0]
+    assert "rank 0's is taken" in check(drifted, "rank0")[0].message
     alike = joined_slices(ranks(tmp_path, embed=[1.0, 2]), None, None)
     with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all ranks"):
         check(alike, None)
@@ -153,7 +155,9 @@ def test_copies_of_ranks_that_are_apart(tmp_path: Path) -> None:
         models = tuple(ranks(tmp_path, info, norm=[6.0]))
         apart = Manifest("run", "deepspeed", Origin(tp=2), {}, {}, ranks=models, models=models)
         warnings = check(apart, None)
-        assert ["each rank keeps its own: norm" in line for line in warnings] == [True] * count
+        assert ["each rank keeps its own: norm" in line for line in texts(warnings)] == [
+            True
+        ] * count
         assert check(replace(apart, models=models[:1]), None) == []
 
 
@@ -167,7 +171,7 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
     for chosen in (None, "mean"):
         with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
             check(whole, chosen)
-    assert "rank 0's is taken" in check(whole, "rank0")[0]
+    assert "rank 0's is taken" in check(whole, "rank0")[0].message
 
 
 # -- one rank, three ranks, rules of other forms
@@ -217,7 +221,7 @@ def test_doubts_of_a_family(tmp_path: Path) -> None:
     name = "layers.0.attention.dense.bias"
     both = [rank(tmp_path, number, None, **{name: [1.0]}) for number in (0, 1)]
     (warning,) = joined_slices(both, "neox", None).warnings
-    assert f"--tp-rules neox takes {name} as whole on each rank" in warning
+    assert f"--tp-rules neox takes {name} as whole on each rank" in warning.message
 
 
 # -- which copies are compared
@@ -263,7 +267,7 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
     )
     apart = Manifest("run", "deepspeed", Origin(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
-    assert warning.startswith("the stages' copies of norm differ")
+    assert warning.message.startswith("the stages' copies of norm differ")
 
 
 def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
@@ -277,8 +281,8 @@ def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
     of_stages, of_ranks = check(
         replace(apart, models=(replace(first, replicas=(of_stage,)), second)), None
     )
-    assert of_stages.startswith("the stages' copies of norm differ")
-    assert of_ranks.startswith("tensor ranks hold different copies of 1 parameter (norm)")
+    assert of_stages.message.startswith("the stages' copies of norm differ")
+    assert of_ranks.message.startswith("tensor ranks hold different copies of 1 parameter (norm)")
 
 
 def master_of(rank: Manifest) -> Entry:

@@ -25,7 +25,14 @@ from ....core.manifest import Entry, Manifest, Parameter
 from ....core.masters import begins_as
 from ....core.merge import in_order, merge
 from ....core.placement import STAGE, Table
-from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ....errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    Notice,
+    UnsupportedCheckpoint,
+    listed,
+    warning,
+)
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
@@ -189,7 +196,7 @@ class _Layers:
                         "layers in another order than the optimizer"
                     )
 
-    def perhaps_tied(self) -> Iterator[str]:
+    def perhaps_tied(self) -> Iterator[Notice]:
         """A warning about files with shapes of a tied layer, of which more stages have copies."""
         for key in of_tied(self.shapes):
             near = spans_with(self.pipeline, key, self.count)
@@ -198,11 +205,13 @@ class _Layers:
             for number, alike in self.alike.items():
                 is_near = any(number in span for span in near)
                 if key in alike and number not in self.tied and is_near:
-                    yield (
-                        f"{self.files[number].path} has the shapes of the tied layer {key}, but "
-                        "other weights, which are taken for frozen ones: if the layer is tied, "
-                        "this file is of another save"
+                    path = self.files[number].path
+                    message = (
+                        f"{path} has the shapes of the tied layer {key}, but other weights, which "
+                        "are taken for frozen ones: if the layer is tied, this file is of another "
+                        "save"
                     )
+                    yield warning("frozen-inferred", message, subject=key, file=path)
 
     # -- what files of layers have
 

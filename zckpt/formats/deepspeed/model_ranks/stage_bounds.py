@@ -23,7 +23,7 @@ from ....core import slicing
 from ....core.facts import Pipeline
 from ....core.grouping import by_key
 from ....core.manifest import Manifest
-from ....errors import WrongOption
+from ....errors import Notice, WrongOption, warning
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from .layer_names import LayerName, layers_with, of_tied, untied_layers, uses_of_files
@@ -70,17 +70,17 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
     return balanced(_weights(model, pipeline, files), stages)
 
 
-def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[str]:
+def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[Notice]:
     """What DeepSpeed's rule for the bounds takes for granted of the program."""
     if (method := options[PP_PARTITION]) is None:
         return []
-    line = (
+    message = (
         f"--pp-partition {method}: the stages' bounds are {_text(bounds)}, if the program has "
         f"{bounds[-1]} layers, functions included"
     )
     if alike := layers_alike(model) if method.startswith("type:") else []:
-        line += f", and {method} matches the layers {ranges(alike)}, which have parameters alike"
-    return [line]
+        message += f", and {method} matches the layers {ranges(alike)}, which have parameters alike"
+    return [warning("place-inferred", message, subject=PP_PARTITION.flag)]
 
 
 def refuse_without_stages(root: str, options: Options) -> None:

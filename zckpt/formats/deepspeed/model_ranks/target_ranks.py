@@ -28,7 +28,7 @@ from ....core.placement import Table
 from ....core.records import RecordChecker
 from ....core.replicas import compare_copies
 from ....core.streaming import finish
-from ....errors import UnsupportedCheckpoint, WrongOption
+from ....errors import Notice, UnsupportedCheckpoint, WrongOption
 from ....files.torchshell import Storages, shell
 from ....training.options import (
     ALLOW_OBJECT,
@@ -78,8 +78,8 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     """Whose files of layers are laid out."""
     table: Table | None = None
     """How parameters are cut over tensor ranks, if the source does not have these ranks."""
-    inferred: Sequence[str] = ()
-    left_out: Sequence[str] = ()
+    inferred: Sequence[Notice] = ()
+    left_out: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
         """The files that were laid out; those of layers that are copied are not there yet."""
@@ -102,7 +102,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         names = {path: f"{tag}/{path.rpartition('/')[2]}" for path in self.copied}
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
-    def check(self) -> list[str]:
+    def check(self) -> list[Notice]:
         """Reads what is copied as it is, and compares what becomes one copy; gives warnings.
 
         Raises CorruptCheckpoint if a file of a layer has other CRC-32s than it states: no tensor of
@@ -170,7 +170,7 @@ def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
 
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     """The source's ranks, or those of other stages, if the options ask for some."""
-    models, ranks, inferred = source.models, source.ranks, list[str]()
+    models, ranks, inferred = source.models, source.ranks, list[Notice]()
     wholes: Sequence[Manifest] = ()
     if not grid.staged and not layers_of(source.engine):
         refuse_without_stages(source.root, options)
@@ -223,7 +223,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
             file=source.root,
         )
     table, slices, inferred = slices_of(model, tp)
-    more: Sequence[str] = ()
+    more: Sequence[Notice] = ()
     grid = Grid(1, tp, staged=pipeline is not None)
     if pipeline is None:
         places = (Place(number, grid, source.buffers) for number in range(tp))

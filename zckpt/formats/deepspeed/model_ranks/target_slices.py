@@ -19,7 +19,15 @@ from ....core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
 from ....core.manifest import Manifest, Parameter
 from ....core.placement import REPLICATED, TENSOR_RANK, Row, Shapes, Sliced, Table
 from ....core.split import names_in, split
-from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, counted, listed
+from ....errors import (
+    MissingData,
+    Notice,
+    UnsupportedCheckpoint,
+    WrongOption,
+    counted,
+    listed,
+    warning,
+)
 from ....naming.auto_tp import AutoTP, heads_in, heads_shown
 from ....naming.patterns import INFO
 from ....naming.tensor_rules import shapes_by, stated_rule
@@ -60,7 +68,7 @@ def sized(source: Manifest, tp: int) -> Manifest:
 # -- how parameters are cut
 
 
-def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[str]]:
+def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[Notice]]:
     """How parameters are cut over the target's ranks, what each rank has of them; and doubts."""
     names = names_in(source)
     if tp == 1:  # whole, whatever the rules
@@ -120,13 +128,14 @@ def _candidates(
             yield [(*whole[:axis], share, *whole[axis + 1 :]) for share in shares]
 
 
-def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[str]:
+def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]:
     if auto is None or auto.heads or "affine_map" in (info or {}):
         return []
-    return [  # it gives some ranks more heads if they cannot be dealt evenly
+    message = (  # it gives some ranks more heads if they cannot be dealt evenly
         "each tensor rank gets an equal share of the attention: --tp must divide "
         "num_key_value_heads of the model, because AutoTP deals whole heads"
-    ]
+    )
+    return [warning("cuts-unknown", message, subject="num_key_value_heads")]
 
 
 # -- rows of a vocabulary

@@ -29,7 +29,7 @@ from ....core.grid import Grid, Place
 from ....core.manifest import Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
-from ....errors import UnsupportedCheckpoint, WrongOption
+from ....errors import Notice, UnsupportedCheckpoint, WrongOption, warning
 from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options
 from ...groups import without_empty_groups
@@ -39,13 +39,13 @@ from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stage
 
 def recut(
     whole: Manifest, models: Sequence[Manifest], pipeline: Pipeline, grid: Grid, options: Options
-) -> tuple[Grid, tuple[Manifest, ...], list[str]]:
+) -> tuple[Grid, tuple[Manifest, ...], list[Notice]]:
     """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
 
     `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
     Raises as `cut_again`.
     """
-    inferred: list[str] = []
+    inferred: list[Notice] = []
     if is_cut(len(pipeline.parameters), options):
         pipeline, inferred = cut_again(whole, pipeline, grid.staged, options)
     grid, ranks = replace(grid, pp=len(pipeline.parameters)), list[Manifest]()
@@ -68,7 +68,7 @@ def layers_of_names(model: Manifest, options: Options) -> list[int]:
 
 def cut_again(
     model: Manifest, pipeline: Pipeline, has_files: bool, options: Options
-) -> tuple[Pipeline, list[str]]:
+) -> tuple[Pipeline, list[Notice]]:
     """The pipeline with the stages that `options` give, and what had to be inferred.
 
     Without files of layers a stage has all of its module's names. Raises WrongOption for bounds
@@ -93,13 +93,13 @@ def cut_again(
 
 def _uses(
     root: str, pipeline: Pipeline, bounds: Sequence[int]
-) -> tuple[dict[str, set[int]], list[str]]:
-    """The layers at which tied ones are used, by key; and sentences about what no file shows.
+) -> tuple[dict[str, set[int]], list[Notice]]:
+    """The layers at which tied ones are used, by key; and warnings of what no file shows.
 
     If no file shows any use of a layer, it is taken to be used at the first layer without names of
     the first stage that has it, and at the last one of the others.
     """
-    uses, inferred = uses_of_files(pipeline), list[str]()
+    uses, inferred = uses_of_files(pipeline), list[Notice]()
     if len(bounds) == 2:  # one stage has all
         return {key: places or {0} for key, places in uses.items()}, inferred
     for key, places in uses.items():
@@ -119,10 +119,11 @@ def _uses(
                     hint=LAST,
                 )
             if is_shown and len({_stage_of(at, bounds) for at in (*known, *free)}) > 1:
-                inferred.append(
+                message = (
                     f"the tied layer {key} is taken to be used again at layer {free[-1]}, which "
                     f"has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
                 )
+                inferred.append(warning("place-inferred", message, subject=key))
             is_first = not places
             if is_first:
                 places.add(free[0])
@@ -130,10 +131,11 @@ def _uses(
                 places.add(free[-1])
         if not is_shown:
             numbers = " and ".join(map(str, sorted(places)))
-            inferred.append(
+            message = (
                 f"the tied layer {key} is taken to be used at the layers {numbers}, which have no "
                 "names of their own; the stages that have these get a copy of it"
             )
+            inferred.append(warning("place-inferred", message, subject=key))
     return uses, inferred
 
 

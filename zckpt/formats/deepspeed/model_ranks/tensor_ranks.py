@@ -24,9 +24,11 @@ from ....core.states import as_unread
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,
+    Notice,
     UnsupportedCheckpoint,
     WrongOption,
     listed,
+    warning,
 )
 from ....naming.patterns import INFO
 from ....naming.tensor_rules import RuleFile, TensorRules, decide, rules_of
@@ -94,13 +96,14 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
     return decided | decide(ranks[0].root, unlike, given, len(ranks))
 
 
-def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[str]:
+def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
     """What the whole lacks by the user's rules, and what no file shows of them."""
     if sums := [name for name, sliced in cut.items() if sliced.is_sum]:
-        yield (
+        message = (
             f"each tensor rank has a part of {listed(sums, 4)}: what is shown is the part of "
             "tensor rank 0, not the sum"
         )
+        yield warning("rank-zero-taken", message, subject=sums[0])
     for rules in given:
         if isinstance(rules, RuleFile):
             yield from rules.doubts(cut)
@@ -121,7 +124,7 @@ def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
 # -- copies
 
 
-def check(manifest: Manifest, replicas: str | None) -> list[str]:
+def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """Compares the copies that model ranks hold of a tensor; gives warnings.
 
     Raises InconsistentCheckpoint if copies of tensor ranks differ and `replicas` does not say what
@@ -135,7 +138,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     return check_joined(manifest, replicas) if manifest.origin.tp else []
 
 
-def _own_copies(manifest: Manifest) -> list[str]:
+def _own_copies(manifest: Manifest) -> list[Notice]:
     """Warnings of copies that differ, if anything says which tensors are copies.
 
     Each model rank keeps its own: nothing else has to be known of slices.

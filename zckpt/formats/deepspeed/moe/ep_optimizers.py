@@ -34,6 +34,7 @@ from ....errors import (
     UnsupportedCheckpoint,
     counted,
     listed,
+    warning,
 )
 from ....files.torchfile import Tensor, TorchFile
 from ....training.faults import HASHED_GROUPS
@@ -245,11 +246,14 @@ def _joined(
     beside = _of_module(own, whole, trained)
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
     manifest, inferred = with_members(manifest, first.members), manifest.inferred
-    warning = (
+    if not inferred:
+        return manifest
+    message = (
         f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names of "
         f"{listed(inferred, 4)} are inferred from the order of the module"
     )
-    return replace(manifest, warnings=(*manifest.warnings, *([warning] if inferred else [])))
+    by_order = warning("names-inferred", message, subject=inferred[0])
+    return replace(manifest, warnings=(*manifest.warnings, by_order))
 
 
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:

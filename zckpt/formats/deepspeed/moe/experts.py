@@ -34,7 +34,13 @@ from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.masters import begins_as
 from ....core.merge import in_order
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ....errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    listed,
+    warning,
+)
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
@@ -312,15 +318,18 @@ class Experts(Struct, frozen=True):
                 hint="files of different saves seem to be mixed",
                 file=self.ranks.directory.path,
             )
-        warning = (
-            f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
-            "layer has `expert` in it: their masters stand for them"
-        )
+        warnings = manifest.warnings
+        if unsaved:
+            message = (
+                f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their "
+                "MoE layer has `expert` in it: their masters stand for them"
+            )
+            warnings += (warning("engine-fault", message, subject=unsaved[0]),)
         module = [*self.whole.module, *unsaved]
         assert isinstance(manifest.engine, FlatBufferEngine)
         manifest = replace(
             manifest,
-            warnings=(*manifest.warnings, *([warning] if unsaved else [])),
+            warnings=warnings,
             origin=replace(manifest.origin, ep=max(self.layers.sizes)),
             parameters={name: manifest.parameters[name] for name in self._order(manifest)},
             engine=replace(manifest.engine, experts=self.layers.listed),

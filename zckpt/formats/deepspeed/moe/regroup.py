@@ -19,7 +19,16 @@ from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
 from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....core.manifest import Manifest
-from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, joined, listed
+from ....errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    Notice,
+    WrongOption,
+    counted,
+    joined,
+    listed,
+    warning,
+)
 from ....training.options import DP, EP, Options
 from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of, size_in
 from ...deepspeed_states.target import DeepSpeedTarget
@@ -110,14 +119,16 @@ def check_target(target: DeepSpeedTarget) -> None:
         )
 
 
-def warnings(target: DeepSpeedTarget, source: Manifest) -> list[str]:
+def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
     """What the program must change for another expert-parallel size."""
     sizes = target.experts.sizes
     if ExpertLayers.of_manifest(source).sizes == sizes:
         return []
     if any(parameter_of(name) != name for name in source.parameters):
-        return [f"set autoep_size to {sizes[0]} in expert_parallel of the ds_config"]
-    return [f"build the model with ep_size={sizes[0]} in its MoE layers"]
+        message = f"set autoep_size to {sizes[0]} in expert_parallel of the ds_config"
+        return [warning("program-must-set", message, subject="autoep_size")]
+    message = f"build the model with ep_size={sizes[0]} in its MoE layers"
+    return [warning("program-must-set", message, subject="ep_size")]
 
 
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifest, list[Shell]]:

@@ -27,7 +27,14 @@ from ....core.inert import Scalar, is_number
 from ....core.layout import Shell
 from ....core.manifest import Manifest, slot_key, slot_name
 from ....core.states import OTHER
-from ....errors import CorruptCheckpoint, IncompleteCheckpoint, MissingData, counted, listed
+from ....errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    MissingData,
+    counted,
+    listed,
+    warning,
+)
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ....training import steps
@@ -285,15 +292,18 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
     """The manifest; its warnings name the parameters whose names only an order shows."""
     states, buffers = kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
-    warning = (
-        "the optimizer knows its parameters by number: the names of "
-        f"{listed(whole.inferred, 4)} are inferred from the order of the module"
-    )
+    warnings = manifest.warnings
+    if whole.inferred:
+        message = (
+            "the optimizer knows its parameters by number: the names of "
+            f"{listed(whole.inferred, 4)} are inferred from the order of the module"
+        )
+        warnings += (warning("names-inferred", message, subject=whole.inferred[0]),)
     manifest = replace(
         manifest,
         state={**manifest.state, "module": list(whole.module)},
         inferred=tuple(whole.inferred),
-        warnings=(*manifest.warnings, *([warning] if whole.inferred else [])),
+        warnings=warnings,
         zero_padding=True,
     )
     return with_members(manifest, whole.members)

@@ -27,7 +27,13 @@ from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
 from ....core.missing_ranks import missing_file
 from ....core.placement import Sliced
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ....errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    listed,
+    note,
+)
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....naming.tensor_rules import rules_of
 from ...statedict.tree import piece_of
@@ -92,9 +98,10 @@ class LegacyReader:
                 self._states()
         content.left_out = strangers(self.folder, self.ranks)
         if self.ep > 1 and "rng_state" in self.common:
-            line = "random states (rng_state), which every data-parallel rank has"
-            content.left_out.append(line)
-        content.left_out += filter(OF_GROUPED.fullmatch, self.modules)
+            message = "random states (rng_state), which every data-parallel rank has"
+            content.left_out.append(note("rank-state-omitted", message, subject="rng_state"))
+        grouped = filter(OF_GROUPED.fullmatch, self.modules)
+        content.left_out += [note("state-unread", name, subject=name) for name in grouped]
         return manifest_of(content, step_policy)
 
     def _add(self, file: TorchFile) -> None:

@@ -26,6 +26,7 @@ from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
+    Notice,
     UnsupportedCheckpoint,
     counted,
 )
@@ -34,7 +35,7 @@ from ....training.faults import OLD_QKV
 from ...ranks import refuse_other_writers
 from ..common_state import arguments
 from ..files import LEGACY, is_of_rank
-from ..manifest import require_groups, size_of
+from ..manifest import require_groups, size_of, stranger
 from ..names import EXPERT, with_own_expert
 
 EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
@@ -196,8 +197,8 @@ def _require_known(
             )
 
 
-def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
-    """Lines about files and folders of the directory that zckpt does not read."""
+def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[Notice]:
+    """Notes on files and folders of the directory that zckpt does not read."""
     own = {os.path.basename(rank.folder) for rank in ranks}
     inside = [
         f"{os.path.basename(rank.folder)}/{name}"
@@ -206,4 +207,4 @@ def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
         if name not in (LEGACY, STATES_FILE)
     ]
     names = sorted([name for name in os.listdir(folder) if name not in own] + inside)
-    return [f"{name}, a file of the directory" for name in names]
+    return [stranger(folder, name) for name in names]

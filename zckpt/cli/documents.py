@@ -1,0 +1,376 @@
+"""The documents of `--json`: which keys each command prints, of which types.
+
+`zckpt schema COMMAND` prints the JSON Schema that msgspec makes of them. A document may have keys
+that are not here yet: a reader ignores them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from ..errors import WrongOption, meant
+
+Json = dict[str, Any]
+Number = int | float | str | None
+"""NaN and infinities are the texts "nan", "inf" and "-inf"."""
+Step = int | float | None
+
+
+class Notice(Struct):
+    """Something that zckpt says; docs/codes.md lists the codes."""
+
+    code: str
+    severity: Literal["error", "warning", "note"]
+    subject: str | None
+    file: str | None
+    message: str
+    hint: str
+
+
+class Problem(Notice):
+    """A problem that `verify` or `diff` has found."""
+
+    error: str | UnsetType = UNSET
+    tensor: str | UnsetType | None = UNSET
+    tensors: list[str] | UnsetType = UNSET
+    offset: int | UnsetType | None = UNSET
+    length: int | UnsetType | None = UNSET
+    stated: str | UnsetType = UNSET
+    found: str | UnsetType = UNSET
+    harmless: bool | UnsetType = UNSET
+    flipped: dict[str, int] | UnsetType = UNSET
+    element: int | UnsetType = UNSET
+    parameters: list[str] | UnsetType = UNSET
+
+
+class Fault(Notice):
+    """A fault or an oddity of `report` and `stats`."""
+
+    kind: str
+    tensor: str | None
+    offset: int | UnsetType | None = UNSET
+    length: int | UnsetType | None = UNSET
+    fault: bool | UnsetType = UNSET
+
+
+class Records(Struct):
+    """Pieces of files with a checksum that was right, or that was not checked."""
+
+    checked: int
+    unchecked: int
+    without_checksum: int
+
+
+class State(Struct):
+    """A state of the optimizer, and why it is named."""
+
+    state: str
+    parameters: int
+    reason: str | UnsetType = UNSET
+    form: str | UnsetType = UNSET
+
+
+class Slot(Struct):
+    """All tensors of one kind."""
+
+    tensors: int
+    dtype: str
+    elements: int
+    bytes: int
+
+
+class Sighting(Struct):
+    """A place that states a step."""
+
+    where: str
+    step: int | float
+    truth: bool
+
+
+class Document(Struct, kw_only=True):
+    """What every document has; `zckpt` is the version of reports."""
+
+    zckpt: Literal[2]
+    command: str
+
+
+class Error(Notice, kw_only=True):
+    """A command that failed; `error` is the class of the exception in Python."""
+
+    zckpt: Literal[2]
+    command: str | None
+    error: str
+
+
+class Inspect(Document, kw_only=True):
+    """`zckpt inspect`"""
+
+    format: str
+    path: str
+    written_by: str
+    version: str | UnsetType | None = UNSET
+    zero_stage: int | UnsetType | None = UNSET
+    dp: int | UnsetType | None = UNSET
+    tag: str | UnsetType | None = UNSET
+    step: Step
+    complete: bool
+    optimizer: str | None
+    roots: dict[str, list[str]] | UnsetType = UNSET
+    parameters: int
+    elements: int
+    slots: dict[str, Slot]
+    states: list[State]
+    experts: list[Json] | UnsetType = UNSET
+    groups: list[Json] | None
+    steps: list[Sighting]
+    files: int
+    bytes: int
+    problems: list[Notice]
+    left_out: list[Notice]
+    inferred: list[str]
+    objects: list[str]
+    tensors: list[Json] | UnsetType = UNSET
+    state: Any = UNSET
+
+
+class Conversion(Document, kw_only=True):
+    """`zckpt convert`, `reshard` and `export`"""
+
+    source: Json
+    format: str
+    target: str
+    about: str
+    next: str
+    step: Step
+    files: list[str]
+    bytes: int
+    copied: list[str]
+    left_out: list[Notice]
+    dropped: list[State]
+    computed_afresh: list[State]
+    warnings: list[Notice]
+    inferred: list[str]
+    tensors: int | UnsetType = UNSET
+    records: Records | UnsetType = UNSET
+    seconds: float | UnsetType = UNSET
+    resumed: int | UnsetType = UNSET
+    rank: int | UnsetType = UNSET
+    part: str | UnsetType = UNSET
+    waits_for_parts: bool | UnsetType = UNSET
+    already_complete: bool | UnsetType = UNSET
+    dry_run: bool | UnsetType = UNSET
+    memory: int | UnsetType = UNSET
+    free: int | UnsetType = UNSET
+    checkpoints: list[str] | UnsetType = UNSET
+    advice: Notice | UnsetType = UNSET
+    sent: int | UnsetType = UNSET
+    read_back: int | UnsetType = UNSET
+
+
+class Comparison(Document, kw_only=True):
+    """What `verify` and `diff` have in common."""
+
+    equal: bool
+    selection: list[str]
+    tensors: int
+    bytes: int | UnsetType = UNSET
+    slots: dict[str, int] | UnsetType = UNSET
+    seconds: float
+    differences: list[Json]
+    problems: list[Problem]
+    notes: list[Problem] | UnsetType = UNSET
+    records: Records | UnsetType | None = UNSET
+    digests: dict[str, Json] | UnsetType = UNSET
+    inferred: dict[str, list[str]] | UnsetType = UNSET
+    unproven: list[Problem] | UnsetType = UNSET
+    rounded: dict[str, list[str]] | UnsetType = UNSET
+    lacking: list[Json] | UnsetType = UNSET
+    steps: list[Json] | UnsetType = UNSET
+    step_place: list[Json] | UnsetType = UNSET
+    scalars: list[Json] | UnsetType = UNSET
+    groups: list[Json] | UnsetType = UNSET
+    states: list[Json] | UnsetType = UNSET
+    not_compared: list[Notice] | UnsetType = UNSET
+    only_a: list[str] | UnsetType = UNSET
+    only_b: list[str] | UnsetType = UNSET
+    versions: Json | UnsetType = UNSET
+    advice: Notice | UnsetType = UNSET
+
+
+class Verify(Comparison, kw_only=True):
+    """`zckpt verify`"""
+
+    path: str
+    against: str | None
+    device: str
+    gathered: bool
+    world: int
+    rank: int
+    step: Step | UnsetType = UNSET
+    warnings: list[Notice] | UnsetType = UNSET
+    held: Json | UnsetType = UNSET
+    names_of_reader: list[str] | UnsetType = UNSET
+
+
+class Diff(Comparison, kw_only=True):
+    """`zckpt diff`"""
+
+    a: str
+    b: str
+    first: str | None
+    worst: str | None
+    results: list[Json] | UnsetType = UNSET
+
+
+class Stats(Document, kw_only=True):
+    """`zckpt stats`"""
+
+    path: str
+    format: str
+    step: Step
+    tensors: list[Json]
+    not_computed: list[Json]
+    problems: list[Fault]
+    bytes: int
+    records: Records
+    seconds: float
+    advice: Notice | UnsetType = UNSET
+
+
+class ProbeDiff(Document, kw_only=True):
+    """`zckpt probe-diff`"""
+
+    a: str
+    b: str
+    noise: str | None
+    noise_floor: Number
+    equal: bool
+    records: int
+    differing: int
+    steps: list[int]
+    ranks: list[int]
+    circumstances: list[str]
+    first: Json | None
+    big: Json | None
+    only_a: list[str]
+    only_b: list[str]
+    worlds: list[int]
+    unmerged: dict[str, str]
+    notes: list[Notice]
+    metrics: Any
+    map: Any
+    seconds: float | UnsetType = UNSET
+
+
+class LeftAside(Struct):
+    """A checkpoint that is not whole, and why."""
+
+    path: str
+    reason: Notice
+
+
+class AutoResume(Document, kw_only=True):
+    """`zckpt auto-resume`; the document is null if the run has no checkpoint"""
+
+    run: str
+    path: str
+    checkpoint: str
+    load_dir: str
+    tag: str | None
+    step: Step
+    format: str
+    sizes: dict[str, int]
+    ranks_before: int | None
+    obstacles: list[Notice]
+    written: bool
+    bytes: int
+    records: Records | None
+    left_aside: list[LeftAside]
+    removed: list[str]
+    warnings: list[Notice]
+
+
+class Check(Document, kw_only=True):
+    """`zckpt check`"""
+
+    path: str
+    format: str
+    engine: str
+    step: Step
+    sizes: dict[str, int]
+    loads: bool
+    obstacles: list[Notice]
+    fix: str | None
+    refused: Notice | None
+
+
+class Page(Document, kw_only=True):
+    """`zckpt report`: docs/report.md says what the sections are"""
+
+    path: str
+    version: str
+    line: Json
+    faults: list[Fault]
+    seconds: float
+    tensors: Json | UnsetType = UNSET
+    numbers: Json | UnsetType | None = UNSET
+    map: Json | UnsetType = UNSET
+    masters: Json | UnsetType | None = UNSET
+    steps: Json | UnsetType = UNSET
+    against: Json | UnsetType = UNSET
+    run: Json | UnsetType = UNSET
+
+
+class CleanUp(Document, kw_only=True):
+    """`zckpt clean-up`"""
+
+    path: str
+    files: list[str]
+    uploads: list[str]
+    bytes: int
+    dry_run: bool
+
+
+class Formats(Document, kw_only=True):
+    """`zckpt formats`"""
+
+    formats: list[Json]
+
+
+DOCUMENTS: dict[str, type[Document]] = {
+    "inspect": Inspect,
+    **dict.fromkeys(("convert", "reshard", "export"), Conversion),
+    "verify": Verify,
+    "diff": Diff,
+    "stats": Stats,
+    "probe-diff": ProbeDiff,
+    "auto-resume": AutoResume,
+    "check": Check,
+    "report": Page,
+    "clean-up": CleanUp,
+    "formats": Formats,
+}
+"""By command."""
+
+
+def schema(command: str) -> Json:
+    """The JSON Schema (2020-12) of what a command prints with `--json`, an error included."""
+    if command not in DOCUMENTS:
+        raise WrongOption(
+            "option-names-nothing",
+            f"{command} prints no JSON",
+            hint=meant(command, DOCUMENTS) or f"these do: {', '.join(DOCUMENTS)}",
+        )
+    kinds: list[Any] = [DOCUMENTS[command], Error]
+    if command == "auto-resume":
+        kinds.append(None)
+    either, parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"zckpt {command} --json",
+        "anyOf": list(either),
+        "$defs": parts,
+    }
