@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .copying.sharing import Part as Part
 from .core import description, loading, sources
-from .core.description import VERSION, Report
+from .core.description import VERSION, Report, said
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool

@@ -162,6 +162,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Files of different saves or models are mixed.",
             "Copy all files of one save again.",
         ),
+        "rank-slices": Code(
+            FAULT,
+            "Files of ranks hold slices of tensors, and do not say so.",
+            "The program saved each rank's plain local tensors.",
+            "Save with torch.distributed.checkpoint, or gather the tensors first.",
+        ),
         "saved-name-unknown": Code(
             SAID,
             "Files do not state the name under which they were saved.",
@@ -612,6 +618,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Their arguments, folders or versions differ.",
             "Start all with the same arguments and version.",
         ),
+        "remains-of-runs": Code(
+            SAID,
+            "Unfinished directories of other runs are there, or were removed.",
+            "Their jobs ended before they were complete.",
+            "If no job is writing there, remove what the sentence names.",
+        ),
         "shared-files-differ": Code(
             REFUSAL,
             "A process does not see what another one wrote.",
@@ -861,7 +873,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Convert it too: `--checkpoints best-and-last`.",
         ),
         "engine-fault": Code(
-            SAID,
+            REFUSAL,
             "The engine that wrote or will load the files has a known fault.",
             "Its version, or an option, shows it.",
             "Do what the sentence says; `docs/limits.md` lists more.",
@@ -883,6 +895,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Moments of the target are zeros, or older than the weights.",
             "Those of the source are lost.",
             "Nothing; the next updates differ from those of the run.",
+        ),
+        "name-changed": Code(
+            SAID,
+            "Names have lost what wrappers or an attribute of the program put into them.",
+            "The target's loader, or the comparison, asks for names without it.",
+            "Nothing. `--rename` gives other names.",
         ),
         "name-omitted": Code(
             SAID,

@@ -17,6 +17,7 @@ from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
+    Notice,
     WrongOption,
 )
 from .formats.reading import Reading
@@ -117,7 +118,7 @@ def _verify(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification through the manifests of both sides."""
-    contents, lines = None, list[str]()
+    contents, lines = None, list[Notice]()
     if against is None:
         manifest = other = read(path, replace(reading, nameless=True))
     elif saved.is_proof(os.fspath(against)):

@@ -280,7 +280,7 @@ def _check_names(manifest: Manifest) -> None:
 
 def read_both(
     path: str | os.PathLike[str], other: str | os.PathLike[str], reading: Reading
-) -> tuple[Manifest, Manifest, list[str]]:
+) -> tuple[Manifest, Manifest, list[Notice]]:
     """Two checkpoints that are compared, under the names of the first, and lines about the names.
 
     If only one side has the words of wrappers inside of names, both are without these. If the
@@ -288,7 +288,7 @@ def read_both(
     are compared as they are.
     """
 
-    def pair(reading: Reading) -> tuple[Manifest, Manifest, list[str]]:
+    def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
         first = read(path, reading, alone=False)
         first, second, lines = alike(first, _read_second(other, first, reading))
         _need_shared(first, second)
@@ -307,7 +307,7 @@ def read_both(
 
 def read_other(
     path: str | os.PathLike[str], first: Manifest, reading: Reading
-) -> tuple[Manifest, Manifest, list[str]]:
+) -> tuple[Manifest, Manifest, list[Notice]]:
     """As `read_both`, beside a checkpoint that is read: `first` keeps the names of its weights."""
     other = _read_second(path, first, reading)
     same = called_as(other, names_of(first))
@@ -315,7 +315,7 @@ def read_other(
     return with_plain_modules(first), with_plain_modules(same), about_other_words(first, other)
 
 
-def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[str]]:
+def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
     """Two checkpoints to compare: `other` under the names of `first`, and lines about the names.
 
     If only one of them has a wrapper's words in its names, both are without these.

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from ..core.folder import JOURNAL, Folder
-from ..errors import MALFORMED, TargetExists, WrongOption, counted, listed
+from ..errors import MALFORMED, Notice, TargetExists, WrongOption, counted, listed, warning
 from .journal import Journal, lines_of
 from .targets import has_locks_at, remove_empty
 
@@ -134,17 +134,23 @@ class Left(Struct, frozen=True):
     removed: list[str]
     staying: list[str]
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Notice]:
         lines = [
-            f"{path} was removed: the process that wrote it has ended" for path in self.removed
+            warning(
+                "remains-of-runs",
+                f"{path} was removed: the process that wrote it has ended",
+                file=path,
+            )
+            for path in self.removed
         ]
         if self.staying:
             number = counted(len(self.staying), "unfinished target")
             remove = shlex.join(["rm", "-r", *self.staying])
-            lines.append(
+            message = (
                 f"{number} of other runs may be left from jobs that have ended: "
                 f"{listed(self.staying, 3)}. If no job is writing there, remove them: {remove}"
             )
+            lines.append(warning("remains-of-runs", message, file=self.staying[0]))
         return lines
 
 

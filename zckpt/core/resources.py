@@ -16,7 +16,7 @@ Begin = Callable[[int], Progress]
 """Is called once with the number of bytes to come; returns the function to report them to."""
 Describe = Callable[[str], None]
 """Is called with what is being done now: "writing master.safetensors, 3 of 9 files"."""
-Tell = Callable[[Sequence[str]], None]
+Tell = Callable[[Sequence[dict[str, Any]]], None]
 """Is called with the warnings of a conversion, before its first byte is written."""
 
 

@@ -7,7 +7,7 @@ have lost their states. One file rarely shows which of both it is.
 
 from __future__ import annotations
 
-from ..errors import IncompleteCheckpoint, counted, listed
+from ..errors import IncompleteCheckpoint, Notice, counted, listed, warning
 from .facts import FlatBufferEngine, StateDictEngine
 from .manifest import Manifest
 from .weights import is_optimizers
@@ -19,7 +19,7 @@ LOST = (
 )
 
 
-def unlisted(manifest: Manifest) -> list[str]:
+def unlisted(manifest: Manifest) -> list[Notice]:
     """The warning that names the weights; none without an optimizer, or if files state them."""
     ranks, engine = manifest.each, manifest.engine
     if isinstance(engine, FlatBufferEngine):  # DeepSpeed lists frozen parameters (0.19.8)
@@ -38,11 +38,13 @@ def unlisted(manifest: Manifest) -> list[str]:
     if not others:
         return []
     what = "the other one is" if len(others) == 1 else f"the other {len(others)} are"
-    line = (
+    message = (
         f"the optimizer lists {len(trained)} of {counted(len(trained) + len(others), 'weight')}: "
         f"{what} taken for frozen ({listed(others, MANY)})"
     )
-    return [f"{line}. {LOST[0].upper()}{LOST[1:]}" if _may_be_share(manifest) else line]
+    if _may_be_share(manifest):
+        message += f". {LOST[0].upper()}{LOST[1:]}"
+    return [warning("frozen-inferred", message, subject=others[0])]
 
 
 def _may_be_share(manifest: Manifest) -> bool:

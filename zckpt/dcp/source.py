@@ -22,12 +22,7 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.elsewhere import Fingerprint
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
-from ..errors import (
-    CorruptCheckpoint,
-    InconsistentCheckpoint,
-    MissingData,
-    ZckptError,
-)
+from ..errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, Notice, ZckptError
 from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
@@ -63,7 +58,7 @@ class Listing(Struct):
     items: dict[str, StoredTensor | StoredValue]
     paths: dict[str, TreePath]
     weights: dict[str, str] = field(default_factory=dict)
-    assumed: list[str] = field(default_factory=list)
+    assumed: list[Notice] = field(default_factory=list)
 
 
 class Source(Struct, eq=False, dict=True):

@@ -77,8 +77,8 @@ class LoadTarget:
                 "they stay unchanged",
                 stacklevel=2,
             )
-        for sentence in self.source.listing.assumed if self.assumes else ():
-            warnings.warn(f"{self.source.path}: {sentence}", stacklevel=2)
+        for notice in self.source.listing.assumed if self.assumes else ():
+            warnings.warn(f"{self.source.path}: {notice.message}", stacklevel=2)
 
     # -- values that are not tensors in the source
 

@@ -347,9 +347,9 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
     for reason in reasons:
         print(f"    {spoken(reason)}")
     if report["refused"]:
-        print(f"nothing makes it fit: {safe(report['refused'])}")
-        if report["hint"] and not quiet:
-            for line in report["hint"].splitlines():
+        print(f"nothing makes it fit: {spoken(report['refused'])}")
+        if report["refused"]["hint"] and not quiet:
+            for line in report["refused"]["hint"].splitlines():
                 print(f"    {safe(line)}")
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")

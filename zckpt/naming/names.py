@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
 from ..core.states import renamed_others
-from ..errors import MissingData, WrongOption, joined, listed
+from ..errors import MissingData, Notice, WrongOption, joined, listed, note
 from ..training.options import Renames
 from .patterns import INFO, under_names
 from .peft import saved_name
@@ -292,21 +292,22 @@ def without_front(manifest: Manifest) -> Manifest:
     return _under(manifest, rewrite, {name: rewrite(name) for name in names})
 
 
-def about_words(names: Mapping[str, str]) -> list[str]:
-    """A line for the user about the words of wrappers that names lose; new names by the old."""
+def about_words(names: Mapping[str, str]) -> list[Notice]:
+    """A note for the user about the words of wrappers that names lose; new names by the old."""
     changed = {old: new for old, new in names.items() if old != new}
     words: Counter[str] = Counter()
     for old, new in changed.items():
         words |= Counter(old.split(".")) - Counter(new.split("."))
     if not changed:
         return []
-    return [
+    message = (
         f"names are without {joined(sorted(words))}, which wrappers add: {listed([*changed], 3)}"
-    ]
+    )
+    return [note("name-changed", message, subject=next(iter(changed)))]
 
 
-def about_other_words(first: Manifest, other: Manifest) -> list[str]:
-    """A line as `about_words`, if wrappers gave two checkpoints other names."""
+def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
+    """A note as `about_words`, if wrappers gave two checkpoints other names."""
     ours, theirs = _names(first), _names(other)
     alone = {*ours} ^ {*theirs}
     roots = {_front(without_words(names).values()) for names in (ours, theirs)}

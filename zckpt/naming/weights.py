@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ..core.grouping import by_key
 from ..core.manifest import Manifest
-from ..errors import AmbiguousCheckpoint, MissingData, counted, listed
+from ..errors import AmbiguousCheckpoint, MissingData, Notice, counted, listed, warning
 from . import peft, ties
 from .names import names_of, renamed
 from .saving.rules import SavingRules, rules_of
@@ -35,7 +35,7 @@ class Settled(Struct, frozen=True):
 
     source: Manifest
     is_asked: bool = True
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Notice, ...] = ()
 
 
 def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
@@ -48,26 +48,30 @@ def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
     if asked is None:
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
-        return Settled(
-            source,
-            False,
-            (
-                f"config.json names {name or 'no class'}, whose weights zckpt does not know: "
-                "whether from_pretrained finds all of them was not asked",
-            ),
+        message = (
+            f"config.json names {name or 'no class'}, whose weights zckpt does not know: "
+            "whether from_pretrained finds all of them was not asked"
         )
+        return Settled(source, False, (warning("not-compared", message, subject=name),))
     names = names_of(source)
     prefix = _prefix(source, names, asked)
     if prefix:
         source = renamed(source, [(f"^{re.escape(prefix)}", "")])
-    lines = [f"{prefix}: names lose this prefix, so that {asked.name} finds its weights"]
+    warnings = [] if not prefix else [_without(prefix, f"{asked.name} finds its weights")]
     inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     parameters = {*source.parameters, *source.owners}
     further = [
         n for n in names_of(source) if n in parameters and not (n in inside and asked.has(n))
     ]
-    more = [f"{listed(further, 4)}: {asked.name} has no such weights, and does not load them"]
-    return Settled(source, True, (*lines * bool(prefix), *more * bool(further)))
+    if further:
+        message = f"{listed(further, 4)}: {asked.name} has no such weights, and does not load them"
+        warnings.append(warning("weights-omitted", message, subject=further[0]))
+    return Settled(source, True, tuple(warnings))
+
+
+def _without(prefix: str, so_that: str) -> Notice:
+    message = f"{prefix}: names lose this prefix, so that {so_that}"
+    return warning("name-changed", message, subject=prefix)
 
 
 def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
@@ -78,8 +82,8 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
     if fronts == {""}:
         return Settled(source)
     if len(fronts) == 1 and (front := fronts.pop()) is not None:
-        line = f"{front}: names lose this prefix, so that PEFT finds the adapter's weights"
-        return Settled(renamed(source, [(f"^{re.escape(front)}", "")]), True, (line,))
+        said = _without(front, "PEFT finds the adapter's weights")
+        return Settled(renamed(source, [(f"^{re.escape(front)}", "")]), True, (said,))
     raise MissingData(
         "program-does-not-fit",
         f"{source.root} has adapters whose names do not begin with {OF_PEFT} alike, so that "

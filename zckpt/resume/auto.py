@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
+from ..core.description import Report
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..errors import ProcessFailed, WrongOption, ZckptError, notice_of
 from ..processes.launcher import Launch, address, joined, launched
@@ -79,7 +80,7 @@ def auto_resume(
     return resumed
 
 
-Outcome = tuple[Resumed | None, list[str]] | Exception
+Outcome = tuple[Resumed | None, list[Report]] | Exception
 """What all ranks get, with warnings; or the error that all raise."""
 
 
@@ -125,6 +126,6 @@ def _json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return document
 
 
-def _warn(lines: Sequence[str]) -> None:
+def _warn(lines: Sequence[Report]) -> None:
     for line in lines:
-        warnings.warn(line, stacklevel=3)
+        warnings.warn(line["message"], stacklevel=3)

@@ -12,12 +12,21 @@ from typing import Any
 from msgspec import Struct
 
 from .. import api, formats
-from ..core.description import VERSION
+from ..core.description import VERSION, line_of, said
 from ..core.facts import layers_of
 from ..core.manifest import Manifest
 from ..core.replicas import not_compared
 from ..core.unlisted import refuse_share
-from ..errors import NotACheckpoint, WrongOption, ZckptError, counted, listed
+from ..errors import (
+    NotACheckpoint,
+    Notice,
+    WrongOption,
+    ZckptError,
+    counted,
+    listed,
+    problem,
+    warning,
+)
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
 from .runs import Candidate, candidates
@@ -30,6 +39,7 @@ IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 """The options that the name of a resharded checkpoint states, with what it calls them."""
 WITHOUT = 0
 """The stage of a run whose ds_config states none: DeepSpeed's default."""
+CHANGES = "batch-size-changes"
 FEW = 16
 """So many ranks are tried in place of a thousand, which takes as long as reading them."""
 FLAGS = {"config": "ds-config", "format": "from"}
@@ -77,7 +87,7 @@ class Asked(Struct, frozen=True):
         return words
 
 
-def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[str]:
+def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
     """Why its engine does not load a checkpoint as it is; empty if it does.
 
     Each format has its own table of what must be equal (`Functions.obstacles`).
@@ -114,18 +124,21 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
     return "-".join([name, *parts])
 
 
-def batch(manifest: Manifest, words: Mapping[str, Any], said: Sequence[str]) -> list[str]:
-    """A sentence on the batch of a rank, if their number differs and none in `said` is of it."""
+def batch(
+    manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> list[Notice]:
+    """A warning about the batch of a rank, if their number differs and none of `lines` is of it."""
     before, now = manifest.origin.dp, words["dp"]
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
-    if not of_zero or before in (None, now) or any("global batch" in line for line in said):
+    if not of_zero or before in (None, now) or any(line["code"] == CHANGES for line in lines):
         return []
     share = Fraction(before, now)
     times = f"{share} {'times' if share.denominator == 1 else 'of'}"
-    return [
+    message = (
         f"the run had {before} data-parallel ranks, and has {now} now: to keep the global batch, "
         f"the samples of a rank in a step must be {times} what they were"
-    ]
+    )
+    return [warning(CHANGES, message)]
 
 
 @api.anywhere("path", "like")
@@ -149,18 +162,19 @@ def check(
     manifest = read(newest, more)
     words = asked.of(manifest)
     to = formats.named(engine).name if engine else manifest.format
-    reasons, unnamed = [f"format {manifest.format}, and not {to}"], ""
-    fixed: Words = {"fix": None, "refused": None, "hint": None}
+    differs = f"format {manifest.format}, and not {to}"
+    reasons, unnamed = [problem("format-differs", differs, subject=to)], ""
+    fixed: Words = {"fix": None, "refused": None}
     if to == manifest.format:
         unnamed = to_load(newest, manifest)
         try:
             refuse_share(manifest)
             reasons = obstacles(manifest, words)
         except ZckptError as error:
-            reasons = [error.message]
+            reasons = [*error.notices]
     if reasons:
         fixed |= _fix(newest, manifest, to, words | ({"like": like} if like else {}), more, files)
-    reasons += [unnamed] if unnamed else []
+    reasons += [problem("program-must-set", unnamed)] if unnamed else []
     reasons += _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
     return {
         "zckpt": VERSION,
@@ -171,8 +185,8 @@ def check(
         "step": step_of(newest, manifest),
         "sizes": sizes_of(words),
         "loads": not reasons,
-        "obstacles": reasons,
-        "warnings": not_compared(manifest),
+        "obstacles": said(reasons),
+        "warnings": said(not_compared(manifest)),
         **fixed,
     }
 
@@ -201,7 +215,7 @@ def _fix(
     try:
         (api.reshard if own else api.convert)(source.path, nowhere, dry_run=True, **tried)
     except ZckptError as error:
-        return {"refused": error.message, "hint": error.hint}
+        return {"refused": line_of(error.notice)}
     tail = [
         word
         for name, value in {**more, **given, **reading}.items()
@@ -212,22 +226,25 @@ def _fix(
     return {"fix": shlex.join(command)}
 
 
-def _unlike(manifest: Manifest, other: Manifest) -> list[str]:
+def _unlike(manifest: Manifest, other: Manifest) -> list[Notice]:
     """How the parameters differ from those of a run that the program has saved."""
     own, wanted = ({n: p.shape for n, p in m.parameters.items()} for m in (manifest, other))
     lines = []
     if extra := [name for name in own if name not in wanted]:
-        lines.append(f"parameters that the model lacks: {listed(extra, 4)}")
+        message = f"parameters that the model lacks: {listed(extra, 4)}"
+        lines.append(problem("parameters-differ", message, subject=extra[0]))
     if missing := [name for name in wanted if name not in own]:
-        lines.append(f"parameters that only the model has: {listed(missing, 4)}")
-    return (
-        lines
-        + [
-            f"{name} has the shape {list(own[name])}, and not {list(wanted[name])}"
-            for name in own
-            if name in wanted and own[name] != wanted[name]
-        ][:4]
-    )
+        message = f"parameters that only the model has: {listed(missing, 4)}"
+        lines.append(problem("parameters-differ", message, subject=missing[0]))
+    others = [name for name in own if name in wanted and own[name] != wanted[name]]
+    return lines + [
+        problem(
+            "parameters-differ",
+            f"{name} has the shape {list(own[name])}, and not {list(wanted[name])}",
+            subject=name,
+        )
+        for name in others[:4]
+    ]
 
 
 def _of_target(words: Mapping[str, Any]) -> Words:

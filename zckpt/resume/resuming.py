@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import api
-from ..core.description import VERSION
+from ..core.description import VERSION, Report, line_of, said
 from ..core.replicas import not_compared
 from ..core.resources import Begin, Copying
 from ..core.unlisted import refuse_share
@@ -27,14 +27,18 @@ from ..errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     NotEnoughSpace,
+    Notice,
     SourceChanged,
     TargetExists,
     UnsupportedCheckpoint,
     WrongOption,
-    ZckptError,
+    again,
     counted,
-    sentence,
+    note,
+    notice_of,
+    problem,
     sized,
+    warning,
 )
 from . import beside
 from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
@@ -108,11 +112,13 @@ class Resuming:
         given = {name: asked.words.get(name) for name in READING}
         self._reading = {name: value for name, value in given.items() if value is not None}
 
-    def resumed(self) -> tuple[Resumed | None, list[str]]:
+    def resumed(self) -> tuple[Resumed | None, list[Report]]:
         left: list[Words] = []
         newest: Words = {}
         found = self.ranks.told(self._candidates)
-        for candidate in [Candidate(*each) for each in found]:
+        for path, name, loaded, tag, said_of in found:
+            notice = None if said_of is None else Notice(**said_of)
+            candidate = Candidate(path, name, loaded, tag, notice)
             plan = self.planned(candidate)
             if "broken" not in plan:
                 return self.taken(candidate, plan, left)
@@ -120,20 +126,20 @@ class Resuming:
             left.append({"path": candidate.where, "reason": plan["broken"]})
         if left:
             if newest.get("is_unsupported"):
-                raise Told(UnsupportedCheckpoint(newest["broken"], newest["hint"]))
+                raise Told(again(UnsupportedCheckpoint, newest["broken"]))
             anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
             raise Told(
                 IncompleteCheckpoint(
                     "none-is-whole",
                     f"{self.run} has {counted(len(left), 'checkpoint')}, and none is whole: "
-                    f"{left[0]['path']}: {left[0]['reason']}",
-                    hint="; ".join(filter(None, [newest.get("hint"), anew])),
+                    f"{left[0]['path']}: {left[0]['reason']['message']}",
+                    hint="; ".join(filter(None, [newest["broken"]["hint"], anew])),
                     file=self.run,
                 )
             )
         is_there = self.is_elsewhere or os.path.isdir(self.run)
-        lines = [] if is_there else [f"{self.run} does not exist: nothing to resume"]
-        return None, lines
+        message = f"{self.run} does not exist: nothing to resume"
+        return None, said([] if is_there else [note("no-checkpoint", message, file=self.run)])
 
     def planned(self, candidate: Candidate) -> Words:
         """What is to be done with a checkpoint, after all bytes that count were checked."""
@@ -143,7 +149,7 @@ class Resuming:
                 return plan
             target = plan["target"] if plan["is_complete"] else None
             # those of the source are there
-            reason = self.ranks.told(partial(self._lack, target)) if target else ""
+            reason = self.ranks.told(partial(self._missing, target)) if target else None
             if not reason and self.settings.verify == "records":
                 path, tag = (target, None) if target else (candidate.path, candidate.tag)
                 reason = self.damage(path, tag, {} if target else self._reading)
@@ -154,22 +160,23 @@ class Resuming:
             self.damaged.add(target)  # it is removed, or another one is written beside it
             self.ranks.told(partial(self._discard, target))
 
-    def damage(self, path: str, tag: str | None, reading: Words) -> str:
-        """What is wrong with a checkpoint; empty if it is whole. All ranks read it together."""
+    def damage(self, path: str, tag: str | None, reading: Words) -> Report | None:
+        """What is wrong with a checkpoint; None if it is whole. All ranks read it together."""
         copying = self.settings.copying
         more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
         self.records = report.get("records")  # none if the files contradict each other
         for line in report["problems"]:
-            return str(line["message"])
+            return {key: line[key] for key in Notice.__struct_fields__}
         for line in report["differences"]:
             if not self.asked.words.get("accept_weights"):
-                return f"{line['tensor']}: what is stored twice differs"
-        return ""
+                message = f"{line['tensor']}: what is stored twice differs"
+                return line_of(problem("tensor-differs", message, subject=line["tensor"]))
+        return None
 
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]
-    ) -> tuple[Resumed, list[str]]:
+    ) -> tuple[Resumed, list[Report]]:
         """The path of a checkpoint that is whole, which is written first if that is to be done."""
         target, is_written = plan["target"], plan["target"] and not plan["is_complete"]
         if is_written:
@@ -181,12 +188,18 @@ class Resuming:
             is_written = plan["is_written"]
         if target:
             beside.hold(target)
-        lines = [
-            f"{each['path']} is left aside: {each['reason']}; {candidate.where} is taken"
+        aside = [
+            warning(
+                "checkpoint-set-aside",
+                f"{each['path']} is left aside: {each['reason']['message']}; {candidate.where} "
+                "is taken",
+                file=each["path"],
+            )
             for each in left
         ]
-        said = [candidate.note, *plan["lines"], *plan.get("said", ())]
-        lines += [line for line in dict.fromkeys(said) if line]
+        lines = said([*aside, *([candidate.note] if candidate.note else [])])
+        for line in (*plan["lines"], *plan.get("said", ())):
+            lines += [line] if line not in lines else []
         report = {
             "zckpt": VERSION,
             "command": "auto-resume",
@@ -212,7 +225,8 @@ class Resuming:
     def _candidates(self) -> list[Any]:
         with api.local(self.run) as run:
             found = [
-                [each.path, each.name, each.loaded, each.tag, each.note] for each in candidates(run)
+                [each.path, each.name, each.loaded, each.tag, each.note and line_of(each.note)]
+                for each in candidates(run)
             ]
             return [api.translated(each) for each in found]
 
@@ -228,11 +242,8 @@ class Resuming:
             manifest = read(here, self._reading)
             refuse_share(manifest)
         except BROKEN as error:
-            return {
-                "broken": sentence(error),
-                "hint": error.hint if isinstance(error, ZckptError) else "",
-                "is_unsupported": isinstance(error, UnsupportedCheckpoint),
-            }
+            is_unsupported = isinstance(error, UnsupportedCheckpoint)
+            return {"broken": line_of(notice_of(error)), "is_unsupported": is_unsupported}
         words = self.asked.of(manifest)
         are_read = self.settings.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
@@ -241,22 +252,25 @@ class Resuming:
             "tag": manifest.origin.tag,
             "format": manifest.format,
             "sizes": sizes_of(words),
-            "obstacles": obstacles(manifest, words) or self._elsewhere(),
+            "obstacles": said(obstacles(manifest, words) or self._elsewhere()),
             "ranks_before": manifest.origin.dp,
             "lines": [],
             "target": None,
             "is_complete": False,
         }
         if not plan["obstacles"]:
-            lines = [to_load(candidate, manifest), *batch(manifest, words, ()), *unsure]
-            return plan | {"lines": lines}
+            say = to_load(candidate, manifest)
+            told = [warning("program-must-set", say)] if say else []
+            return plan | {"lines": said([*told, *batch(manifest, words, ()), *unsure])}
         plan["words"] = words_for(manifest, words)
         place = self._place(candidate, name_for(candidate.name, words), plan["words"])
-        return plan | place | {"lines": [*batch(manifest, words, place["lines"]), *place["lines"]]}
+        changes = said(batch(manifest, words, place["lines"]))
+        return plan | place | {"lines": [*changes, *place["lines"]]}
 
-    def _elsewhere(self) -> list[str]:
+    def _elsewhere(self) -> list[Notice]:
         """Why an engine does not load what is in a store."""
-        return [f"{self.run} is in an object store"] if self.is_elsewhere else []
+        message = f"{self.run} is in an object store"
+        return [problem("format-differs", message, file=self.run)] if self.is_elsewhere else []
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
         """The directory for it: complete, or to be written by this job, which is alone then."""
@@ -320,13 +334,13 @@ class Resuming:
         self._removed += [path] if was_there and is_gone else []
         return is_gone
 
-    def _lack(self, target: str) -> str:
-        """What a complete directory has lost by now."""
+    def _missing(self, target: str) -> Report | None:
+        """What is missing in a complete directory by now."""
         try:
             api.read(target, nameless=True, by_checksums=True)
         except BROKEN as error:
-            return sentence(error)
-        return ""
+            return line_of(notice_of(error))
+        return None
 
     def _discard(self, target: str) -> None:
         beside.let_go(target)

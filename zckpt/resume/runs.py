@@ -19,7 +19,7 @@ from msgspec import Struct
 from .. import formats
 from ..core import sources
 from ..core.grouping import by_key
-from ..errors import AmbiguousCheckpoint, NotACheckpoint, ZckptError, listed
+from ..errors import AmbiguousCheckpoint, NotACheckpoint, Notice, ZckptError, listed, warning
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
 
 FILE = ".ckpt"
@@ -40,7 +40,7 @@ class Candidate(Struct, frozen=True):
     name: str
     loaded: str
     tag: str | None = None
-    note: str = ""
+    note: Notice | None = None
 
     @property
     def where(self) -> str:
@@ -89,7 +89,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     pointed = format.pointer(run) if format.pointer else linked
     if pointed is not None:
         newest = next(iter(notes))
-        note = _set_back(run, pointed, newest) if newest in tags and newest != pointed else ""
+        note = _set_back(run, pointed, newest) if newest in tags and newest != pointed else None
         notes = {pointed: note, **_without(notes, pointed)}
     return [
         Candidate(
@@ -103,23 +103,27 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     ]
 
 
-def _set_back(run: str, pointed: str, newest: str) -> str:
-    return (
+def _set_back(run: str, pointed: str, newest: str) -> Notice:
+    return warning(
+        "pointer-behind",
         f"{run} names {pointed} as its last checkpoint, which is taken: the save of {newest} has "
-        "not ended, or the run was set back"
+        "not ended, or the run was set back",
+        file=os.path.join(run, pointed),
     )
 
 
-def _newest_first(paths: Iterable[str]) -> dict[str, str]:
+def _newest_first(paths: Iterable[str]) -> dict[str, Notice | None]:
     """Checkpoints by their age, each with a warning if only the times of files say it."""
     order = formats.by_age(paths)[::-1]
-    notes = dict.fromkeys((standing.path for standing in order), "")
+    notes: dict[str, Notice | None] = {standing.path: None for standing in order}
     for standing, older in zip(order, [*order[1:], None], strict=True):
         if standing.is_timed and len(order) > 1:
             place = f"directly above {older.path}" if older else "below all others"
-            notes[standing.path] = (
+            notes[standing.path] = warning(
+                "place-inferred",
                 f"neither the files of {standing.path} nor its name say how far the training was: "
-                f"by the times of files it stands {place}"
+                f"by the times of files it stands {place}",
+                file=standing.path,
             )
     return notes
 
@@ -176,7 +180,7 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
     ]
 
 
-def _without(notes: dict[str, str], name: str) -> dict[str, str]:
+def _without(notes: dict[str, Notice | None], name: str) -> dict[str, Notice | None]:
     return {other: note for other, note in notes.items() if other != name}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ...core import sources
 from ...core.filenames import by_counting
 from ...core.grouping import by_key
-from ...errors import UnsupportedCheckpoint
+from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...files.beginning import number_in
 from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...naming import peft
@@ -112,12 +112,16 @@ def whole_of(folder: str) -> str | None:
     return os.path.dirname(folder.rstrip(os.sep)) or "." if is_part else None
 
 
-def lost(folders: Sequence[str]) -> list[str]:
-    """Sentences about folders of Accelerate's that are not there, though further ones are."""
+def missing(folders: Sequence[str]) -> list[Notice]:
+    """Warnings about folders of Accelerate's that are not there, though further ones are."""
     matches = filter(None, (PARTS.fullmatch(os.path.basename(folder)) for folder in folders))
     numbers = by_key((match[1], int(match[2])) for match in matches)
     return [
-        f"{stem}_{max(own)} is there, and {stem}_{number} is not: it may be lost"
+        warning(
+            "missing-file",
+            f"{stem}_{max(own)} is there, and {stem}_{number} is not: it may be lost",
+            subject=f"{stem}_{number}",
+        )
         for stem, own in numbers.items()
         for number in sorted({*range(max(own))}.difference(own))
     ]

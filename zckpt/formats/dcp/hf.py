@@ -22,7 +22,7 @@ from ...core.grouping import portions
 from ...core.inert import Scalar
 from ...core.layout import Shell
 from ...core.missing_ranks import missing_file
-from ...errors import CorruptCheckpoint
+from ...errors import CorruptCheckpoint, warning
 from ...files import safefile
 from ...files.dcpfile import ItemBox
 from ...files.safefile import SavedTensor, read_with_metadata
@@ -110,7 +110,8 @@ def _stated_shapes(
         try:
             whole_weights = safefile.read(item.path) if item.name.endswith(".safetensors") else ()
         except CorruptCheckpoint as error:
-            saved.warnings.append(f"not compared with the weights: {error}")
+            message = f"not compared with the weights: {error}"
+            saved.warnings.append(warning("not-compared", message, file=item.path))
             continue
         for stored in whole_weights:
             yield stored.name, stored.shape, f"{item.path} has"

@@ -25,6 +25,8 @@ from ...errors import (
     UnsupportedCheckpoint,
     listed,
     not_understood,
+    note,
+    warning,
 )
 from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
@@ -64,7 +66,7 @@ from .files import (
     has_items,
     is_pair,
     locate,
-    lost,
+    missing,
     own_files,
     place_in,
     whole_of,
@@ -89,7 +91,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     try:
         if parts and parts != [root]:
             saved.folders = [os.path.basename(folder) for folder in parts]
-            saved.warnings += lost(parts)
+            saved.warnings += missing(parts)
         for folder in parts:
             if has_items(folder):
                 # stated names are those of one model alone
@@ -186,7 +188,8 @@ class _FolderReader:
             if is_pair(saved.folders) and (known := nested(saved.tree, *path)) is not None:
                 if not _are_equal(value, known):
                     name = os.path.relpath(table.folder, saved.root)
-                    saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
+                    message = f"{name}: {dotted(path)}, which {MODEL}/ has otherwise"
+                    saved.left_out.append(note("state-omitted", message, subject=dotted(path)))
                 continue
             room = put(saved.tree, path, value, room)
             if self.table.copies and item is not None:
@@ -219,27 +222,30 @@ class _FolderReader:
         table, saved = self.table, self.saved
         name = os.path.join(table.folder, METADATA)
         if table.unsaved:
-            saved.warnings.append(
+            message = (
                 f"{name} has paths of {listed(table.unsaved, 4)}, of which no rank saved anything"
             )
+            saved.warnings.append(warning("elements-missing", message, file=name))
         if strangers := [str(key)[:80] for key in table.others if key not in FIELDS]:
-            saved.warnings.append(
-                f"{name} has fields that zckpt does not know: {listed(strangers)}"
-            )
+            message = f"{name} has fields that zckpt does not know: {listed(strangers)}"
+            saved.warnings.append(warning("version-unsupported", message, file=name))
         version = table.others.get("version")
         if not isinstance(version, (str, type(None))):
             raise CorruptCheckpoint(
-                "file-damaged", f"{name}: its version is a {type(version).__name__}", subject=name
+                "file-damaged", f"{name}: its version is a {type(version).__name__}", file=name
             )
         if version not in (None, VERSION):
-            saved.warnings.append(
-                f"{name} is of version {version[:80]!r}; zckpt knows version {VERSION}"
-            )
+            message = f"{name} is of version {version[:80]!r}; zckpt knows version {VERSION}"
+            saved.warnings.append(warning("version-unsupported", message, file=name))
         unused = self.files.unused(table)
         saved.unused += unused
         saved.left_out += [
-            f"{os.path.relpath(extent.file, saved.root)}: {extent.length} bytes at "
-            f"{extent.offset}, which no item covers"
+            note(
+                "bytes-unknown",
+                f"{os.path.relpath(extent.file, saved.root)}: {extent.length} bytes at "
+                f"{extent.offset}, which no item covers",
+                file=extent.file,
+            )
             for extent in unused[:8]
         ]
 

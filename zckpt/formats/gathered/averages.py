@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from ...core.dtypes import FLOATS
 from ...core.inert import nested
+from ...errors import Notice, warning
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.finding import DEPTH, is_optimizer, without
 from ..statedict.slices import entry_of, left_out
@@ -67,7 +68,7 @@ class Model(Struct, frozen=True):
 
 def joined(
     tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
-) -> tuple[dict[Any, Any], list[str], Callable[[TreePath], bool]]:
+) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
     """The tree with averages joined or left out; the warnings, and which paths are settled so."""
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
@@ -81,7 +82,7 @@ def joined(
     kept = [(*model.ranks.place, *model.path) for model in models]
     kept += [(*each.place, *path) for each in ranks for path in _optimizers(each)]
     differing = {item.path for item in different}
-    lines: list[str] = []
+    warnings: list[Notice] = []
     settled: list[TreePath] = []
     for each, path, value in tables:
         place = (*each.place, *path)
@@ -94,15 +95,15 @@ def joined(
             table = nested(tree, *place)
             table.update(leaves)
             settled += [(*place, key) for key in leaves]
-            lines.append(
-                f"{dotted(place)}: the ranks' plain slices are joined as the model's DTensors are"
-            )
+            what = dotted(place)
+            message = f"{what}: the ranks' plain slices are joined as the model's DTensors are"
+            warnings.append(warning("place-inferred", message, subject=what))
         elif is_slices:
             entry = entry_of(place, kept)
             tree = without(tree, {entry})
             settled.append(entry)
-            lines.append(left_out(dotted(entry)))
-    return tree, lines, lambda path: any(path[: len(done)] == done for done in settled)
+            warnings.append(left_out(dotted(entry)))
+    return tree, warnings, lambda path: any(path[: len(done)] == done for done in settled)
 
 
 def _of_model(

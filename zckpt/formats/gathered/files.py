@@ -30,8 +30,10 @@ from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
+    Notice,
     ZckptError,
     listed,
+    warning,
 )
 from ...files.beginning import number_in
 from ...files.torchfile import Tensor, is_torch, peek
@@ -89,9 +91,9 @@ class StateDictFiles(Struct, eq=False):
         return keys if len(keys) > 1 else []
 
     @property
-    def lost(self) -> list[str]:
-        """Sentences about files of Accelerate's that are not there, though further ones are."""
-        lines = []
+    def missing(self) -> list[Notice]:
+        """Warnings about files of Accelerate's that are not there, though further ones are."""
+        warnings: list[Notice] = []
         for kind in ("model", "optim"):
             paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]
             by_number = {number_of(os.path.basename(path)): path for path in paths}
@@ -99,11 +101,15 @@ class StateDictFiles(Struct, eq=False):
             first = _without_number(os.path.basename(last))
             if first in NUMBERED:
                 missing = {*range(max(by_number))} - {*by_number}
-                lines += [
-                    f"{last} is there, and {numbered(first, number)} is not: it may be lost"
+                warnings += [
+                    warning(
+                        "missing-file",
+                        f"{last} is there, and {numbered(first, number)} is not: it may be lost",
+                        file=os.path.join(os.path.dirname(last), numbered(first, number)),
+                    )
                     for number in sorted(missing)
                 ]
-        return lines
+        return warnings
 
     @property
     def of_torch(self) -> list[str]:

@@ -22,6 +22,8 @@ from ...errors import (
     NotACheckpoint,
     listed,
     not_understood,
+    note,
+    warning,
 )
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
@@ -76,7 +78,8 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
         reader = _TreeReader(path, locate(first), reading)
         if files:
             reader.saved.origin = replace(reader.saved.origin, slices=len(files))
-            reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
+            message = f"{said_of(files)}; shown is {os.path.basename(first)}"
+            reader.saved.warnings.append(warning("rank-slices", message, file=first))
         try:
             result = manifest(reader.saved, reading)
         except MissingData as error:
@@ -156,7 +159,7 @@ class _TreeReader:
         self.by_checksums = reading.by_checksums
         self.parsed = Parsed()
         self.saved = SavedTree(path, Origin("gathered", dp=files.world), {}, models=files.models)
-        self.saved.warnings += files.lost
+        self.saved.warnings += files.missing
         self.names: dict[str, list[str]] = {}
         self.is_one = reading.root is not None or not files.models
         self.has_local_states = False
@@ -186,10 +189,12 @@ class _TreeReader:
             own = set(self.saved.files)
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
                 own.add(of_ranks)
-                self.saved.left_out.append(f"{METADATA}: where the parts of the source's ranks are")
+                message = f"{METADATA}: where the parts of the source's ranks are"
+                self.saved.left_out.append(note("file-omitted", message, subject=METADATA))
             if files.world is not None and sources.is_file(config := os.path.join(path, CONFIG)):
                 own.add(config)
-                self.saved.left_out.append(f"{CONFIG}: the number of the source's ranks")
+                message = f"{CONFIG}: the number of the source's ranks"
+                self.saved.left_out.append(note("file-omitted", message, subject=CONFIG))
             siblings, left_out = beside(path, own)
             self.saved.siblings += siblings
             self.saved.left_out += left_out

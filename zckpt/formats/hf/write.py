@@ -29,9 +29,9 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.masters import results_of
 from ...core.plan import Match
-from ...core.siblings import SiblingList, refusals
+from ...core.siblings import SiblingList
 from ...core.weights import agreement, weight_of
-from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
+from ...errors import MissingData, Notice, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files import safefile
 from ...naming import peft, saving, ties, weights
 from ...training.options import Options
@@ -101,10 +101,14 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
         names = [item.name for item in source.siblings]
         others = [name for name in names if without_folder(name) not in kept]
-        self.left_out = [f"{', '.join(others)}: not needed to load the weights"] if others else []
-        self.left_out += refusals(source.left_out) + self.refused
+        self.left_out = [item for item in source.left_out if item.code == "file-omitted"]
+        self.left_out += self.refused
+        if others:
+            message = f"{', '.join(others)}: not needed to load the weights"
+            self.left_out.insert(0, note("file-omitted", message, subject=others[0]))
         if base := [name for name in self.names if not self._is_exported(name)]:
-            self.left_out.append(f"{listed(base, 4)}: weights of the base model, not the adapter")
+            message = f"{listed(base, 4)}: weights of the base model, not the adapter"
+            self.left_out.append(note("weights-omitted", message, subject=base[0]))
 
     # -- what loads the weights
 
@@ -121,9 +125,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _files_to_load_by(self) -> list[Sibling]:
         """Configuration, tokenizer and processor, from the source's folder or from `--config`.
 
-        `refused` are lines about those that are links out of the folder, and their like.
+        `refused` are notes on those that are links out of the folder, and their like.
         """
-        self.refused: list[str] = []
+        self.refused: list[Notice] = []
         files = {item.name: item for item in files_to_load_by(self.source.siblings)}
         path = self.options[MODEL_CONFIG]
         if path is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...errors import UnsupportedCheckpoint
+from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...training.faults import INTERLEAVED
 from ...training.options import DP, TP
 from ..statedict.tree import TensorPiece
@@ -36,11 +36,12 @@ def data_ranks(args: Mapping[str, Any]) -> int:
     return int(args.get(SIZES_OF_RUN[DP]) or 1) * int(args.get(CONTEXT) or 1)
 
 
-def put_in_order(args: Mapping[str, Any]) -> list[str]:
+def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
     """A warning about rows that are not where the files have them."""
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []
-    return [f"rows of gated layers are read in the module's order: {INTERLEAVED.message}"]
+    message = f"rows of gated layers are read in the module's order: {INTERLEAVED.message}"
+    return [warning("engine-fault", message)]
 
 
 def refuse_target(source: str, args: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
-from ...errors import listed
+from ...errors import listed, warning
 from ...naming import ties
 from ...training import steps
 from ...training.lightning import place_of
@@ -143,10 +143,11 @@ class ManifestBuilder:
             aliases |= names
             doubtful += unproven
         if doubtful:
-            self.warnings.append(
+            message = (
                 f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
                 "for a second name of a tied weight; it may be a frozen copy"
             )
+            self.warnings.append(warning("tie-inferred", message, subject=doubtful[0]))
         return aliases
 
     def _by_root(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -267,9 +268,9 @@ class ManifestBuilder:
         self.step_place = steps.place_of(believed, in_groups, named)
         self._need_one_save(believed.where)
         for stated in (in_states, in_groups):
-            for sighting, warning in steps.sightings_of(stated, believed):
+            for sighting, stalled in steps.sightings_of(stated, believed):
                 self.sightings.append(sighting)
-                self.warnings += [warning] if warning else []
+                self.warnings += [stalled] if stalled else []
         return believed.settled(self.step_policy)
 
     def _need_one_save(self, where: str) -> None:

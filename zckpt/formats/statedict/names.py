@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed, warning
 from ...files.torchfile import class_of, shape_of_record
 from ...naming import peft
 from ...naming.names import matched
@@ -84,14 +84,14 @@ def _names_of_numbers(
     )
     saved.inferred += [name for name in inferred if name not in saved.inferred]
     if param_names is not None:
-        saved.warnings.append(
-            "the optimizer knows its parameters by number: names are those of --param-names"
-        )
+        message = "the optimizer knows its parameters by number: names are those of --param-names"
+        saved.warnings.append(warning("names-inferred", message, subject="--param-names"))
     elif inferred:
-        saved.warnings.append(
+        message = (
             "the optimizer knows its parameters by number: the names of "
             f"{listed(inferred, 4)} are inferred from the order of the model's state"
         )
+        saved.warnings.append(warning("names-inferred", message, subject=inferred[0]))
     return {
         number: name
         for order, own in zip(orders, names, strict=True)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ...core.filenames import number_of
 from ...core.manifest import Manifest
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
-from ...errors import InconsistentCheckpoint, MissingData, listed
+from ...errors import InconsistentCheckpoint, MissingData, listed, note, warning
 from ...naming import peft
 from ...naming.names import names_in
 from ...training import lightning
@@ -74,13 +74,22 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     else:
         roots = _several(saved, roots_of(saved, models, optimizers), reading)
         saved.warnings += [
-            f"{name}: nothing shows that {key} trains it; --root {name}={key} says so"
+            warning(
+                "root-inferred",
+                f"{name}: nothing shows that {key} trains it; --root {name}={key} says so",
+                subject=key,
+            )
             for key in saved.likely
         ]
     if reading.weights_only:
         left = [dotted(path) for path in others if path not in models]
         saved.left_out += [
-            f"{key}: tensors beside the model; --root {key} takes them" for key in left
+            note(
+                "weights-omitted",
+                f"{key}: tensors beside the model; --root {key} takes them",
+                subject=key,
+            )
+            for key in left
         ]
     if name in (roots[0].name, dotted(roots[0].model)) and name:
         saved.origin = replace(saved.origin, root=name)
@@ -107,13 +116,15 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
         return
     averages = [str(own[0]), lightning.AVERAGING]
     if model == own:
-        saved.warnings.append(
+        message = (
             f"{averages[0]} has averages of the weights; {trained} has those that the "
             f"optimizer updates: --root {trained} takes these"
         )
+        saved.warnings.append(warning("root-inferred", message, subject=trained))
         return
     saved.tree = {key: value for key, value in saved.tree.items() if key not in averages}
-    saved.left_out.append(f"{listed(averages)}: --root takes {trained}")
+    message = f"{listed(averages)}: --root takes {trained}"
+    saved.left_out.append(note("weights-omitted", message, subject=averages[0]))
 
 
 def _separate(saved: SavedTree) -> None:
@@ -143,8 +154,12 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
     """The root that the user asks for, or all; what is not read goes out of the tree."""
     if reading.root is None:
         saved.warnings += [
-            f"{dotted(path)} is read as the program's own state: nothing shows which model this "
-            "optimizer trains"
+            warning(
+                "root-inferred",
+                f"{dotted(path)} is read as the program's own state: nothing shows which model "
+                "this optimizer trains",
+                subject=dotted(path),
+            )
             for path in roots.unclear
         ]
         saved.warnings += roots.doubts
@@ -154,20 +169,23 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
     if lightning.LIGHTNING in saved.tree and chosen.optimizers and lost:
-        saved.warnings.append(
+        message = (
             f"{lightning.NAME} loads the state of each optimizer by its place: a module that "
             f"has {listed(lost)}, too, does not resume from what is written"
         )
+        saved.warnings.append(warning("program-must-set", message, subject=lost[0]))
     saved.left_out += roots.left_out(chosen)
     if saved.models:
         saved.siblings, others = of_model(saved.siblings, number_of(chosen.name))
-        saved.left_out += [f"{listed(others)}: --root takes {chosen.name}"] if others else []
+        message = f"{listed(others)}: --root takes {chosen.name}"
+        saved.left_out += [note("weights-omitted", message, subject=others[0])] if others else []
     saved.tree = without(saved.tree, roots.paths - {chosen.model, *chosen.optimizers})
     if chosen.by_words:
-        saved.warnings.append(
+        message = (
             f"{chosen.name}: {dotted(chosen.optimizers[0])} is taken for its optimizer, by its "
             f"name; --root {chosen.name}=OPTIMIZER takes another one"
         )
+        saved.warnings.append(warning("root-inferred", message, subject=chosen.name))
     return [chosen]
 
 
@@ -209,7 +227,8 @@ def _named(
             if not (is_one and reading.weights_only):
                 way = "; --param-names FILE names its parameters" if is_one else ""
                 key = dotted(path) or "the optimizer"
-                saved.warnings.append(f"{key} is read as the program's own state: {error}{way}")
+                message = f"{key} is read as the program's own state: {error}{way}"
+                saved.warnings.append(warning(error.code, message, subject=key))
             continue
         names_by_path[path] = name_of
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
@@ -236,7 +255,10 @@ def _named(
             refuse_states(saved, path, optimizer, names_by_path[path])
     if root.prefix:
         saved.inferred[inferred:] = [root.prefix + name for name in saved.inferred[inferred:]]
-        saved.warnings[warnings:] = [f"{root.name}: {line}" for line in saved.warnings[warnings:]]
+        saved.warnings[warnings:] = [
+            replace(line, message=f"{root.name}: {line.message}")
+            for line in saved.warnings[warnings:]
+        ]
     return {root.prefix + name: value for name, value in model.items()}, named
 
 

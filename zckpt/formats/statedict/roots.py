@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...errors import AmbiguousCheckpoint, WrongOption, listed, meant
+from ...errors import AmbiguousCheckpoint, Notice, WrongOption, listed, meant, note, warning
 from .equal_tensors import is_float
 from .finding import OptimizerState
 from .names import shape_of, without_wrappers
@@ -87,13 +87,17 @@ class Roots(Struct, frozen=True):
         return [] if root.optimizers else [dotted(place) for place in places]
 
     @property
-    def doubts(self) -> list[str]:
-        """Sentences about optimizers that only a name gives to a model, and not to another one."""
+    def doubts(self) -> list[Notice]:
+        """Warnings about optimizers that only a name gives to a model, and not to another one."""
         without = [root for root in self.roots if not root.optimizers]
         return [
-            f"{dotted(place)} is taken for the optimizer of {root.name}, by its name: it fits "
-            f"{other.name} too, which has none; --root {other.name}={dotted(place)} takes it "
-            "for that"
+            warning(
+                "root-inferred",
+                f"{dotted(place)} is taken for the optimizer of {root.name}, by its name: it fits "
+                f"{other.name} too, which has none; --root {other.name}={dotted(place)} takes it "
+                "for that",
+                subject=dotted(place),
+            )
             for root in self.roots
             if root.by_words
             for place in root.optimizers
@@ -140,13 +144,14 @@ class Roots(Struct, frozen=True):
         by_words = root.by_words and not wanted and bool(own)
         return Root(root.name, root.model, tuple(own), by_words=by_words)
 
-    def left_out(self, chosen: Root) -> list[str]:
-        """A line of what `--root` leaves out."""
+    def left_out(self, chosen: Root) -> list[Notice]:
+        """A note on what `--root` leaves out."""
         others = [root.model for root in self.roots if root.model != chosen.model]
         others += [path for root in self.roots for path in root.optimizers]
         others += self.unclear
         names = [dotted(path) for path in others if path not in chosen.optimizers]
-        return [f"{listed(names)}: --root takes {chosen}"] if names else []
+        message = f"{listed(names)}: --root takes {chosen}"
+        return [note("weights-omitted", message, subject=names[0])] if names else []
 
 
 def _unknown(what: str, name: str, names: Sequence[str], path: str) -> WrongOption:

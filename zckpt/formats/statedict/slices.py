@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ...core.grouping import by_key
-from ...errors import InconsistentCheckpoint, counted
+from ...errors import InconsistentCheckpoint, Notice, counted, note, warning
 from .finding import MODELS, OptimizerState, lists_in, matches_any, without
 from .names import ELEMENTWISE
 from .refusals import WHOLE, is_part
@@ -33,13 +33,14 @@ ZERO = (
 )
 
 
-def taken_of_rank_0(different: Sequence[Difference]) -> list[str]:
-    """The values that are rank 0's, in one line for many values of one place."""
-    lines = []
+def taken_of_rank_0(different: Sequence[Difference]) -> list[Notice]:
+    """The values that are rank 0's, in one note for many values of one place."""
+    notes = []
     for place, paths in by_key((item.path[:2], item.path) for item in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
-        lines.append(f"{what}: ranks hold different ones, rank 0's is taken")
-    return lines
+        message = f"{what}: ranks hold different ones, rank 0's is taken"
+        notes.append(note("rank-zero-taken", message, subject=dotted(place)))
+    return notes
 
 
 def refuse_weights(
@@ -159,11 +160,13 @@ def _is_kept_apart(
 # -- averages beside the model
 
 
-def left_out(key: str) -> str:
+def left_out(key: str) -> Notice:
     """The warning for averages of slices that nothing shows how to join."""
-    return (
+    return warning(
+        "rank-slices",
         f"{key} is left out: each rank's tensors in it are slices of the model's weights, and "
-        "nothing shows how to join them"
+        "nothing shows how to join them",
+        subject=key,
     )
 
 

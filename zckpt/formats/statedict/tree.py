@@ -25,6 +25,7 @@ from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
+    Notice,
     UnsupportedCheckpoint,
 )
 from ...files.dcpfile import METADATA
@@ -160,10 +161,10 @@ class SavedTree(Struct, eq=False):
     siblings: list[Sibling] = field(default_factory=list)
     uncopied: list[Sibling] = field(default_factory=list)
     likely: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Notice] = field(default_factory=list)
     strangers: list[Stranger] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Notice] = field(default_factory=list)
     orders: list[list[int]] | None = None
     models: list[str] = field(default_factory=list)
     beside: str = ""

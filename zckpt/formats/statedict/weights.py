@@ -13,7 +13,7 @@ from ...core.dtypes import FLOATS
 from ...core.filenames import path_inside
 from ...core.fragments import Record, solid
 from ...core.missing_ranks import missing_file
-from ...errors import InconsistentCheckpoint, listed
+from ...errors import InconsistentCheckpoint, Notice, listed, warning
 from ...files import safefile
 from ...training.faults import ZERO_SCALARS
 from .tree import Leaf, number_of
@@ -34,7 +34,7 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
     return leaves, [Record(stored.extent, None) for stored in tensors]
 
 
-def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[str]:
+def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
     """A warning about 0-d weights that are 0 in a file without metadata, as torch writes it."""
     numbers = {
         name: leaf.number
@@ -46,7 +46,8 @@ def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[str]:
     zeros = [name for name, number in numbers.items() if number().value == 0]
     if not zeros:
         return []
-    return [f"{listed(zeros, 4)} is 0: {ZERO_SCALARS.message}; {ZERO_SCALARS.hint}"]
+    message = f"{listed(zeros, 4)} is 0: {ZERO_SCALARS.message}; {ZERO_SCALARS.hint}"
+    return [warning("engine-fault", message, subject=zeros[0], file=path)]
 
 
 def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
