@@ -327,7 +327,7 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     if not wanted:
         return manifest
     same = respelled(names, wanted)
-    if not set(wanted).isdisjoint(same.values()):
+    if not set(wanted).isdisjoint(names):
         return _under(manifest, plain, same)
     try:
         found = correspondence(wanted, names)
@@ -337,7 +337,7 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
             found = correspondence(names, wanted)
             rule = found.rule
         except (MissingData, WrongOption):
-            return manifest
+            return _under(manifest, plain, same)
     exact = by_plain_name(wanted, found.spelling)
 
     def rewrite(name: str) -> str:

@@ -53,8 +53,10 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     if names is not None and not _is_in_order(manifest):
         shorter = plain_names(names) if is_plain and not options[RENAME] else {}
         given = [shorter.get(name, name) for name in names]
-        as_saved = respelled(given, names_of(manifest))
-        names = [as_saved[name] for name in given]
+        known = names_of(manifest)
+        # names of another spelling throughout are those that the user wants
+        as_saved = {} if set(given).isdisjoint(known) else respelled(given, known)
+        names = [as_saved.get(name, name) for name in given]
         # files of layers stay as they are, with the names in them
         own = manifest if manifest.ranks else called_as(manifest, names)
         manifest = in_order_of(own, names)
