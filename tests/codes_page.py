@@ -25,7 +25,7 @@ An error has the same keys beside `error`, the class of its exception in Python.
 and `writes` are the exit codes of an error: of commands that look (`verify`, `report`), and
 of commands that write (`convert`, `reshard`, `export`). Warnings and notes change no exit code. Two
 errors are exceptions: an interrupted command ends with 128 plus the signal, and `check`
-ends with 3 where a checkpoint does not load as it is.
+ends with 3 where a checkpoint does not load as it is. A code without exit codes ends no command.
 """
 
 
@@ -34,6 +34,11 @@ HEADS = "| code | meaning | how it comes about | what to do | looks | writes |"
 
 def main() -> None:
     print(page(), end="")
+
+
+def shown(exits: set[int]) -> str:
+    """Exit codes for a cell of the table."""
+    return " or ".join(map(str, sorted(exits, reverse=True)))
 
 
 def page() -> str:
@@ -45,7 +50,7 @@ def page() -> str:
         ]
         parts.append("|---|---|---|---|---|---|")
         for code, row in sorted(codes.items()):
-            looks, writes = row.exits
+            looks, writes = (shown({pair[place] for pair in row.exits}) for place in (0, 1))
             parts.append(
                 f"| `{code}` | {row.meaning} | {row.origin} | {row.action} | {looks} | {writes} |"
             )

@@ -12,7 +12,7 @@ import pytest
 
 from zckpt import errors
 from zckpt.errors import IncompleteCheckpoint, Notice, ZckptError, notice_of
-from zckpt.notices import CODES, TOPICS
+from zckpt.notices import CODES, FAULT, OPTION, REFUSAL, TOPICS
 
 from .codes_page import page
 from .conftest import ROOT
@@ -31,8 +31,8 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
             yield path, ast.parse(path.read_text())
 
 
-def stated(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The codes that calls of errors and notices name, with their lines."""
+def stated(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Calls of errors and notices that name a code: what is called, the line, the code."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -41,14 +41,15 @@ def stated(tree: ast.Module) -> Iterator[tuple[int, str]]:
             continue
         first = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "code")]
         for value in first:
-            for part in ast.walk(value):
+            choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            for part in choices:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield node.lineno, part.value
+                    yield name, node.lineno, part.value
 
 
 def test_every_code_is_in_the_table() -> None:
     for path, tree in sources():
-        for line, code in stated(tree):
+        for _, line, code in stated(tree):
             assert code in CODES, f"{path}:{line}: {code!r} is not in zckpt/notices.py"
 
 
@@ -67,10 +68,28 @@ def test_the_table() -> None:
     assert 60 <= len(CODES) <= 150
     for code, row in CODES.items():
         assert KEBAB.fullmatch(code), code
-        assert row.exits in {(0, 0), (1, 1), (2, 2), (3, 1)}
+        assert {*row.exits} <= {OPTION, FAULT, REFUSAL}
         for text in (row.meaning, row.origin, row.action):
             assert text[0].isupper(), code
             assert text.endswith("."), code
+
+
+FAULTS = (errors.CorruptCheckpoint, errors.IncompleteCheckpoint, errors.InconsistentCheckpoint)
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    """Of every code that an error in the code names: its class decides how a command ends."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for _, tree in sources():
+        for name, _, code in stated(tree):
+            kind = getattr(errors, name, None)
+            if name == "problem" or (isinstance(kind, type) and issubclass(kind, FAULTS)):
+                found.setdefault(code, set()).add(FAULT)
+            elif kind is errors.WrongOption:
+                found.setdefault(code, set()).add(OPTION)
+            elif isinstance(kind, type) and issubclass(kind, ZckptError):
+                found.setdefault(code, set()).add(REFUSAL)
+    assert {code: {*CODES[code].exits} for code in found} == found
 
 
 def test_the_page_is_made_of_the_table() -> None:

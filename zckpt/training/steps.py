@@ -239,7 +239,7 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
     """A warning if the step has reached the limit of its type and no longer grows."""
     if STALLS.get(kind) == step:
         return warning(
-            "step-stalled",
+            "step-doubtful",
             f"the step of {where} is {step} in {kind}, where adding 1 changes nothing: "
             "the true number of updates is at least that",
             subject=where,
@@ -263,7 +263,7 @@ def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) ->
     if manifest.step != 1 or not moments or not zero:
         return None
     return warning(
-        "never-stepped",
+        "step-doubtful",
         "step 1 with all moments zero: the optimizer has not been stepped "
         f"({COUNTED_START.message})",
     )

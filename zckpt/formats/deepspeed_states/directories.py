@@ -80,7 +80,7 @@ class TagKind(Struct, frozen=True):
         pointer = os.path.join(path, self.pointer)
         if not self.holds(path) and sources.is_file(pointer) and leads_out(pointer, path):
             raise UnsupportedCheckpoint(
-                "link-outside",
+                "unsafe-name",
                 f"{pointer} is a link that leads out of {path}, which zckpt does not follow",
                 hint="choose the tag with --tag, or put a file there",
                 file=path,
