@@ -309,7 +309,7 @@ TOPICS: dict[str, dict[str, Code]] = {
     "What the source lacks": {
         "model-config-wrong": Code(
             (REFUSAL,),
-            "config.json is missing, or does not describe this model.",
+            "The configuration (config.json) is missing, or does not describe this model.",
             "The trainer did not save it, or it is of another model.",
             "Give the model's own with `--config`.",
         ),
@@ -450,7 +450,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "value-out-of-range": Code(
             (REFUSAL,),
             "Numbers are larger than the chosen type can hold.",
-            "fp16 ends at 65,504.",
+            "The type is narrow: fp16 ends at 65,504.",
             "Choose a type with a larger range: `--dtype bf16`.",
         ),
     },
