@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -53,6 +54,7 @@ from .layer_names import prefix_of
 from .stage_bounds import STAGES, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of
 from .target_stages import layers_of_names, recut
+from .tensor_ranks import IF_COPIES_DIFFER
 
 # names of options: each format has its own declarations of some
 OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # they change files of layers too
@@ -111,7 +113,8 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         files = {*self.copied}
         records = [r for model in self.layers for r in model.records if r.extent.file in files]
         finish([RecordChecker(records, fingerprints=self.source.fingerprints)], everything=True)
-        return [line for each in self.copies for line in compare_copies(each, None)]
+        warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
+        return [*chain.from_iterable(warnings)]
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:

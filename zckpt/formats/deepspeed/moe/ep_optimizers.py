@@ -298,6 +298,7 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         first,
         entries=tensors.entries,
         parameters=tensors.parameters,
+        stated_in=whole.file.path,
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
