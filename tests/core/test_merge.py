@@ -246,7 +246,16 @@ def stage(name: str, *rates: float) -> Manifest:
     """A stage with one parameter in each of its groups, which have these learning rates."""
     parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
     groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
-    return Manifest("run", "x", Origin(), {}, parameters, groups=groups, state={"module": []})
+    return Manifest(
+        "run",
+        "x",
+        Origin(),
+        {},
+        parameters,
+        groups=groups,
+        state={"module": []},
+        rank_keys=("lr_scheduler", "sampler"),
+    )
 
 
 def test_groups_of_stages_are_known_by_their_settings() -> None:
@@ -318,9 +327,7 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
 @pytest.mark.parametrize("key", ["lr_scheduler", "sampler"])
 def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     """Not the last one alone; and what the first lacks is one."""
-    first, second, third = (
-        replace(stage(name, 1.0), rank_keys=("lr_scheduler", "sampler")) for name in "012"
-    )
+    first, second, third = (stage(name, 1.0) for name in "012")
     second = with_state(second, **{key: 1}, client_state={"late": 1})
     whole = merge([first, second, third], STAGES)
     assert whole.left_out == tuple(
