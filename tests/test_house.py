@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ ENGINES = re.compile(
     r"deepspeed|fsdp|megatron|onnx|\bort\b|accelerate|lightning|hugging.?face|transformers|\bpeft\b",
     re.IGNORECASE,
 )
+KEYS = re.compile(
+    r"(model|optim)_states|(zero_pp|mp|expp)_rank|random_ltd|data_sampler|param_shapes|flat_group"
+    r"|ds_(config|version)|global_(step|sample)|\blatest\b|distcp|(hf_|\.)metadata"
+    r"|trainer_state|rng_state|random_states|(pytorch|adapter)_model|common\.pt|\biter_\d"
+    r"|param_groups|layer_\d|\.(pth?|bin|safetensors|hdf5)\b"
+)
+"""Keys and names of files that engines write."""
 SHARED = {"deepspeed_states", "statedict"}  # folders that formats of one family share
 
 
@@ -134,6 +142,61 @@ def test_no_format_imports_another() -> None:
                 assert imported[2] in {name[2], *SHARED}, f"{path} imports {'.'.join(imported)}"
 
 
+FLOORS = {
+    "dcp": "hf options rest | files | gather items read write | functions",
+    "deepspeed": "layer_names files flats optimizer_files run_template | ranks model_ranks moe "
+    "| stage_0 | ep_optimizers gather | read | target_ranks | write | functions",
+    "deepspeed/gather": "model_rank tensor | grid",
+    "deepspeed/model_ranks": "pipeline stage_bounds target_slices tensor_ranks | target_stages",
+    "deepspeed/moe": "auto_ep regroup | experts",
+    "deepspeed/stage_0": "samples | numbers | naming | optimizer | stages",
+    "deepspeed_states": "directories module_names options | experts states "
+    "| agreement engine estimates tensors | hyper of_files | manifest target "
+    "| model_files optimizer_values reports",
+    "deepspeed_universal": "files | slicing | merged write | read | functions",
+    "gathered": "distributed | items ranked | averages files local | gather read | write "
+    "| write_ranks | functions",
+    "hf": "options read | write | functions",
+    "megatron": "common_state names saving_program | files fsdp2 groups masters "
+    "| gather manifest optimizers | buffers fsdp vocabulary | legacy run_template | read write "
+    "| functions",
+    "megatron/buffers": "order placing | stages | flats",
+    "megatron/gather": "rule | folders | items",
+    "megatron/legacy": "cuts ranks | directories",
+    "onnxruntime": "ranks | hdf5 legacy | files partition | gather read write | functions",
+    "statedict": "gather matching own_facts tree | equal_tensors keys weights | finding write "
+    "| names | roots | building refusals | slices | read",
+    "universal": "agreement files | read | write | functions",
+}
+"""The modules and folders inside of each format's folders, the lowest floor first."""
+
+
+def test_no_arrow_runs_uphill_inside_of_a_format() -> None:
+    """Each imports only those of lower floors; a folder is one of them, with all that is in it."""
+    formats = ROOT / "zckpt" / "formats"
+    floors = {}
+    for folder, text in FLOORS.items():
+        stated = [floor.split() for floor in text.split("|")]
+        floors[folder] = {name: number for number, floor in enumerate(stated) for name in floor}
+        pages = (formats / folder).glob("*.py"), (formats / folder).glob("*/__init__.py")
+        found = {path.stem for path in pages[0]} | {path.parent.name for path in pages[1]}
+        assert floors[folder].keys() == found - {"__init__"}, folder
+    drawn = set()
+    for path, name in modules():
+        for imported in imports(path, name):
+            shared = takewhile(lambda pair: pair[0] == pair[1], zip(name, imported, strict=False))
+            depth = sum(1 for _ in shared)
+            if depth < 3 or name[:2] != ("zckpt", "formats"):
+                continue  # of another folder
+            floor = floors["/".join(name[2:depth])]
+            start, end = name[depth:][:1], imported[depth]  # nothing: the folder's own page
+            assert end in floor, f"{path} imports {'.'.join(imported)} from the page of its folder"
+            assert not start or floor[end] < floor[start[0]], f"{path} imports {end}: uphill"
+            drawn.add((name[2:depth], start, end))
+    print(f"{len(drawn)} arrows inside of formats")
+    assert len(drawn) <= 280
+
+
 PARSERS = {
     ("dcp", "files"),
     ("deepspeed", "stage_0", "samples"),
@@ -170,7 +233,11 @@ def test_a_proof_shares_only_parsers_with_the_reader() -> None:
 
 @pytest.mark.parametrize("folder", ["core", "copying", "files"])
 def test_code_names_no_engine(folder: str) -> None:
-    """Docstrings and comments may say where a fact is from; names and texts of the code may not."""
+    """Docstrings and comments may say where a fact is from; names and texts of the code may not.
+
+    Nor do they have keys and file names of engines, except those of a container in `files/`.
+    """
+    words_of_engines = [ENGINES] if folder == "files" else [ENGINES, KEYS]
     for path in (ROOT / "zckpt" / folder).rglob("*.py"):
         tree = ast.parse(path.read_text())
         prose = {
@@ -189,7 +256,8 @@ def test_code_names_no_engine(folder: str) -> None:
             ]
             for word in words:
                 if isinstance(word, str):
-                    assert not ENGINES.search(word), f"{path}:{node.lineno} names {word!r}"
+                    found = any(engine.search(word) for engine in words_of_engines)
+                    assert not found, f"{path}:{node.lineno} names {word!r}"
 
 
 # slow, large (hashlib loads OpenSSL: 3.5 MiB), or not needed for every report

@@ -115,8 +115,7 @@ def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
     first, second = made.ranks
     if "save" in fault and "settings" not in fault:
         first, second = (
-            replace(rank, files=(f"run/{n}-optim.pt", f"run/{n}-model_states.pt"))
-            for n, rank in enumerate(made.ranks)
+            replace(rank, stated_in=f"run/{n}-model_states.pt") for n, rank in enumerate(made.ranks)
         )
     merge([first, second], made.table)
     with pytest.raises(InconsistentCheckpoint, match=message) as caught:
@@ -247,7 +246,16 @@ def stage(name: str, *rates: float) -> Manifest:
     """A stage with one parameter in each of its groups, which have these learning rates."""
     parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
     groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
-    return Manifest("run", "x", Origin(), {}, parameters, groups=groups, state={"module": []})
+    return Manifest(
+        "run",
+        "x",
+        Origin(),
+        {},
+        parameters,
+        groups=groups,
+        state={"module": []},
+        rank_keys=("lr_scheduler", "sampler"),
+    )
 
 
 def test_groups_of_stages_are_known_by_their_settings() -> None:
@@ -304,7 +312,7 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     """The first rank's count; of another rank's file the report has them."""
     states = ({"own": [1], "same": [2]}, {"own": [5], "same": [2]})
     ranks = [
-        replace(with_state(rank, client_state=own), files=(f"run/{n}-model_states.pt",))
+        replace(with_state(rank, client_state=own), stated_in=f"run/{n}-model_states.pt")
         for n, (rank, own) in enumerate(zip(made.ranks, states, strict=True))
     ]
     whole = merge(ranks, made.table)
@@ -316,7 +324,7 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     assert again == {"1-model_states.pt": {"client_state": states[1], "loss": 3}}
 
 
-@pytest.mark.parametrize("key", ["lr_scheduler", "data_sampler", "random_ltd"])
+@pytest.mark.parametrize("key", ["lr_scheduler", "sampler"])
 def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     """Not the last one alone; and what the first lacks is one."""
     first, second, third = (stage(name, 1.0) for name in "012")
@@ -327,13 +335,12 @@ def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "key", ["lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra"]
-)
+@pytest.mark.parametrize("key", ["sampler", "client_state", "module_extra"])
 def test_what_the_file_of_a_further_rank_states_is_compared(key: str, made: Grid) -> None:
-    first, second = (with_state(rank, **{key: {"n": 1}}) for rank in made.ranks)
+    ranks = (replace(rank, rank_keys=("sampler",)) for rank in made.ranks)
+    first, second = (with_state(rank, **{key: {"n": 1}}) for rank in ranks)
     assert merge([first, second], made.table).of_ranks == {}
-    second = with_state(replace(second, files=("run/1-model_states.pt",)), **{key: {"n": 2}})
+    second = with_state(replace(second, stated_in="run/1-model_states.pt"), **{key: {"n": 2}})
     whole = merge([first, second], made.table)
     assert whole.of_ranks == {"1-model_states.pt": {key: {"n": 2}}}
 

@@ -200,8 +200,8 @@ def test_a_folder_that_is_no_link_is_one_anywhere(source: Path) -> None:
         ("lost+found", False, False),
         ("folder", True, False),
         (".git", False, True),
-        (".hf_metadata", False, False),
-        (".hf_metadata", True, False),
+        (".listed", False, False),
+        (".listed", True, False),
     ],
 )
 def test_hidden_folders_and_those_of_a_filesystem_are_closed(
@@ -209,7 +209,8 @@ def test_hidden_folders_and_those_of_a_filesystem_are_closed(
 ) -> None:
     monkeypatch.setattr(sources, "is_denied", lambda path: is_denied)
     (tmp_path / name).mkdir()
-    assert SiblingList(str(tmp_path)).is_closed(entry(tmp_path / name)) == is_closed
+    siblings = SiblingList(str(tmp_path), frozenset({".listed"}))
+    assert siblings.is_closed(entry(tmp_path / name)) == is_closed
 
 
 def test_the_folder_of_a_filesystem_is_named(

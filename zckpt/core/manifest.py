@@ -236,6 +236,11 @@ class Manifest(Struct, frozen=True):
     """What the files of further ranks state otherwise than the first one, as JSON: by the name of
     the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
     only compared: a target has what the first rank states."""
+    rank_keys: tuple[str, ...] = ()
+    """The keys of `state` that the files of each rank state for themselves, beside those that every
+    format has: the first rank's values are taken."""
+    stated_in: str = ""
+    """The file that states what is no tensor, for messages; empty if no single one does."""
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What files state about where their parts belong, as JSON: by the name of the file, and by
     key. It is only compared, with that of a checkpoint of the same files."""

@@ -27,7 +27,7 @@ from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, tensors_
 from .weights import WEIGHTS
 
 Groups = tuple[dict[str, Any], ...] | None
-OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra")
+OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Manifest.rank_keys
 OF_ONE_RANK = ("members", OTHER, *PLACES.values())  # of the optimizer
 
 
@@ -319,7 +319,7 @@ def _without_own_numbers(ranks: Sequence[Manifest]) -> tuple[dict[str, Any], lis
 
 
 def _file_of(manifest: Manifest) -> str:
-    return next((file for file in manifest.files if "model_states" in file), manifest.root)
+    return manifest.stated_in or manifest.root
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
@@ -328,14 +328,15 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
     A tensor in the client state is left out too: it may be a rank's own random state.
     """
     differing = {name: values for each in ranks for name, values in each.of_ranks.items()}
-    first = {key: to_json(ranks[0].state.get(key)) for key in OF_RANKS}
+    keys = (*ranks[0].rank_keys, *OF_RANKS)
+    first = {key: to_json(ranks[0].state.get(key)) for key in keys}
     lines: set[str] = set()
     for other in ranks[1:]:
-        stated = {key: to_json(other.state.get(key)) for key in OF_RANKS}
+        stated = {key: to_json(other.state.get(key)) for key in keys}
         if own := {key: value for key, value in stated.items() if value != first[key]}:
             name = os.path.basename(_file_of(other))
             differing[name] = {**own, **differing.get(name, {})}
-        lines |= {key for key in ("lr_scheduler", "data_sampler", "random_ltd") if key in own}
+        lines |= {key for key in ranks[0].rank_keys if key in own}
         ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
         for key in ours.keys() | theirs.keys():
             value = theirs.get(key)

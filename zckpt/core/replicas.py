@@ -2,7 +2,7 @@
 
 Asked before a conversion writes anything, as it reads tensors. What may be done if copies differ
 depends on the axis whose ranks hold them (`AXES`): some drift by nature, of others the user has to
-choose one, or their mean.
+choose one, or their mean. A format's hints say how.
 
 Slices of a cut parameter never have equal moments. If they do, the rule that cuts it is wrong.
 """
@@ -36,44 +36,35 @@ OWN = "own"
 class Ranks(Struct, frozen=True):
     """The ranks of an axis, in words: `taken` is the copy that counts.
 
-    The `hint` says what the user may do if copies differ. None: they drift by nature, the copy that
-    counts is taken, and a warning tells it.
+    If their copies drift by nature, that one is taken, and a warning tells it.
     """
 
     words: str
     taken: str
-    hint: str | None = None
+    drift: bool = False
 
 
 AXES: Mapping[str, Ranks] = {
     # DeepSpeed 0.19.8 sums a tied layer's `tied_weight_attr` alone over stages
-    STAGE: Ranks("stages", "the first stage's"),
-    # those of BLOOM's norms drifted (bigscience PR 271)
-    TENSOR_RANK: Ranks(
-        "tensor ranks",
-        "rank 0's",
-        "if these copies drifted in training, take those of tensor rank 0 with --replicas rank0, "
-        "or their mean with --replicas mean; if they are slices, or parts of a sum, correct the "
-        "rule (--tp-rules)",
-    ),
-    EP_RANK: Ranks(
-        "ep ranks",
-        "rank 0's",
-        "if these copies drifted in training, take those of ep rank 0 with --replicas rank0; if "
-        "not, files of different saves may be mixed: copy all files again",
-    ),
+    STAGE: Ranks("stages", "the first stage's", drift=True),
+    # those of BLOOM's norms drifted (bigscience PR 271): a fault of the training
+    TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
+    EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
 """By the axis that a copy states; one without an axis is another tensor rank's."""
 
+Hints = Mapping[str, str]
+"""What the user may do if copies differ, by the axis whose ranks hold them."""
 
-def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
+
+def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
     """Compares every copy with the tensor that is taken; gives warnings.
 
     `chosen` says what is taken of copies that differ: RANK0, MEAN, or OWN, with which those that
     drift by nature, and may be large, are not compared. Raises InconsistentCheckpoint if others
     differ and nothing is chosen.
     """
-    axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or ranks.hint}
+    axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
     differing = [each for each in compare(matches, manifest, manifest).results if each.differs]
     warnings: list[Notice] = []
@@ -82,8 +73,8 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
         lines = by_key((each.match.a.parameter, _line(each)) for each in own_axis)
         if not lines:
             continue
-        if ranks.hint is None or chosen in (RANK0, MEAN):
-            taken = "their mean" if ranks.hint and chosen == MEAN else ranks.taken
+        if ranks.drift or chosen in (RANK0, MEAN):
+            taken = "their mean" if not ranks.drift and chosen == MEAN else ranks.taken
             warnings += [
                 warning(
                     "copies-differ",
@@ -102,7 +93,7 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
         example = f"{name}: {listed(own, 3)}"
         if chosen is None:
             message = f"{manifest.root}: {differ}: {example}"
-            raise InconsistentCheckpoint("copies-differ", message, hint=ranks.hint, subject=name)
+            raise InconsistentCheckpoint("copies-differ", message, hint=hints[axis], subject=name)
         message = f"{differ}, and each rank keeps its own: {example}"
         warnings.append(warning("copies-differ", message, subject=name))
     return warnings
@@ -120,11 +111,11 @@ def not_compared(manifest: Manifest) -> list[Notice]:
     return [warning("not-compared", message)]
 
 
-def check_joined(manifest: Manifest, chosen: str | None) -> list[Notice]:
+def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
     """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
     _refuse_sums(manifest)
     check_slices(manifest)
-    return compare_copies(manifest, chosen)
+    return compare_copies(manifest, chosen, hints)
 
 
 def copies_of(manifest: Manifest) -> Iterator[Match]:
@@ -144,7 +135,7 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
         match
         for model in manifest.models
         for match in copies_of(model)
-        if match.a.slot == "master" and not AXES[_axis(match.a)].hint
+        if match.a.slot == "master" and AXES[_axis(match.a)].drift
     ]
     results = masters.results_of(manifest, [*map(masters.beginning, matches)])
     pairs = zip(matches, results, strict=True)
@@ -172,7 +163,7 @@ def averaged(manifest: Manifest) -> Manifest:
     for match in copies_of(manifest):
         copy, taken = match.a, match.b
         is_averaged = copy.parameter in manifest.parameters and copy.dtype in FLOATS
-        if taken is not None and is_averaged and AXES[_axis(copy)].hint:
+        if taken is not None and is_averaged and not AXES[_axis(copy)].drift:
             copies.setdefault(copy.name, [taken]).append(copy)
     entries = {}
     for name, entry in manifest.entries.items():

@@ -27,8 +27,6 @@ DEEP = "a folder too deep below others"
 BESIDE = ".zckpt"
 """The folder of a run in which zckpt keeps it for other numbers of ranks: it belongs to no
 checkpoint."""
-OPEN = frozenset({".hf_metadata"})
-"""Names of hidden folders with a model's configuration and tokenizer."""
 MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
 
 
@@ -63,10 +61,11 @@ class SiblingList(Struct, eq=False):
     """The files beside a checkpoint, for a source whose directory is `root`.
 
     `files` may be copied. `left_out` has a note for each reason, with the names of all files that
-    may not.
+    may not. A hidden folder is closed, unless its name is one of `listed`.
     """
 
     root: str
+    listed: frozenset[str] = frozenset()
     files: list[Sibling] = field(default_factory=list)
     _refused: dict[str, list[str]] = field(default_factory=dict)
 
@@ -147,9 +146,6 @@ class SiblingList(Struct, eq=False):
         return entry.is_dir()
 
     def is_closed(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a folder is hidden, or is the one that only its filesystem may list.
-
-        One of `OPEN` is not: a program has written it to be given away with the weights.
-        """
+        """Whether a folder is hidden, or is the one that only its filesystem may list."""
         is_own = entry.name == "lost+found" and sources.is_denied(entry.path)
-        return (entry.name.startswith(".") and entry.name not in OPEN) or is_own
+        return (entry.name.startswith(".") and entry.name not in self.listed) or is_own

@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.filenames import number_of
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
-from ..core.siblings import OPEN, SiblingList
+from ..core.siblings import SiblingList
 from ..errors import Notice, literal, note, warning
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
@@ -29,6 +29,8 @@ SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
+OPEN_FOLDERS = frozenset({".hf_metadata"})
+"""Hidden folders that a program has written to be given away with the weights."""
 CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
 _OF_RANKS = re.compile(r"(?P<folder>\w+)/(?P=folder)_(?:global|dp)_rank_\d+\.pt")
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
@@ -197,7 +199,7 @@ def beside(
     So are those of NeMo AutoModel 0.7: `rng` and `dataloader`, with a file of each rank, and
     `.hf_metadata`. Links are followed inside of the directory `source`, by default `root`.
     """
-    siblings = SiblingList(source or root)
+    siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []
     with os.scandir(root) as items:
         listed = sorted(items, key=lambda item: item.name)
@@ -210,7 +212,7 @@ def beside(
         with os.scandir(item.path) as inside:
             files = sorted(inside, key=lambda file: file.name)
         if files and (
-            item.name in OPEN or all(map(_is_loaded, files)) or all(map(_is_of_rank, files))
+            item.name in OPEN_FOLDERS or all(map(_is_loaded, files)) or all(map(_is_of_rank, files))
         ):
             for file in files:
                 siblings.add(f"{item.name}/{file.name}", file.path)
@@ -228,7 +230,7 @@ def inside(
     NeMo AutoModel keeps the model's configuration and tokenizer there, in `.hf_metadata`, in
     `consolidated` the weights once more, and a script to write them, which names the folder.
     """
-    siblings = SiblingList(source)
+    siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
@@ -254,7 +256,7 @@ def once_more(folder: str, source: str) -> list[Sibling]:
     Links are followed inside of the directory `source`.
     """
     own = os.path.join(folder, CONSOLIDATED)
-    files = SiblingList(source)
+    files = SiblingList(source, OPEN_FOLDERS)
     if sources.is_folder(own) and not sources.is_denied(own):
         files.add_below(own, root=source)
     return files.files

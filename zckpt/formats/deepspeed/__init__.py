@@ -10,20 +10,24 @@
 With pipelines or tensor parallelism there are further model ranks, mp_rank_01 and so on, each with
 such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeline's layers.
 
+    layer_names.py       which layer of a pipeline has a tensor, and which stage may have a layer
     files.py             which files make the checkpoint, of which model ranks; refusals by names
-    ranks.py             what the ranks' files say, and whether they say the same
     flats.py             the flat buffers of fp32 masters and optimizer states
-    read.py              the manifest, of model ranks apart or joined
-    write.py             the same files for other ranks, another stage or type
-    functions.py         what zckpt does with them, and why another run does not load them
-    optimizer_files.py   the files of a target, elastic ones too
-    run_template.py      sources of other engines, with the ranks and groups of a run: `--like`
-    gather/              the engine's own rule for its partitions
+    ranks.py             what the ranks' files say, and whether they say the same
     stage_0/             runs without ZeRO
     model_ranks/         pipelines and tensor parallelism
     moe/                 experts
+    ep_optimizers.py     experts without ZeRO: the optimizers of all ep ranks
+    read.py              the manifest, of model ranks apart or joined
+    gather/              the engine's own rule for its partitions
+    target_ranks.py      which model ranks a target has, and what each one has of the source
+    optimizer_files.py   the files of a target, elastic ones too
+    run_template.py      sources of other engines, with the ranks and groups of a run: `--like`
+    write.py             the same files for other ranks, another stage or type
+    functions.py         what zckpt does with them, and why another run does not load them
 
-What DeepSpeed's universal checkpoints share with these files is in formats/deepspeed_states.
+Each of them imports only what stands above it. What DeepSpeed's universal checkpoints share with
+these files is in formats/deepspeed_states.
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 

@@ -49,8 +49,8 @@ from ..deepspeed_states.directories import (
     refuse_foreign,
     tags_of,
 )
+from ..deepspeed_states.experts import refuse_folded
 from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
-from .moe.auto_ep import refuse_folded
 
 COUNTERS = "global_steps", "global_samples"
 """Keys of a model file, the first of which counts the updates; they follow each other (0.19.8)."""

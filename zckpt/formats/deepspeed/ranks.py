@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,8 +13,15 @@ from msgspec.structs import replace
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
 from ...core.missing_ranks import expecting
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
-from ...files.torchfile import TorchFile
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    brief,
+    listed,
+)
+from ...files.torchfile import Tensor, TorchFile
 from ...training.faults import TRANSPOSED
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
@@ -32,8 +40,7 @@ from ..deepspeed_states.states import (
 )
 from ..ranks import refuse_other_writers
 from .files import MOST, GridFiles, RankFiles
-from .model_ranks.layer_names import untied_layers
-from .model_ranks.pipeline import shapes_of_stage
+from .layer_names import LayerName, untied_layers
 
 # what all ranks state alike, once groups of experts are in one order
 OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
@@ -196,6 +203,68 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
     """What all ranks state alike of their groups."""
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
+
+
+# -- the parameters of a stage whose model file lists none
+
+
+def shapes_of_stage(
+    states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
+) -> list[dict[str, tuple[int, ...]]] | None:
+    """Names and shapes of each flat buffer, in their order; None if no slices are stated.
+
+    DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
+    with `param_shapes: None`. The optimizer files state the name, the place and the number of
+    elements of each slice (`param_slice_mappings`). The files of layers have the shapes.
+
+    `states` are the optimizer's of all data ranks, `layers` the files of the tensor rank's layers.
+    Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
+    UnsupportedCheckpoint if several tied layers may have it.
+    """
+    mappings: list[Any] = [state.get("param_slice_mappings") for state in states]
+    if not all(isinstance(groups, list) for groups in mappings):
+        return None
+    numels = [Counter[str]() for _ in mappings[0]]
+    for groups in mappings:
+        for own, mapping in zip(numels, groups, strict=True):
+            for name, address in mapping.items():  # a `fragment_address`
+                own[name] += int(getattr(address, "state", address)["numel"])
+    tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
+    untied = {number for own in numels for number in untied_layers(own)}
+    return [
+        {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
+        for own in numels
+    ]
+
+
+def _shape(
+    name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
+) -> tuple[int, ...]:
+    """The shape of a parameter; no file says which layer is a tied one."""
+    own = LayerName.of(name)
+    shapes = {
+        tensor.shape
+        for number, tensors in layers.items()
+        if (number == own.number if own.key is None else number not in untied)
+        and isinstance(tensor := tensors.get(own.inner), Tensor)
+        and tensor.numel == numel
+    }
+    if len(shapes) == 1:
+        return tuple(shapes.pop())
+    if shapes:
+        raise UnsupportedCheckpoint(
+            "grid-unsupported",
+            f"several layers may be the tied one of {name}, whose shapes are "
+            f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}",
+            hint="no file says which one it is",
+            subject=name,
+        )
+    raise InconsistentCheckpoint(
+        "mixed-saves",
+        f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
+        hint="files of another save may lie between them; keep those of one save",
+        subject=name,
+    )
 
 
 # -- the grid of model ranks

@@ -29,11 +29,11 @@ from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
 from ..deepspeed_states.states import EngineStates, open_files
 from ..reading import USUAL, Reading
+from .ep_optimizers import manifest_of_experts
 from .files import SOME_STAGES, GridFiles, RankFiles, grid_files, locate
 from .flats import flat_buffers
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.tensor_ranks import joined_slices
-from .moe.ep_optimizers import manifest_of_experts
 from .moe.experts import with_experts
 from .ranks import check_grid, open_ranks
 from .stage_0.optimizer import manifest_of_whole, open_whole

@@ -19,12 +19,12 @@ from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import recovery_scripts
-from .model_ranks.target_ranks import TargetRanks, layer_files, target_ranks
 from .moe import regroup
 from .moe.experts import expert_files
 from .optimizer_files import is_elastic, optimizer_files, warnings_of_elastic
 from .run_template import as_in_run
 from .stage_0.optimizer import model_shells
+from .target_ranks import TargetRanks, layer_files, target_ranks
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:

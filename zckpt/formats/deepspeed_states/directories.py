@@ -14,7 +14,7 @@ from ...core.filenames import by_counting, file_names, number_of
 from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, listed
 from ...files.torchfile import peek
-from ...training.trainers import of_model
+from ...training.trainers import OPEN_FOLDERS, of_model
 
 MODEL = file_names(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_3 = file_names(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -198,7 +198,7 @@ def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoRet
 def siblings(directory: TagDirectory) -> SiblingList:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
     run = directory.run
-    files = SiblingList(run or directory.path)
+    files = SiblingList(run or directory.path, OPEN_FOLDERS)
     if run is None or not any(map(TRAINER.fullmatch, os.listdir(run))):
         return files
     own = {directory.tag, *tags_of(run), *universal_tags(run), *OWN}

@@ -31,6 +31,7 @@ from ...core.facts import ExpertLayer, layers_of
 from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, listed
+from .directories import TagDirectory, refuse
 
 INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
 NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
@@ -250,3 +251,24 @@ class ExpertRanks(Struct, frozen=True):
         """The ep rank in each layer of the ranks that have ep rank `number` of the largest size."""
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}
+
+
+# -- AutoEP, as model files state it
+
+LAYERS = ("ds_autoep_layers", "autoep_layers")
+AUTO_EP_READ = (
+    "AutoEP is read in ZeRO stages 1 and 2, without AutoTP, round_robin_gradients and "
+    "parameter_alignment"
+)
+
+
+def layers_in(model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a model file says of AutoEP's layers; nothing for other models."""
+    stated = next((model[key] for key in LAYERS if model.get(key)), None)
+    return [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
+
+
+def refuse_folded(directory: TagDirectory, model: Mapping[str, Any]) -> None:
+    """Raises UnsupportedCheckpoint if tensor ranks share the experts of AutoEP."""
+    if model.get("folding") or (layers_in(model) and int(model.get("mp_world_size") or 1) > 1):
+        refuse(directory, "AutoEP beside tensor ranks (AutoTP)", AUTO_EP_READ)

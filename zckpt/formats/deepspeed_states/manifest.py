@@ -22,6 +22,7 @@ from ...training.optimizers import name_of_groups
 from . import estimates
 from .directories import siblings, trainer_around
 from .of_files import (
+    RANK_KEYS,
     layout,
     model_values,
     of_ranks,
@@ -85,6 +86,8 @@ def manifest_of(
         state=_state(ranks, tensors, {PARTITIONS: partitions, **numbers}),
         replicas=tuple(tensors.replicas),
         of_ranks=differing_values,
+        rank_keys=RANK_KEYS,
+        stated_in=ranks.models[0].path,
         layout=layout(ranks),
         entries=tensors.entries,
         parameters=tensors.parameters,

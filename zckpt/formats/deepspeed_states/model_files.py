@@ -16,6 +16,7 @@ from ...files.torchshell import Contents, Storages
 from ...naming import peft
 from ...naming.patterns import INFO
 from .experts import ExpertLayers, expert_name, stacked
+from .of_files import RANK_KEYS
 from .target import DeepSpeedTarget
 
 Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]
@@ -74,10 +75,7 @@ def _contents(
         "frozen_param_shapes": frozen_shapes,
         "shared_params": _shared(target, rank),
         "frozen_param_fragments": frozen_fragments,
-        **{
-            key: target.thawed(state.get(key), storages)
-            for key in ("lr_scheduler", "data_sampler", "random_ltd")
-        },
+        **{key: target.thawed(state.get(key), storages) for key in RANK_KEYS},
         **target.counters,
         "dp_world_size": target.dp,
         "mp_world_size": pp * tp,

@@ -17,12 +17,14 @@ from ..strangers import Stranger, is_plain, sorted_out
 from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapper_of
 from .tensors import is_extra
 
+RANK_KEYS = ("lr_scheduler", "data_sampler", "random_ltd")
+"""Keys of a model file, and of the manifest's state, that each model rank states for itself."""
 # keys of the model states that the engine itself writes; all others are the user's client_state
 ENGINE_KEYS = frozenset(
     (
         *("module", "buffer_names", "optimizer", "shared_params", "num_experts"),
         *("param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("lr_scheduler", "data_sampler", "random_ltd"),
+        *RANK_KEYS,
         *("skipped_steps", "global_steps", "global_samples"),
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
         *("ds_config", "ds_version", "ds_autoep_layers"),

@@ -19,6 +19,7 @@ from typing import Any
 from ...core import sources
 from ...core.manifest import Sibling
 from ...core.siblings import SiblingList
+from ...training.trainers import OPEN_FOLDERS
 
 CONFIG, TRAIN_STATE, TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
 LATEST_STATE = f"latest_{TRAIN_STATE}"
@@ -51,7 +52,7 @@ def beside(folder: str) -> SiblingList:
     of_nemo = program_of(folder) == NEMO
     root = os.path.dirname(folder) if of_nemo else folder
     names = (CONTEXT,) if of_nemo else (CONFIG, TRAIN_STATE, TOKENIZER)
-    siblings = SiblingList(root)
+    siblings = SiblingList(root, OPEN_FOLDERS)
     siblings.add_below(root, lambda name, _: name.split("/")[0] not in names)
     return siblings
 

@@ -44,7 +44,7 @@ from ...errors import (
     warning,
 )
 from ...files import safefile
-from ...training.trainers import LOADED
+from ...training.trainers import LOADED, OPEN_FOLDERS
 from ..reading import USUAL, Reading
 from .agreement import checksum, contradictions
 from .files import MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
@@ -419,7 +419,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 def _siblings(path: str) -> SiblingList:
     root = os.path.join(path, SIBLINGS)
-    siblings = SiblingList(path)
+    siblings = SiblingList(path, OPEN_FOLDERS)
     if sources.is_folder(root):
         if leads_out(root, path):
             siblings.add(SIBLINGS, root)

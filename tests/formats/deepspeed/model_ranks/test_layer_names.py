@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zckpt.core.facts import Pipeline
-from zckpt.formats.deepspeed.model_ranks import layer_names
-from zckpt.formats.deepspeed.model_ranks.layer_names import (
+from zckpt.formats.deepspeed import layer_names
+from zckpt.formats.deepspeed.layer_names import (
     LayerName,
     layers_with,
     of_tied,

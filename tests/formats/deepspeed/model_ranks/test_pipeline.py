@@ -24,8 +24,8 @@ from zckpt.files.torchfile import Parsed, TorchFile
 from zckpt.formats.deepspeed.model_ranks.pipeline import (
     joined_stages,
     joined_stages_with_experts,
-    shapes_of_stage,
 )
+from zckpt.formats.deepspeed.ranks import shapes_of_stage
 
 EMBED = "tied_modules.embed.weight"
 ENGINE = FlatBufferEngine("deepspeed", "0.19.8", None, None, False, None, {})

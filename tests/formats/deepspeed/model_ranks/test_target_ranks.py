@@ -13,8 +13,8 @@ from zckpt.core.grid import Grid, Place
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
-from zckpt.formats.deepspeed.model_ranks.target_ranks import TargetRanks, target_ranks
 from zckpt.formats.deepspeed.read import stacked
+from zckpt.formats.deepspeed.target_ranks import TargetRanks, target_ranks
 from zckpt.formats.options import options_of
 
 STAGES = [["1.a"], ["2.a", "3.a"]]

@@ -11,8 +11,9 @@ import torch
 
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from zckpt.files.torchfile import TorchFile
-from zckpt.formats.deepspeed.moe.auto_ep import layers_in, with_slices
+from zckpt.formats.deepspeed.moe.auto_ep import with_slices
 from zckpt.formats.deepspeed_states.directories import TagDirectory
+from zckpt.formats.deepspeed_states.experts import layers_in
 from zckpt.formats.deepspeed_states.states import EngineStates
 
 LAYER = "model.mlp"

@@ -13,9 +13,7 @@ that uses a tied layer has its own copy of weights, masters and moments.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -33,21 +31,19 @@ from ....errors import (
     listed,
     warning,
 )
-from ....files.torchfile import Tensor, TorchFile
+from ....files.torchfile import TorchFile
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .layer_names import (
+from ..layer_names import (
     TIED,
     LayerName,
     of_tied,
     prefix_of,
     spans,
     spans_with,
-    untied_layers,
 )
 
-Shapes = dict[str, tuple[int, ...]]
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
@@ -281,65 +277,3 @@ def _in_order(stage: Manifest) -> Iterator[list[str]]:
         places = [-1 if number is None else number for number in numbers]
         if len({*places}) > 2 and places == sorted(places):
             yield names
-
-
-# -- the parameters of a stage whose model file lists none
-
-
-def shapes_of_stage(
-    states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
-) -> list[Shapes] | None:
-    """Names and shapes of each flat buffer, in their order; None if no slices are stated.
-
-    DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
-    with `param_shapes: None`. The optimizer files state the name, the place and the number of
-    elements of each slice (`param_slice_mappings`). The files of layers have the shapes.
-
-    `states` are the optimizer's of all data ranks, `layers` the files of the tensor rank's layers.
-    Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
-    UnsupportedCheckpoint if several tied layers may have it.
-    """
-    mappings: list[Any] = [state.get("param_slice_mappings") for state in states]
-    if not all(isinstance(groups, list) for groups in mappings):
-        return None
-    numels = [Counter[str]() for _ in mappings[0]]
-    for groups in mappings:
-        for own, mapping in zip(numels, groups, strict=True):
-            for name, address in mapping.items():  # a `fragment_address`
-                own[name] += int(getattr(address, "state", address)["numel"])
-    tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
-    untied = {number for own in numels for number in untied_layers(own)}
-    return [
-        {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
-        for own in numels
-    ]
-
-
-def _shape(
-    name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
-) -> tuple[int, ...]:
-    """The shape of a parameter; no file says which layer is a tied one."""
-    own = LayerName.of(name)
-    shapes = {
-        tensor.shape
-        for number, tensors in layers.items()
-        if (number == own.number if own.key is None else number not in untied)
-        and isinstance(tensor := tensors.get(own.inner), Tensor)
-        and tensor.numel == numel
-    }
-    if len(shapes) == 1:
-        return tuple(shapes.pop())
-    if shapes:
-        raise UnsupportedCheckpoint(
-            "grid-unsupported",
-            f"several layers may be the tied one of {name}, whose shapes are "
-            f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}",
-            hint="no file says which one it is",
-            subject=name,
-        )
-    raise InconsistentCheckpoint(
-        "mixed-saves",
-        f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
-        hint="files of another save may lie between them; keep those of one save",
-        subject=name,
-    )

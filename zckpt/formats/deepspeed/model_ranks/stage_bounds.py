@@ -26,7 +26,7 @@ from ....core.manifest import Manifest
 from ....errors import Notice, WrongOption, warning
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .layer_names import LayerName, layers_with, of_tied, untied_layers, uses_of_files
+from ..layer_names import LayerName, layers_with, of_tied, untied_layers, uses_of_files
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 LAST = "the last bound is the number of all layers, functions included"

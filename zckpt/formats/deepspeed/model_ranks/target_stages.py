@@ -33,7 +33,7 @@ from ....errors import Notice, UnsupportedCheckpoint, WrongOption, warning
 from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options
 from ...groups import without_empty_groups
-from .layer_names import LayerName, Uses, layers_with, spans, spans_with, tied_key, uses_of_files
+from ..layer_names import LayerName, Uses, layers_with, spans, spans_with, tied_key, uses_of_files
 from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stages
 
 

@@ -18,7 +18,7 @@ from ....core.facts import TensorParallel, Vocabulary, layers_of
 from ....core.inert import to_json
 from ....core.manifest import Manifest
 from ....core.merge import in_order, merge
-from ....core.placement import TENSOR_RANK, Shapes, Sliced, Table
+from ....core.placement import EP_RANK, TENSOR_RANK, Shapes, Sliced, Table
 from ....core.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
 from ....core.states import as_unread
 from ....errors import (
@@ -124,6 +124,16 @@ def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
 # -- copies
 
 
+IF_COPIES_DIFFER = {
+    TENSOR_RANK: "if these copies drifted in training, take those of tensor rank 0 with "
+    "--replicas rank0, or their mean with --replicas mean; if they are slices, or parts of a sum, "
+    "correct the rule (--tp-rules)",
+    EP_RANK: "if these copies drifted in training, take those of ep rank 0 with --replicas rank0; "
+    "if not, files of different saves may be mixed: copy all files again",
+}
+"""What the user may do, by the axis whose ranks hold the copies."""
+
+
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """Compares the copies that model ranks hold of a tensor; gives warnings.
 
@@ -134,8 +144,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     if manifest.ranks:
         return _own_copies(manifest)
     if manifest.origin.zero_stage == 0 and layers_of(manifest.engine):
-        return compare_copies(manifest, RANK0 if replicas == RANK0 else None)
-    return check_joined(manifest, replicas) if manifest.origin.tp else []
+        return compare_copies(manifest, RANK0 if replicas == RANK0 else None, IF_COPIES_DIFFER)
+    return check_joined(manifest, replicas, IF_COPIES_DIFFER) if manifest.origin.tp else []
 
 
 def _own_copies(manifest: Manifest) -> list[Notice]:
@@ -150,4 +160,4 @@ def _own_copies(manifest: Manifest) -> list[Notice]:
         model = joined_slices(manifest.models, manifest.origin.tp_rules, KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return warnings
-    return [*warnings, *compare_copies(model, OWN)]
+    return [*warnings, *compare_copies(model, OWN, IF_COPIES_DIFFER)]

@@ -19,29 +19,13 @@ from msgspec.structs import replace
 from ....core.inert import nested
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor
-from ...deepspeed_states.directories import TagDirectory, refuse
+from ...deepspeed_states.directories import refuse
+from ...deepspeed_states.experts import AUTO_EP_READ, layers_in, refuse_folded
 from ...deepspeed_states.states import EngineStates, ParameterShapes
 
-LAYERS = ("ds_autoep_layers", "autoep_layers")
 ROUTER = ".router.gate.weight"
 INFO = "universal_checkpoint_info"
-READ = (
-    "AutoEP is read in ZeRO stages 1 and 2, without AutoTP, round_robin_gradients and "
-    "parameter_alignment"
-)
 OWN_INFO = {"universal_checkpoint_version", "expert_parameter_patterns", "ds_autoep_layers"}
-
-
-def layers_in(model: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a model file says of AutoEP's layers; nothing for other models."""
-    stated = next((model[key] for key in LAYERS if model.get(key)), None)
-    return [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
-
-
-def refuse_folded(directory: TagDirectory, model: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint if tensor ranks share the experts of AutoEP."""
-    if model.get("folding") or (layers_in(model) and int(model.get("mp_world_size") or 1) > 1):
-        refuse(directory, "AutoEP beside tensor ranks (AutoTP)", READ)
 
 
 def with_slices(ranks: EngineStates) -> EngineStates:
@@ -56,9 +40,9 @@ def with_slices(ranks: EngineStates) -> EngineStates:
     refuse_folded(directory, model)
     formats = {str(layer.get("checkpoint_format") or "per_expert_files") for layer in layers}
     if ranks.partitioned or formats != {"per_expert_files"}:
-        refuse(directory, "AutoEP in ZeRO stage 3", READ)
+        refuse(directory, "AutoEP in ZeRO stage 3", AUTO_EP_READ)
     if ranks.round_robin or any(map(any, ranks.first.get("param_alignment_paddings") or ())):
-        refuse(directory, "AutoEP with round_robin_gradients or parameter_alignment", READ)
+        refuse(directory, "AutoEP with round_robin_gradients or parameter_alignment", AUTO_EP_READ)
     for layer in layers:
         _check_placement(ranks, layer)
     prefixes = {str(layer["expert_key_prefix"]) for layer in layers}

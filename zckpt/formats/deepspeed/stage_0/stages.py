@@ -27,7 +27,7 @@ from ...deepspeed_states.tensors import is_extra
 from ...reading import Reading
 from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
-from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
+from ..layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
 from .naming import Weights
 from .numbers import Shape, numbers_of

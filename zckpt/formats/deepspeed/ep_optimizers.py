@@ -22,12 +22,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ....core.dtypes import FLOATS
-from ....core.manifest import Manifest
-from ....core.merge import merge
-from ....core.placement import EP_RANK, Table
-from ....core.states import OTHER
-from ....errors import (
+from ...core.dtypes import FLOATS
+from ...core.manifest import Manifest
+from ...core.merge import merge
+from ...core.placement import EP_RANK, Table
+from ...core.states import OTHER
+from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
@@ -36,23 +36,29 @@ from ....errors import (
     listed,
     warning,
 )
-from ....files.torchfile import Tensor, TorchFile
-from ....training.faults import HASHED_GROUPS
-from ...deepspeed_states.agreement import check_facts
-from ...deepspeed_states.directories import TagDirectory, refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
-from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.of_files import strangers_of
-from ...deepspeed_states.states import EngineStates, Found, dictionary, open_files
-from ...deepspeed_states.tensors import ManifestTensors, is_extra
-from ...reading import Reading
-from ..files import RankFiles
-from ..ranks import hyper_parameters
-from ..stage_0 import naming
-from ..stage_0.numbers import numbers_of
-from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
-from .auto_ep import READ, layers_in
-from .experts import Experts, LayerFiles, files_by_layer, named_of, spread_over, with_tensors
+from ...files.torchfile import Tensor, TorchFile
+from ...training.faults import HASHED_GROUPS
+from ..deepspeed_states.agreement import check_facts
+from ..deepspeed_states.directories import TagDirectory, refuse
+from ..deepspeed_states.experts import (
+    AUTO_EP_READ,
+    ExpertLayers,
+    ExpertRanks,
+    expert_name,
+    layers_in,
+    size_in,
+)
+from ..deepspeed_states.manifest import manifest_of
+from ..deepspeed_states.of_files import strangers_of
+from ..deepspeed_states.states import EngineStates, Found, dictionary, open_files
+from ..deepspeed_states.tensors import ManifestTensors, is_extra
+from ..reading import Reading
+from .files import RankFiles
+from .moe.experts import Experts, LayerFiles, files_by_layer, named_of, spread_over, with_tensors
+from .ranks import hyper_parameters
+from .stage_0 import naming
+from .stage_0.numbers import numbers_of
+from .stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -65,7 +71,7 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
     if layers_in(model):
-        refuse(directory, "AutoEP in ZeRO stage 0", READ)
+        refuse(directory, "AutoEP in ZeRO stage 0", AUTO_EP_READ)
     opened = open_files(files.of_ep, files.parsed)
     optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
     ranks = [states_with(directory, file, model, *each, Found()) for each in optimizers]
@@ -298,6 +304,7 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         first,
         entries=tensors.entries,
         parameters=tensors.parameters,
+        stated_in=whole.file.path,
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),

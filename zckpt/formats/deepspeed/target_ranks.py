@@ -13,24 +13,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core import sources
-from ....core.facts import Pipeline, layers_of
-from ....core.filenames import numbers_of
-from ....core.grid import Grid, Place
-from ....core.layout import Shell
-from ....core.manifest import Manifest, Sibling
-from ....core.merge import merge
-from ....core.placement import Table
-from ....core.records import RecordChecker
-from ....core.replicas import compare_copies
-from ....core.streaming import finish
-from ....errors import Notice, UnsupportedCheckpoint, WrongOption
-from ....files.torchshell import Storages, shell
-from ....training.options import (
+from ...core import sources
+from ...core.facts import Pipeline, layers_of
+from ...core.filenames import numbers_of
+from ...core.grid import Grid, Place
+from ...core.layout import Shell
+from ...core.manifest import Manifest, Sibling
+from ...core.merge import merge
+from ...core.placement import Table
+from ...core.records import RecordChecker
+from ...core.replicas import compare_copies
+from ...core.streaming import finish
+from ...errors import Notice, UnsupportedCheckpoint, WrongOption
+from ...files.torchshell import Storages, shell
+from ...training.options import (
     ALLOW_OBJECT,
     DP,
     DROP_STATE,
@@ -42,17 +43,18 @@ from ....training.options import (
     WEIGHTS_ONLY,
     Options,
 )
-from ...deepspeed_states.directories import LAYER, TagDirectory
-from ...deepspeed_states.model_files import module_weights
-from ...deepspeed_states.options import CONFIG, STAGE
-from ...deepspeed_states.target import DeepSpeedTarget
-from ...vocabulary import lost_rows, resized
-from ..files import grid_files, locate
-from ..read import of_model_ranks, of_tensor_ranks, stacked
+from ..deepspeed_states.directories import LAYER, TagDirectory
+from ..deepspeed_states.model_files import module_weights
+from ..deepspeed_states.options import CONFIG, STAGE
+from ..deepspeed_states.target import DeepSpeedTarget
+from ..vocabulary import lost_rows, resized
+from .files import grid_files, locate
 from .layer_names import prefix_of
-from .stage_bounds import STAGES, is_cut, refuse_without_stages
-from .target_slices import rows_of, sized, slices_of
-from .target_stages import layers_of_names, recut
+from .model_ranks.stage_bounds import STAGES, is_cut, refuse_without_stages
+from .model_ranks.target_slices import rows_of, sized, slices_of
+from .model_ranks.target_stages import layers_of_names, recut
+from .model_ranks.tensor_ranks import IF_COPIES_DIFFER
+from .read import of_model_ranks, of_tensor_ranks, stacked
 
 # names of options: each format has its own declarations of some
 OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # they change files of layers too
@@ -111,7 +113,8 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         files = {*self.copied}
         records = [r for model in self.layers for r in model.records if r.extent.file in files]
         finish([RecordChecker(records, fingerprints=self.source.fingerprints)], everything=True)
-        return [line for each in self.copies for line in compare_copies(each, None)]
+        warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
+        return [*chain.from_iterable(warnings)]
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ....core.facts import Pipeline
-from ....core.grouping import by_key
+from ...core.facts import Pipeline
+from ...core.grouping import by_key
 
 TIED = "tied_modules."
 Value = TypeVar("Value")
