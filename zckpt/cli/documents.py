@@ -4,8 +4,6 @@
 that are not here yet: a reader ignores them.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -5,6 +5,9 @@ and one member `<folder>/data/<key>` per storage. Before 1.6 it is several pickl
 storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage, and a `TorchFile`
 says which bytes of the file are that storage. torch is not imported.
 
+Over 600 lines: the two layouts
+share what a pickle may say, and each refusal says why.
+
 Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
 """
 
