@@ -258,7 +258,7 @@ class ProbeDiff(Document, kw_only=True):
     only_a: list[str]
     only_b: list[str]
     worlds: list[int]
-    unmerged: dict[str, str]
+    unmerged: list[Notice]
     notes: list[Notice]
     metrics: Any
     map: Any
@@ -303,6 +303,7 @@ class Check(Document, kw_only=True):
     sizes: dict[str, int]
     loads: bool
     obstacles: list[Notice]
+    warnings: list[Notice]
     fix: str | None
     refused: Notice | None
 
