@@ -331,6 +331,7 @@ class CleanUp(Document, kw_only=True):
     path: str
     files: list[str]
     uploads: list[str]
+    other_uploads: list[Json]
     bytes: int
     dry_run: bool
 
