@@ -908,7 +908,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "size-kept": Code(
             (),
             "No size was given: the target has the source's.",
-            "`--dp` was left out.",
+            "No `--dp` was given.",
             "Add `--dp N` for another one.",
         ),
         "state-dropped": Code(
