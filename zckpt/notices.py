@@ -914,7 +914,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "state-dropped": Code(
             (),
             "A state was given up.",
-            "`--drop-state` names it.",
+            "The option `--drop-state` names it.",
             "Nothing, if the optimizer can begin without it.",
         ),
         "state-omitted": Code(
