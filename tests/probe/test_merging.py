@@ -153,7 +153,9 @@ def test_a_larger_global_batch_is_listed(recorded: Callable[..., Path], zckpt: Z
     assert "12 rows of all ranks against 24" in of_input["message"]
     assert all("global batches differ" in why for why in texts(report["unmerged"]))
     assert report["big"] is None or report["big"]["kind"] in ("gradient", "metric")
-    assert "that cannot be joined, such as input (model)#0/in[0]" in zckpt("probe-diff", a, b).out
+    printed = zckpt("probe-diff", a, b).out
+    assert "that cannot be joined, such as input (model)#0/in[0]" in printed
+    assert all(f"note: {text}" in printed for text in texts(report["notes"]))
 
 
 def test_a_rank_that_did_not_record(recorded: Callable[..., Path]) -> None:
