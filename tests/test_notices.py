@@ -17,7 +17,7 @@ from zckpt.notices import CODES, FAULT, OPTION, REFUSAL, TOPICS
 from .codes_page import page
 from .conftest import ROOT
 
-KEBAB = re.compile(r"[a-z]+(-[a-z]+)+")
+KEBAB = re.compile(r"[a-z]+(-[a-z]+)*")
 MAKERS = {"warning", "note", "problem", "Notice"} | {
     name
     for name, kind in vars(errors).items()

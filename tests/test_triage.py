@@ -1,4 +1,4 @@
-"""A script that reads `--json` alone tells what is to be done with a checkpoint: `examples/triage.py`."""
+"""`examples/triage.py` reads `--json` alone: does it tell what to do with a checkpoint?"""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def _said(paths: list[Path], shell: Mapping[str, str]) -> list[str]:
         text=True,
         check=True,
     )
-    return [line.removeprefix(f"{path}: ") for line, path in zip(done.stdout.splitlines(), paths)]
+    lines = zip(done.stdout.splitlines(), paths, strict=True)
+    return [line.removeprefix(f"{path}: ") for line, path in lines]
 
 
 def test_damaged_checkpoints_are_told_apart(tmp_path: Path, shell: Mapping[str, str]) -> None:

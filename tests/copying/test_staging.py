@@ -21,7 +21,7 @@ from zckpt.core.folder import Folder
 from zckpt.core.layout import Shell
 from zckpt.errors import Interrupted, TargetExists
 
-from ..conftest import given_away
+from ..conftest import given_away, texts
 from .conftest import folder_at
 
 
@@ -204,7 +204,7 @@ def test_a_target_that_exists_is_never_denied(
     monkeypatch.setattr(os, "unlink", real_unlink)
     assert (tmp_path / "out" / "a").is_file()
     assert len(staged.warnings) == 2
-    assert all("is complete" in warning for warning in staged.warnings)
+    assert all("is complete" in warning for warning in texts(staged.warnings))
 
 
 def test_the_last_check_comes_after_the_notice(tmp_path: Path) -> None:

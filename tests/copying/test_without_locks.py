@@ -21,6 +21,7 @@ from zckpt.copying.without_locks import Process, this_process
 from zckpt.core.layout import Shell
 from zckpt.errors import TargetExists, WrongOption
 
+from ..conftest import texts
 from .test_staging import RUN, names
 
 
@@ -103,7 +104,7 @@ def test_a_run_begins_anew(tmp_path: Path) -> None:
         staged.lay([Shell("a", 10, ())])
     assert names(tmp_path / "out") == ["a"]
     assert names(tmp_path / "out.partial") == ["journal", "out"]
-    (line,) = staged.warnings
+    (line,) = texts(staged.warnings)
     assert f"rm -r {tmp_path / 'out.partial'}" in line
 
 

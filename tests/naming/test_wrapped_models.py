@@ -27,7 +27,7 @@ from zckpt.core.manifest import Manifest
 from zckpt.naming.names import canonical, names_of, renamed, respelled, without_words
 from zckpt.reading import alike
 
-from ..conftest import EXAMPLE, needs
+from ..conftest import EXAMPLE, needs, texts
 
 compiled = partial(torch.compile, backend="eager")
 
@@ -131,13 +131,13 @@ def test_wrappers(kind: str, form: str, plain: tuple[dict[str, Any], Path], tmp_
     for pair in ((source, other), (other, source)):
         report = zckpt.verify(*pair, **named)
         assert report["equal"], (report["problems"][:2], report["states"], report["groups"])
-        assert is_wrapped == any("which wrappers add" in line for line in report["notes"])
+        assert is_wrapped == any("which wrappers add" in line for line in texts(report["notes"]))
         report = zckpt.diff(*pair, **named)
         assert report["equal"]
-        assert is_wrapped == any("which wrappers add" in line for line in report["notes"])
+        assert is_wrapped == any("which wrappers add" in line for line in texts(report["notes"]))
     report = zckpt.convert(source, tmp_path / "weights", weights_only=True)
     assert_loads(load_file(tmp_path / "weights" / "model.safetensors"), plain[0])
-    assert is_wrapped == any("which wrappers add" in line for line in report["warnings"])
+    assert is_wrapped == any("which wrappers add" in line for line in texts(report["warnings"]))
     zckpt.convert(source, tmp_path / "universal", **named)
     zckpt.convert(tmp_path / "universal", tmp_path / "later", weights_only=True)
     assert_loads(load_file(tmp_path / "later" / "model.safetensors"), plain[0])
@@ -178,7 +178,7 @@ def test_gathered_and_proof_against_a_plain_run(
     for pair in ((source, plain[1]), (plain[1], source)):
         report = zckpt.verify(*pair, gather=True, device="cpu", **named)
         assert report["equal"], report["differences"][:2]
-        assert any("_orig_mod" in line for line in report["notes"])
+        assert any("_orig_mod" in line for line in texts(report["notes"]))
     proof = tmp_path / "proof.json"
     report = zckpt.verify(plain[1], source, **named)
     proof.write_text(json.dumps(report))
@@ -256,7 +256,7 @@ def test_export(form: str, tmp_path: Path) -> None:
         source = tmp_path / "run" / "dcp"
         dcp.save({"model": model.state_dict()}, checkpoint_id=str(source), no_dist=True)
     report = zckpt.export(source, tmp_path / "out", config=tmp_path / "config")
-    assert any("_orig_mod" in line for line in report["warnings"])
+    assert any("_orig_mod" in line for line in texts(report["warnings"]))
     loaded, info = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )

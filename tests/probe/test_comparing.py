@@ -22,7 +22,7 @@ from zckpt.errors import (
 )
 from zckpt.probe import runs
 
-from ..conftest import ROOT, Result
+from ..conftest import ROOT, Result, texts
 
 Zckpt = Callable[..., Result]
 DUMPS = ROOT / "tests" / "data" / "onnxruntime-activations"
@@ -201,7 +201,7 @@ def test_what_was_compared_by_its_shape_alone_is_said(run_a: Path, tmp_path: Pat
         del lines[-1][key]
     for name in ("b", "c"):
         write(tmp_path / name, lines)
-    (note,) = probe.compare(tmp_path / "b", tmp_path / "c")["notes"]
+    (note,) = texts(probe.compare(tmp_path / "b", tmp_path / "c")["notes"])
     assert note.startswith("without numbers, 1 record, such as step 9, batch 1, backward")
 
 
@@ -239,7 +239,7 @@ def test_runs_that_share_nothing(run_a: Path, tmp_path: Path) -> None:
 
 def test_other_numbers_of_processes_are_said(run_a: Path, tmp_path: Path) -> None:
     b = write(tmp_path / "b", events(), world=2)
-    (note,) = probe.compare(run_a, b)["notes"]
+    (note,) = texts(probe.compare(run_a, b)["notes"])
     assert note.startswith("1 process against 2")
 
 
@@ -413,9 +413,10 @@ def test_dumps_that_begin_late_and_lack_files(tmp_path: Path) -> None:
     assert report["only_a"] == ["step 1, batch 0, forward after_act"]
     assert len(set(report["notes"])) == len(report["notes"])
     assert any(
-        "after_act_forward is in order.txt, but its file is missing" in n for n in report["notes"]
+        "after_act_forward is in order.txt, but its file is missing" in n
+        for n in texts(report["notes"])
     )
-    assert any("not in order.txt, such as more_forward" in note for note in report["notes"])
+    assert any("not in order.txt, such as more_forward" in note for note in texts(report["notes"]))
     dump = copy / "step_1" / "more_forward"
     dump.write_text(
         dump.read_text().replace("samples(top 128): tensor([", "samples(top 128): tensor([x, ")

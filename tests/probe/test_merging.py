@@ -14,7 +14,7 @@ from torch.nn import functional
 from zckpt import probe
 from zckpt.probe import recording, runs
 
-from ..conftest import Result
+from ..conftest import Result, texts
 
 Zckpt = Callable[..., Result]
 Rows = Callable[[int, int], Any]
@@ -73,7 +73,7 @@ def test_runs_of_the_same_rows_agree(
 ) -> None:
     report = probe.compare(recorded("a", one, rows), recorded("b", other, rows))
     assert report["big"] is None
-    assert (report["only_a"], report["only_b"], report["unmerged"]) == ([], [], {})
+    assert (report["only_a"], report["only_b"], report["unmerged"]) == ([], [], [])
     kinds = {record.kind for record in runs.read(report["a"]).ranks[0]}
     assert kinds == {"input", "forward", "backward", "parameter", "gradient", "metric"}
     assert report["records"] == len(runs.read(report["a"]).ranks[0])
@@ -83,7 +83,7 @@ def test_rows_in_another_order(recorded: Callable[..., Path]) -> None:
     """One run takes them in turns, the other does not: what has no order agrees."""
     report = probe.compare(recorded("a", 2, IN_TURNS), recorded("b", 3, CONTIGUOUS))
     assert report["big"] is None
-    assert any("order of rows is not compared" in note for note in report["notes"])
+    assert any("order of rows is not compared" in note for note in texts(report["notes"]))
 
 
 def test_equal_rows_are_equal_bit_for_bit(recorded: Callable[..., Path]) -> None:
@@ -91,7 +91,7 @@ def test_equal_rows_are_equal_bit_for_bit(recorded: Callable[..., Path]) -> None
     report = probe.compare(recorded("a", 2), recorded("b", 4))
     first = report["first"]
     assert first is None or first["kind"] != "input"
-    inputs = [line for line in report["notes"] if "rank 0 first" in line]
+    inputs = [line for line in texts(report["notes"]) if "rank 0 first" in line]
     assert inputs
 
 
@@ -100,7 +100,7 @@ def test_gradient_accumulation(batches: int, recorded: Callable[..., Path]) -> N
     """Two ranks with one batch, one rank with several: all batches of the step are joined."""
     report = probe.compare(recorded("a", 2), recorded("b", 1, batches=batches))
     assert report["big"] is None
-    assert report["unmerged"] == {}
+    assert report["unmerged"] == []
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_ranks_with_the_same_rows(recorded: Callable[..., Path]) -> None:
     """What is the same on all ranks is compared once."""
     every: Rows = lambda rank, world: slice(None)  # noqa: E731
     report = probe.compare(recorded("a", 2, every), recorded("b", 3, every))
-    assert (report["big"], report["unmerged"]) == (None, {})
+    assert (report["big"], report["unmerged"]) == (None, [])
 
 
 def test_a_larger_global_batch_is_listed(recorded: Callable[..., Path], zckpt: Zckpt) -> None:
@@ -148,15 +148,19 @@ def test_a_larger_global_batch_is_listed(recorded: Callable[..., Path], zckpt: Z
     double: Rows = lambda rank, world: slice(rank * ROWS, (rank + 1) * ROWS)  # noqa: E731
     a, b = recorded("a", 1), recorded("b", 2, double, tokens=more)
     report = probe.compare(a, b)
-    assert report["unmerged"]["input (model)#0/in[0]"].startswith("12 rows of all ranks against 24")
-    assert all("global batches differ" in why for why in report["unmerged"].values())
+    of_input = report["unmerged"][0]
+    assert of_input["subject"] == "input (model)#0/in[0]"
+    assert "12 rows of all ranks against 24" in of_input["message"]
+    assert all("global batches differ" in why for why in texts(report["unmerged"]))
     assert report["big"] is None or report["big"]["kind"] in ("gradient", "metric")
-    assert "that cannot be joined, such as input (model)#0/in[0]" in zckpt("probe-diff", a, b).out
+    printed = zckpt("probe-diff", a, b).out
+    assert "that cannot be joined, such as input (model)#0/in[0]" in printed
+    assert all(f"note: {text}" in printed for text in texts(report["notes"]))
 
 
 def test_a_rank_that_did_not_record(recorded: Callable[..., Path]) -> None:
     report = probe.compare(recorded("a", 2), recorded("b", 4, ranks=[0, 1, 3]))
-    assert any("has no record of rank 2" in why for why in report["unmerged"].values())
+    assert any("has no record of rank 2" in why for why in texts(report["unmerged"]))
     assert report["big"] is None  # the weights are compared
 
 

@@ -19,7 +19,7 @@ from zckpt import read
 from zckpt.errors import InconsistentCheckpoint
 
 from .. import faults
-from ..conftest import EXAMPLE, ROOT, Result
+from ..conftest import EXAMPLE, ROOT, Result, texts
 from ..engines.cases import CASES
 from ..manifests import changed
 
@@ -104,7 +104,7 @@ class Faults:
         faults.flip_padding(copy, mended)
         alone, against = self.check(copy, original, alone=False, against=False)
         for report in (alone, against) if self.tells_weights or not mended else (against,):
-            (note,) = report["notes"]
+            (note,) = texts(report["notes"])
             assert "padding" in note
             assert "harmless" in note
 
@@ -646,7 +646,7 @@ class TestOptions:
         """`verify` says what `convert` says of a source, and finds nothing because of it."""
         data = ROOT / "tests" / "data" / "megatron-0.16.1-tp2" / "iter_0000003"
         run = shutil.copytree(data, tmp_path / "iter_0000004")
-        (warning,) = read(run).warnings
+        (warning,) = texts(read(run).warnings)
         ended = zckpt("verify", run)
         assert (ended.code, ended.err) == (0, f"Warning: {warning}\n")
         assert zckpt("verify", run, "-q").err == ""

@@ -11,6 +11,9 @@ import random
 from copy import deepcopy
 from typing import Any
 
+from zckpt.core.description import line_of
+from zckpt.errors import note
+
 Document = dict[str, Any]
 SLOTS = {"param": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
 """Bytes of an element."""
@@ -467,8 +470,11 @@ def against() -> Document:
             {"what": "hyper-parameters of 2 groups", "by": "values", "result": "1 differs"},
         ],
         "not_compared": [
-            "The states of the data loader have no counterpart in the other one.",
-            *(f"only there: extra.{number}/param" for number in range(30)),
+            line_of(note("not-compared", message))
+            for message in (
+                "The states of the data loader have no counterpart in the other one.",
+                *(f"only there: extra.{number}/param" for number in range(30)),
+            )
         ],
         "differences": [{"what": "lr of group 0", "a": 0.0003, "b": 0.00029}],
     }

@@ -84,8 +84,13 @@ def test_distances(chunk: int | None, example: Path, document: Make) -> None:
         return bits.tobytes()
 
     change(example, "fc1.weight/param", moved)
-    master = zckpt.load(example, "fc1.weight/master").bfloat16().view(torch.int16).int()
-    weight = zckpt.load(example, "fc1.weight/param").view(torch.int16).int()
+    master = (
+        zckpt.load(example, "fc1.weight/master", accept_weights=True)
+        .bfloat16()
+        .view(torch.int16)
+        .int()
+    )
+    weight = zckpt.load(example, "fc1.weight/param", accept_weights=True).view(torch.int16).int()
     ordered = [torch.where(x < 0, -(x & 0x7FFF), x) for x in (master, weight)]
     apart = (ordered[0] - ordered[1]).abs().flatten().tolist()
     expected = Counter(">1024" if n > 1024 else str(n) if n < 3 else _bin(n) for n in apart)

@@ -25,7 +25,7 @@ from zckpt.core.checksum import crc32
 from zckpt.errors import NotEnoughSpace, TargetExists, UnsupportedCheckpoint, WrongOption
 from zckpt.resume import beside, resuming
 
-from ..conftest import ROOT, Result, given_away
+from ..conftest import ROOT, Result, given_away, texts
 from ..copying.test_journal import without_attributes
 from ..processes.conftest import Start, start, until  # noqa: F401
 from ..test_resume import files
@@ -594,7 +594,7 @@ def test_what_a_killed_job_left_without_locks(
     killed.wait()
     (begun,) = (run / BESIDE).glob("*.partial")
     report = zckpt.auto_resume(run, dp=2).report  # type: ignore[union-attr]
-    assert any(f"{begun} was removed" in line for line in report["warnings"])
+    assert any(f"{begun} was removed" in line for line in texts(report["warnings"]))
     assert names(run) == [f"{TAGS[-1]}-dp2"]
 
 

@@ -100,7 +100,7 @@ def test_what_no_command_makes(
     assert "nothing makes it fit: " in ended.out
     assert refused in ended.out
     report = zckpt("check", source, *words, "--json").document
-    assert (report["fix"], refused in report["refused"]) == (None, True)
+    assert (report["fix"], refused in report["refused"]["message"]) == (None, True)
 
 
 def test_a_run_that_names_no_iteration(tmp_path: Path, zckpt: Run) -> None:

@@ -13,7 +13,7 @@ import zckpt
 from zckpt.resume.runs import candidates
 
 from .. import faults
-from ..conftest import Once, needs
+from ..conftest import Once, needs, texts
 from ..engines import resumed
 from ..engines.resumed import KILLED_AT, STEPS, Program, Trained
 from .conftest import BESIDE, cut, original, snapshot
@@ -149,6 +149,6 @@ def test_a_job_that_dies_while_it_saves(name: str, killed: Killed, tmp_path: Pat
     resumed.start(PROGRAMS[name], run, RANKS, kill="save")
     again = resumed.start(PROGRAMS[name], run, 3)
     assert again.report["checkpoint"].endswith(str(SAVED_AT))
-    assert any(str(KILLED_AT + 1) in line for line in again.report["warnings"])
+    assert any(str(KILLED_AT + 1) in line for line in texts(again.report["warnings"]))
     expected = {step: loss for step, loss in killed.losses.items() if step >= SAVED_AT}
     assert again.losses == pytest.approx(expected, rel=1e-5)

@@ -16,7 +16,7 @@ from zckpt.copying import staging
 from zckpt.core.folder import JOURNAL as NAME
 from zckpt.errors import TargetExists
 
-from ..conftest import EXAMPLE, Result, given_away
+from ..conftest import EXAMPLE, Result, given_away, texts
 
 Command = Callable[..., Result]
 RESHARD = ("reshard", EXAMPLE, "out", "--dp", 2)
@@ -207,7 +207,7 @@ def test_partial_is_replaced_while_it_is_written(to: str, home: Path) -> None:
         return lambda _: None
 
     report = package.convert(EXAMPLE, "out", to=to, begin=begin, **FORMATS[to])
-    assert any("out.partial could not be removed" in line for line in report["warnings"])
+    assert any("out.partial could not be removed" in line for line in texts(report["warnings"]))
     assert seen(home) == before
     assert {name: row[-1] for name, row in seen(home.parent / "out").items()} == {
         name: row[-1] for name, row in seen(home.parent / "good").items()

@@ -17,6 +17,8 @@ import zckpt
 from zckpt.core import sources
 from zckpt.errors import SourceChanged
 
+from ..conftest import texts
+
 FORMATS = ["deepspeed", "deepspeed-universal", "dcp", "gathered", "onnxruntime", "universal"]
 
 
@@ -156,7 +158,9 @@ def test_planted_files_are_left_out_and_named(example: Path, to: str, wanted: st
     assert not any(name.rpartition("/")[2] in PLANTED for name in files)
     for path in files:
         assert b"SECRET" not in (target / path).read_bytes()
-    words = {word for line in report["left_out"] for word in line.partition(": ")[0].split(", ")}
+    words = {
+        word for line in texts(report["left_out"]) for word in line.partition(": ")[0].split(", ")
+    }
     assert words >= PLANTED
     prefix = "siblings/" if wanted == "universal" else ""
     carried = {name for name in TRAINER if f"{prefix}{name}" in files}

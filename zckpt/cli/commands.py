@@ -342,9 +342,7 @@ def formats(as_json: bool) -> None:
         )
 
 
-@cli.command(
-    "schema", examples=("zckpt schema verify", "zckpt schema reshard > reshard.schema.json")
-)
+@cli.command("schema", examples=("zckpt schema verify", "zckpt schema reshard"))
 @click.argument("command")
 def schema(command: str) -> None:
     """Print the JSON Schema of what COMMAND prints with --json."""

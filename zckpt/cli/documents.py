@@ -256,7 +256,7 @@ class ProbeDiff(Document, kw_only=True):
     only_a: list[str]
     only_b: list[str]
     worlds: list[int]
-    unmerged: dict[str, str]
+    unmerged: list[Notice]
     notes: list[Notice]
     metrics: Any
     map: Any
@@ -301,6 +301,7 @@ class Check(Document, kw_only=True):
     sizes: dict[str, int]
     loads: bool
     obstacles: list[Notice]
+    warnings: list[Notice]
     fix: str | None
     refused: Notice | None
 
@@ -328,6 +329,7 @@ class CleanUp(Document, kw_only=True):
     path: str
     files: list[str]
     uploads: list[str]
+    other_uploads: list[Json]
     bytes: int
     dry_run: bool
 

@@ -289,14 +289,13 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
             if names := report[f"only_{side}"]:
                 records = counted(len(names), "record")
                 print(f"only {safe(report[side])} has {records}, such as {safe(names[0])}")
-        if names := report["unmerged"]:
-            example = next(iter(names))
+        if lines := report["unmerged"]:
             print(
-                f"not compared: {counted(len(names), 'tensor')} that cannot be joined, such as "
-                f"{safe(example)} ({safe(names[example])})"
+                f"not compared: {counted(len(lines), 'tensor')} that cannot be joined, such as "
+                f"{spoken(lines[0])}"
             )
         for line in report["notes"]:
-            print(f"note: {safe(line)}")
+            print(f"note: {spoken(line)}")
         if advice := report.get("advice"):
             print(f"note: {spoken(advice)}")
         if first:

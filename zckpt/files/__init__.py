@@ -6,6 +6,7 @@ business.
     zipdirectory.py   the members of a zip
     unpickle.py       a pickle as plain data; pickling.py is the way back
     torchfile.py      files of torch.save; torchshell.py writes them
+    torchtensors.py   the tensors in their pickles
     beginning.py      a number in such a file, for which it is read from its beginning
     safefile.py       safetensors files, read and written
     hdf5file.py       HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them

@@ -5,8 +5,7 @@ and one member `<folder>/data/<key>` per storage. Before 1.6 it is several pickl
 storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage, and a `TorchFile`
 says which bytes of the file are that storage. torch is not imported.
 
-Over 600 lines: the two layouts
-share what a pickle may say, and each refusal says why.
+Over 600 lines: the two layouts share what a pickle may say, and each refusal says why.
 
 Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
 """
@@ -22,23 +21,24 @@ from msgspec import Struct
 
 from ..core import sources
 from ..core.checksum import crc32
-from ..core.dtypes import FROM_TORCH, NUMBERS, SIZES, STORAGES, decode
+from ..core.dtypes import NUMBERS, SIZES, STORAGES, decode
 from ..core.fileio import crc_of
 from ..core.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
-from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
+from ..core.inert import Global, Scalar, TensorName, inside, map_values, to_json
 from ..core.manifest import Entry
-from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
-from .unpickle import BUILTINS, Build, Unpickler
+from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
+from .torchtensors import CONTIGUOUS, TENSORS, runs_of, size_of
+from .torchtensors import Storage as Storage
+from .torchtensors import Tensor as Tensor
+from .unpickle import BUILTINS, Unpickler
 from .zipdirectory import ZipMember, read_directory
 
-TORCH_DTYPES = {f"torch.{torch_name}": name for torch_name, name in FROM_TORCH.items()}
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
 # weights and states of a million parameters fit in.
 MAX_PICKLE = 1 << 30
 FIRST_READ = 1 << 24  # bytes of a file of torch before 1.6, whose pickles are at the beginning
 # As in unpickle.py. Long files of engines have a value for 10 bytes and a container for 45 at most.
 MOST_VALUES, MOST_CONTAINERS = 1_200_000, 270_000
-MAX_AXES = 64  # torch's own limit
 # Tensors of one file may share memory: tied weights, views of a flat buffer, and masks that were
 # expanded to a batch (stride 0). These bounds leave room for all of them. Without bounds a tensor
 # with stride 0 has any size, and whoever reads it never ends.
@@ -46,6 +46,7 @@ SPARE_BYTES, COPIES = 64 << 20, 8  # of all tensors: a fixed number, and times t
 SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that do not follow each other
 ZIP, PROTOCOLS = b"PK\3\4", (b"\2", b"\3", b"\4", b"\5")  # how files and pickles begin
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
+FUNCTIONS = {**BUILTINS, **TENSORS}
 _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 """The error of the last pickle that could not be read, by its file."""
 
@@ -78,50 +79,6 @@ class Parsed(dict[tuple[int, int, int], _Loaded]):
 
 _peeked: dict[tuple[int, int, int], _Loaded] = {}
 """The last pickle that `peek` parsed, until a TorchFile takes it."""
-
-
-class Storage(Struct, frozen=True):
-    """`length` bytes of the file, named by `key`; a view begins `start` bytes into them."""
-
-    key: str
-    dtype: str
-    length: int
-    start: int = 0
-
-
-class Tensor(Struct, frozen=True):
-    """A tensor inside a pickle: `offset` and `strides` count elements of `storage`."""
-
-    storage: Storage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
-        if not self.numel:
-            return True
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Where its bytes begin: equal for tensors that share memory (tied weights)."""
-        return self.storage.key, self.storage.start + self.offset * SIZES[self.dtype]
-
-    def part(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a contiguous tensor, flat."""
-        return Tensor(self.storage, self.dtype, self.offset + start, (stop - start,), (1,))
 
 
 class TorchFile:
@@ -498,7 +455,7 @@ class _Parser(Unpickler):
         super().__init__(
             data,
             start,
-            table=_FUNCTIONS,
+            table=FUNCTIONS,
             persistent=self.storage,
             most_values=MOST_VALUES,
             most_containers=MOST_CONTAINERS,
@@ -515,7 +472,7 @@ class _Parser(Unpickler):
             for tensor in self.collected
         }.values()
         length = sum([prod(tensor.shape) * SIZES[tensor.dtype] for tensor in views])
-        runs = sum([_runs(tensor) for tensor in views if tensor.strides not in _CONTIGUOUS])
+        runs = sum([runs_of(tensor) for tensor in views if tensor.strides not in CONTIGUOUS])
         return _Loaded(value, length, runs, (*self.globals,))
 
     def load(self) -> Any:
@@ -541,113 +498,9 @@ class _Parser(Unpickler):
         # torch < 1.6: the view is (key, offset, numel) in a larger storage
         first = view[0][1] if view and view[0] else 0
         size = SIZES[dtype]
-        storage = Storage(key, dtype, _size(numel) * size, _size(first) * size)
+        storage = Storage(key, dtype, size_of(numel) * size, size_of(first) * size)
         self.storages.setdefault(key, storage)
         return storage
-
-
-def _size(count: Any) -> int:
-    if type(count) is not int or not 0 <= count < 1 << 60:
-        raise CorruptCheckpoint("file-damaged", "a tensor has an impossible size or stride")
-    return count
-
-
-def _tensor(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    _grad: Any = None,
-    _hooks: Any = None,
-    lazy: Any = None,
-) -> Tensor:
-    if not isinstance(storage, Storage) or len(shape) != len(strides):
-        raise CorruptCheckpoint(
-            "file-damaged", "a pickle builds a tensor from a value that is not a storage"
-        )
-    if len(shape) > MAX_AXES:
-        raise CorruptCheckpoint("file-damaged", f"a tensor has {len(shape)} axes")
-    if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
-        raise UnsupportedCheckpoint(
-            "storage-unsupported",
-            "a tensor has a pending conjugation or negation",
-            hint="save what tensor.resolve_conj().resolve_neg() returns",
-        )
-    sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
-    _size(prod(sizes))
-    return Tensor(storage, storage.dtype, _size(offset), sizes, steps)
-
-
-_CONTIGUOUS = ((), (1,))
-"""The strides of most tensors that are contiguous."""
-
-
-def _runs(tensor: Tensor) -> int:
-    """How many runs of elements a tensor is, as its strides give them; 0 if it is contiguous."""
-    if tensor.contiguous:
-        return 0
-    inner = [size for size, stride in zip(tensor.shape, tensor.strides, strict=True) if stride == 1]
-    return tensor.numel // max([1, *inner])
-
-
-def _typed_tensor(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: Any,
-    lazy: Any = None,
-) -> Tensor:
-    # dtypes without a storage class of their own: float8, uint16... (torch >= 2.0)
-    name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
-    if name is None:
-        raise UnsupportedCheckpoint(
-            "type-unsupported",
-            f"zckpt does not read tensors of type {brief(getattr(dtype, 'name', dtype))}",
-            hint="cast them before saving, or leave them out of the checkpoint",
-        )
-    plain = _tensor(storage, offset, shape, strides, grad, hooks, lazy)
-    return Tensor(plain.storage, name, plain.offset, plain.shape, plain.strides)
-
-
-def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
-    # a tensor with attributes, such as ZeRO-3's fp32 groups (`ds_id`); others stay records
-    plain = isinstance(function, Global) and function.name in _TENSORS
-    if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
-        return _TENSORS[function.name](*arguments)
-    return Foreign(Global(REBUILD), (function, cls, arguments, state))
-
-
-def class_of(value: Any) -> str:
-    """The class of a tensor that stayed a record, as it has a class of its own; else empty."""
-    if not isinstance(value, Foreign) or value.name != REBUILD or len(value.arguments) != 4:
-        return ""
-    cls = value.arguments[1]
-    return cls.name if isinstance(cls, Global) else "?"
-
-
-def shape_of_record(value: Foreign) -> tuple[int, ...] | None:
-    """The shape that such a record states (`_rebuild_wrapper_subclass`); None if it states none."""
-    function, _, arguments, _ = value.arguments
-    is_wrapper = isinstance(function, Global) and function.name.endswith("_wrapper_subclass")
-    sizes = arguments[2] if is_wrapper and isinstance(arguments, tuple) and arguments[2:] else None
-    are_sizes = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
-    return tuple(sizes) if sizes is not None and are_sizes else None
-
-
-REBUILD = "torch._tensor._rebuild_from_type_v2"
-_PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
-_TENSORS: dict[str, Build] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed_tensor,
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    REBUILD: _from_type,
-}
-_FUNCTIONS = {**BUILTINS, **_TENSORS}
 
 
 def _member(file: int, member: ZipMember, path: str) -> bytes:

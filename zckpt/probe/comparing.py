@@ -73,7 +73,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
             hint="--noise takes a second run of the program of the first run, on as many ranks",
         )
     notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
-    worlds, unmerged = (a.world, b.world), dict[str, str]()
+    worlds, unmerged = (a.world, b.world), list[Notice]()
     original = a
     if is_merged := a.world != b.world:
         merged = merge(a, b)
@@ -125,7 +125,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "only_a": only_a,
         "only_b": only_b,
         "worlds": list(worlds),
-        "unmerged": unmerged,
+        "unmerged": said(unmerged),
         "notes": said(notes),
         "metrics": metrics(events),
         "map": heat([event for event in events if event.a.kind not in ("metric", "input")], steps),

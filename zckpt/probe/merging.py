@@ -29,6 +29,7 @@ from ..core.checksum import combine
 from ..core.dtypes import SIZES
 from ..core.grouping import by_key
 from ..core.statistics import Statistics, json_number
+from ..errors import Notice, note
 from .distances import SAME, TOLERANCES, apart
 from .runs import OF_WEIGHTS, Run, TensorRecord
 
@@ -52,7 +53,7 @@ class Merged(Struct, frozen=True):
     a: Run
     b: Run
     order: str
-    unmerged: dict[str, str]
+    unmerged: list[Notice]
 
 
 class Unmerged(Exception):
@@ -66,7 +67,7 @@ def merge(a: Run, b: Run) -> Merged:
     grouped = [_grouped(run, labels) for run in sides]
     order = _order(sides, grouped)
     records: list[list[TensorRecord]] = [[], []]
-    unmerged: dict[str, str] = {}
+    unmerged: dict[str, Notice] = {}
     shared: set[tuple[str, str]] = set()
     for group in dict.fromkeys((*grouped[0], *grouped[1])):
         parts = [each.get(group) for each in grouped]
@@ -77,7 +78,8 @@ def merge(a: Run, b: Run) -> Merged:
         try:
             pair = _merged(group, sides, [parts[0], parts[1]], order, shared)
         except Unmerged as error:
-            unmerged.setdefault(f"{group[2]} {group[3]}", str(error))
+            key = f"{group[2]} {group[3]}"
+            unmerged.setdefault(key, note("not-compared", f"{key}: {error}", subject=key))
         else:
             for own, record in zip(records, pair, strict=True):
                 own.append(replace(record, batch=group[1]))
@@ -85,7 +87,7 @@ def merge(a: Run, b: Run) -> Merged:
         Run(run.path, run.world, {0: own}, run.notes, run.headers)
         for run, own in zip(sides, records, strict=True)
     ]
-    return Merged(one[0], one[1], order, unmerged)
+    return Merged(one[0], one[1], order, [*unmerged.values()])
 
 
 # -- which records belong together

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..core.description import Report
+from ..core.description import Report, line_of
 from ..core.layers import Places
 from ..core.manifest import Entry
 from ..core.statistics import magnitudes
 from ..core.weights import WEIGHTS
-from ..errors import brief, counted
+from ..errors import brief, counted, note
 from .numbers import finite
 
 OTHERS = {
@@ -140,12 +140,13 @@ def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
             yield {"what": what, "by": "value", "result": result}
 
 
-def _not_compared(report: Report) -> Iterator[str]:
-    yield from (line["message"] for line in report.get("not_compared", ()))
+def _not_compared(report: Report) -> Iterator[Report]:
+    yield from report.get("not_compared", ())
     for side in ("a", "b"):
         for name in report.get(f"only_{side}", ()):
-            yield f"only in {report.get(side) or side}: {name}"
-    yield from (line["message"] for line in report.get("unproven", ()))
+            message = f"only in {report.get(side) or side}: {name}"
+            yield line_of(note("not-compared", message, subject=name))
+    yield from report.get("unproven", ())
 
 
 def _differences(report: Report) -> Iterator[Report]:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ..core.description import VERSION, Report, line_of
+from ..core.description import VERSION, Report, line_of, said
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..core.version import __version__
-from ..errors import counted
+from ..errors import counted, note
 from ..errors import problem as found_wrong
 from . import against, faults, line, masters, numbers, owners, steps
 from .faults import KIND_OF
@@ -137,7 +137,11 @@ def of_probes(report: Report) -> Report:
         for what, event in (("first big difference", big), ("first difference", first))
         if event
     ]
-    alone = [f"only {report[side]} has {name}" for side in "ab" for name in report[f"only_{side}"]]
+    alone = [
+        note("not-compared", f"only {report[side]} has {name}", subject=name)
+        for side in "ab"
+        for name in report[f"only_{side}"]
+    ]
     name = os.path.basename(os.path.abspath(report["a"]))
     about = {
         "engine": "recorded run",
@@ -159,7 +163,7 @@ def of_probes(report: Report) -> Report:
             "proof": [
                 {"what": f"{report['records']:,} records", "by": "distance", "result": result}
             ],
-            "not_compared": [*alone, *(f"{key}: {why}" for key, why in report["unmerged"].items())],
+            "not_compared": [*said(alone), *report["unmerged"]],
             "differences": differences,
         },
         "faults": [],

@@ -20,8 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import zckpt as package
 from zckpt import errors
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.files.torchfile import REBUILD, TorchFile
+from zckpt.files.torchfile import TorchFile
 from zckpt.files.torchshell import Storages, shell
+from zckpt.files.torchtensors import REBUILD
 from zckpt.formats.gathered import ranked
 from zckpt.formats.statedict.slices import taken_of_rank_0
 from zckpt.formats.statedict.tree import Leaf

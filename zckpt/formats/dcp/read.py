@@ -30,7 +30,8 @@ from ...errors import (
 )
 from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
-from ...files.torchfile import Tensor, TorchFile, class_of
+from ...files.torchfile import Tensor, TorchFile
+from ...files.torchtensors import class_of
 from ...training.steps import step_of
 from ...training.trainers import beside, inside, once_more
 from ..reading import USUAL, Reading

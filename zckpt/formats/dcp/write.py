@@ -175,7 +175,7 @@ class DcpWriter(Struct, eq=False, dict=True):
                 f"{folder}/ has files of {counted(number, 'rank')}: a run of "
                 f"{counted(dp, 'rank')} asks for its own, so "
                 f"{'add those' if dp > number else 'some are not read'}",
-                subject=folder,
+                file=folder,
             )
             for folder, number in trainers.ranks_of(self.source.siblings).items()
             if dp is not None and dp != number

@@ -24,7 +24,8 @@ from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile, class_of
+from ...files.torchfile import Tensor, TorchFile
+from ...files.torchtensors import TORCH_DTYPES, class_of
 
 
 class LocalPart(Struct, frozen=True):

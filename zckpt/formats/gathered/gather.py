@@ -29,7 +29,8 @@ from ...core.inert import Foreign, Global
 from ...core.partition import BoxPart, Partition
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files import safefile
-from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile, class_of
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from ...files.torchtensors import TORCH_DTYPES, class_of
 from ..statedict import gather
 from .files import StateDictFiles, locate
 

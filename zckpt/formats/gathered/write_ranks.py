@@ -24,8 +24,9 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.states import others_of
 from ...errors import WrongOption, counted, literal
-from ...files.torchfile import REBUILD, Tensor
+from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, shell
+from ...files.torchtensors import REBUILD
 from ...training.options import DIALECT, DP, Options
 from ..statedict.write import BlankTensor
 from .read import CONFIG, STATED, with_copies

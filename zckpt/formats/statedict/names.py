@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed, warning
-from ...files.torchfile import class_of, shape_of_record
+from ...files.torchtensors import class_of, shape_of_record
 from ...naming import peft
 from ...naming.names import matched
 from .equal_tensors import is_complex, is_float

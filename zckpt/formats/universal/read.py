@@ -70,13 +70,13 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 "version-unsupported",
                 f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
-                subject=name,
+                file=name,
             )
         manifest = _manifest(path, document)
         _require_agreement(manifest, document.get("step", manifest.step))
     except MALFORMED as error:
         raise CorruptCheckpoint(
-            "file-damaged", f"{name} is malformed: {cause(error)}", subject=name
+            "file-damaged", f"{name} is malformed: {cause(error)}", file=name
         ) from error
     return manifest
 
@@ -132,7 +132,7 @@ def _text_of(name: str) -> str:
                 f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
                 f"{MAX_MANIFEST}",
                 hint="zckpt writes none so large: convert again",
-                subject=name,
+                file=name,
             )
         text: str = file.read().decode("utf-8", "surrogatepass")
         return text

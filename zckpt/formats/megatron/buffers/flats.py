@@ -31,7 +31,8 @@ from ....core.slicing import Piece, Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles
-from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ....files.torchfile import Tensor, TorchFile
+from ....files.torchtensors import TORCH_DTYPES
 from ...statedict.tree import TensorPiece
 from ..common_state import OPTIMIZER, WEIGHTS_ONLY
 from ..groups import FileStep, groups_in

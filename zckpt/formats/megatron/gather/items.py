@@ -18,7 +18,8 @@ from ....core.partition import BoxPart, Joined, Partition
 from ....errors import MALFORMED, not_understood
 from ....files.dcpfile import ItemTable, TensorItem, read_table
 from ....files.dcpitems import ItemFiles
-from ....files.torchfile import TORCH_DTYPES, TorchFile
+from ....files.torchfile import TorchFile
+from ....files.torchtensors import TORCH_DTYPES
 from .. import saving_program as programs
 from ..files import OF_FSDP, kind_of
 from . import rule

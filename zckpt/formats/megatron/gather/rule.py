@@ -23,7 +23,8 @@ from ....core.fragments import Runs, solid
 from ....core.inert import Foreign
 from ....core.partition import BoxPart, Joined
 from ....errors import UnsupportedCheckpoint
-from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ....files.torchfile import Tensor, TorchFile
+from ....files.torchtensors import TORCH_DTYPES
 
 ALIGNMENT = 64
 SIZE = SIZES["F32"]  # bytes of an element of masters and moments
