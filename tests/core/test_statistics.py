@@ -337,11 +337,8 @@ def test_nan_and_infinities_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stalled_step_is_told(tmp_path: Path) -> None:
-    manifest = manifest_of(
-        tmp_path,
-        {"a/param": torch.ones(3)},
-        warnings=(warning("step-doubtful", "the step is 256 in ..."),),
-    )
+    said = warning("step-doubtful", "the step is 256 in ...")
+    manifest = manifest_of(tmp_path, {"a/param": torch.ones(3)}, warnings=(said,))
     assert messages(manifest) == ["the step is 256 in ..."]
 
 

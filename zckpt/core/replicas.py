@@ -36,13 +36,13 @@ OWN = "own"
 class Ranks(Struct, frozen=True):
     """The ranks of an axis, in words: `taken` is the copy that counts.
 
-    The `hint` says what the user may do if copies differ. None: they drift by nature, the copy that
-    counts is taken, and a warning tells it.
+    The `remedy` says what the user may do if copies differ. None: they drift by nature, the copy
+    that counts is taken, and a warning tells it.
     """
 
     words: str
     taken: str
-    hint: str | None = None
+    remedy: str | None = None
 
 
 AXES: Mapping[str, Ranks] = {
@@ -73,7 +73,7 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
     drift by nature, and may be large, are not compared. Raises InconsistentCheckpoint if others
     differ and nothing is chosen.
     """
-    axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or ranks.hint}
+    axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or ranks.remedy}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
     differing = [each for each in compare(matches, manifest, manifest).results if each.differs]
     warnings: list[Notice] = []
@@ -82,8 +82,8 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
         lines = by_key((each.match.a.parameter, _line(each)) for each in own_axis)
         if not lines:
             continue
-        if ranks.hint is None or chosen in (RANK0, MEAN):
-            taken = "their mean" if ranks.hint and chosen == MEAN else ranks.taken
+        if ranks.remedy is None or chosen in (RANK0, MEAN):
+            taken = "their mean" if ranks.remedy and chosen == MEAN else ranks.taken
             warnings += [
                 warning(
                     "copies-differ",
@@ -102,7 +102,7 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[Notice]:
         example = f"{name}: {listed(own, 3)}"
         if chosen is None:
             message = f"{manifest.root}: {differ}: {example}"
-            raise InconsistentCheckpoint("copies-differ", message, hint=ranks.hint, subject=name)
+            raise InconsistentCheckpoint("copies-differ", message, hint=ranks.remedy, subject=name)
         message = f"{differ}, and each rank keeps its own: {example}"
         warnings.append(warning("copies-differ", message, subject=name))
     return warnings
@@ -144,7 +144,7 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
         match
         for model in manifest.models
         for match in copies_of(model)
-        if match.a.slot == "master" and not AXES[_axis(match.a)].hint
+        if match.a.slot == "master" and not AXES[_axis(match.a)].remedy
     ]
     results = masters.results_of(manifest, [*map(masters.beginning, matches)])
     pairs = zip(matches, results, strict=True)
@@ -172,7 +172,7 @@ def averaged(manifest: Manifest) -> Manifest:
     for match in copies_of(manifest):
         copy, taken = match.a, match.b
         is_averaged = copy.parameter in manifest.parameters and copy.dtype in FLOATS
-        if taken is not None and is_averaged and AXES[_axis(copy)].hint:
+        if taken is not None and is_averaged and AXES[_axis(copy)].remedy:
             copies.setdefault(copy.name, [taken]).append(copy)
     entries = {}
     for name, entry in manifest.entries.items():

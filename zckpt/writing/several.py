@@ -116,5 +116,6 @@ def _summary(
         by_state = {line["state"]: line for report in reports for line in report[key]}
         summary[key] = [*by_state.values()]
     for key in ("left_out", "warnings", "inferred"):
-        summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+        lines = [line for report in reports for line in report[key]]
+        summary[key] = [line for place, line in enumerate(lines) if line not in lines[:place]]
     return summary

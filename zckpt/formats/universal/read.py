@@ -1,7 +1,5 @@
 """Read a universal checkpoint: manifest.json, and where the safetensors files hold each tensor."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
