@@ -297,13 +297,13 @@ def test_a_missing_package_skips_a_test_only_outside_ci(monkeypatch: pytest.Monk
     assert skipping == []
 
 
-SHOW = ("cli", "display", "errors", "notices")  # rooms that show sentences; reporting/page too
+SHOW = ("cli", "display", "errors", "notices")  # what shows sentences; reporting/page too
 READS_TEXTS = {
-    "core/description.py": 2,
+    "core/description.py": 2,  # a proof of version 1 has texts
     "dcp/source.py": 2,
     "dcp/target.py": 4,
     "files/dcpfile.py": 1,
-    "files/hdf5file.py": 1,
+    "files/hdf5file.py": 1,  # h5py's, which has the number of an OSError in its text alone
     "files/torchfile.py": 1,
     "formats/dcp/read.py": 1,
     "formats/deepspeed/stage_0/stages.py": 1,
@@ -311,18 +311,18 @@ READS_TEXTS = {
     "formats/gathered/read.py": 1,
     "formats/megatron/run_template.py": 1,
     "formats/statedict/read.py": 1,
-    "formats/universal/write.py": 3,
+    "formats/universal/write.py": 3,  # a manifest keeps texts
     "naming/tensor_rules.py": 1,
     "probe/merging.py": 1,
     "processes/group.py": 1,
-    "processes/store.py": 1,
+    "processes/store.py": 1,  # torch's, which has a stack
     "proving.py": 1,
     "reading.py": 1,
     "remote/anywhere.py": 3,
-    "remote/failures.py": 1,
+    "remote/failures.py": 1,  # obstore's, whose classes do not say what failed
     "remote/outgoing.py": 1,
     "reporting/against.py": 2,
-    "reporting/faults.py": 2,
+    "reporting/faults.py": 2,  # a page has each sentence once
     "reporting/lost.py": 2,
     "reporting/making.py": 1,
     "reporting/run.py": 1,
@@ -338,9 +338,7 @@ def texts_read(tree: ast.Module) -> Iterator[ast.AST]:
     """Where a module touches the sentence or the hint of an error, a notice or a report's line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            place = ast.unparse(
-                node.value
-            )  # a constant is a line of a table, such as a known fault
+            place = ast.unparse(node.value)  # in capitals: a known fault, of a table
             if node.attr in ("message", "hint") and place != "self" and not place.isupper():
                 yield node
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
