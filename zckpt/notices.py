@@ -3,7 +3,7 @@
 A code never changes its meaning. It stands for what the user does next, so that several sentences
 share one. `docs/codes.md` is generated from this table.
 
-Over 600 lines: it is one table.
+Over 600 lines: one table, in which each code stands beside those that it could be taken for.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def changed(process: Process, **fields: Any) -> Process:
 def completed(target: Path) -> list[str]:
     with begin(target) as staged:
         pass
-    return staged.warnings
+    return texts(staged.warnings)
 
 
 @pytest.mark.parametrize("name", ["out.gone-1-00000000", "other.gone-1-00000000"])

@@ -17,6 +17,8 @@ from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 
+from ..conftest import texts
+
 SOME = random.Random(1).randbytes(64)
 OTHER = random.Random(2).randbytes(64)
 ZERO = bytes(64)
@@ -45,7 +47,7 @@ def manifest(
 
 def said(manifest: Manifest) -> list[str]:
     """The warnings, without the paths."""
-    return [line.replace(f"{manifest.root}/", "") for line in check_duplicates(manifest)]
+    return [line.replace(f"{manifest.root}/", "") for line in texts(check_duplicates(manifest))]
 
 
 COPIED = "one of the files may have been copied over the other"

@@ -227,8 +227,9 @@ def test_weights_that_are_accepted(store: Store, tmp_path: Path) -> None:
     with pytest.raises(InconsistentCheckpoint, match=r"^1 weight of .* is not its") as raised:
         masters.check(checked, BEGINNINGS, masters.USUAL_HINT)
     assert "--accept-weights" in raised.value.hint
-    (warning,) = masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=True)
-    assert warning.startswith(raised.value.message)
+    (accepted,) = masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=True)
+    assert accepted.code == raised.value.code
+    assert accepted.message.startswith(raised.value.message)
 
 
 def test_masters_stand_with_the_weights_that_they_round_to() -> None:

@@ -18,8 +18,9 @@ from zckpt.core.origin import Origin
 from zckpt.core.placement import SUM, Sliced, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, PLACES
-from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint, note, warning
 
+from ..conftest import texts
 from .grids import Grid, Placed, cut_up, grid, numbers
 
 STAGES = Table("stage")
@@ -278,7 +279,7 @@ def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> 
     whole = merge([first, second], STAGES)
     assert [*whole.parameters] == ["1.0", "0.0", "1.1"]
     assert (whole.groups, whole.state["lr_scheduler"]) == (second.groups, {"_last_lr": [1.0, 3.0]})
-    assert whole.left_out == ("lr_scheduler of model ranks other than 0",)
+    assert texts(whole.left_out) == ["lr_scheduler of model ranks other than 0"]
 
 
 # -- what ranks have of their own
@@ -317,7 +318,7 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     ]
     whole = merge(ranks, made.table)
     assert whole.state["client_state"] == states[0]
-    assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
+    assert texts(whole.left_out) == ["client_state 'own' of model ranks other than 0"]
     assert whole.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
     stated = {"1-model_states.pt": {"loss": 3}}
     again = merge([ranks[0], replace(ranks[1], of_ranks=stated)], made.table).of_ranks
@@ -330,9 +331,9 @@ def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     first, second, third = (stage(name, 1.0) for name in "012")
     second = with_state(second, **{key: 1}, client_state={"late": 1})
     whole = merge([first, second, third], STAGES)
-    assert whole.left_out == tuple(
+    assert texts(whole.left_out) == [
         f"{what} of model ranks other than 0" for what in ("client_state 'late'", key)
-    )
+    ]
 
 
 @pytest.mark.parametrize("key", ["sampler", "client_state", "module_extra"])
@@ -351,7 +352,7 @@ def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
     ranks = [with_state(r, client_state=shared | {"own": [n]}) for n, r in enumerate(made.ranks)]
     ranks = [replace(rank, place=Place(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
     whole = merge(ranks, made.table)
-    assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
+    assert texts(whole.left_out) == ["client_state 'own' of model ranks other than 0"]
     assert whole.place is None
 
 
@@ -360,7 +361,11 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     ranks = []
     for number, rank in enumerate(made.ranks):
         file = f"run/{number}-model_states.pt"
-        lines = {key: (f"{key} {number}",) for key in ("left_out", "warnings", "inferred")}
+        lines = {
+            "left_out": (note("state-omitted", f"left_out {number}"),),
+            "warnings": (warning("state-missing", f"warnings {number}"),),
+            "inferred": (f"inferred {number}",),
+        }
         ranks.append(
             replace(
                 with_state(rank, client_state={"rng": TensorName("client_state.rng")}),
@@ -377,11 +382,10 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     assert [record.crc for record in whole.records] == [0, 1]
     assert [*whole.layout.values()] == [{"rank": 0}, {"rank": 1}]
     assert [*whole.of_ranks.values()] == [{"loss": 0}, {"loss": 1}]
-    assert (whole.warnings, whole.inferred) == (
-        ("warnings 0", "warnings 1"), ("inferred 0", "inferred 1"),
-    )  # fmt: skip
+    assert texts(whole.warnings) == ["warnings 0", "warnings 1"]
+    assert whole.inferred == ("inferred 0", "inferred 1")
     own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
-    assert whole.left_out == ("left_out 0", "left_out 1", own)
+    assert texts(whole.left_out) == ["left_out 0", "left_out 1", own]
     tensors = [tensor for item in whole.unread for tensor in item.tensors]
     assert [tensor.name for tensor in tensors] == ["rank 0: a/param", "rank 1: a/param"]
 

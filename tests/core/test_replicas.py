@@ -24,6 +24,8 @@ from zckpt.core.replicas import (
 )
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
+from ..conftest import texts
+
 HINTS = {"tensor rank": "of tensor ranks take the mean", "ep rank": "of ep ranks take the first"}
 compare_copies = partial(replicas.compare_copies, hints=HINTS)
 check_joined = partial(replicas.check_joined, hints=HINTS)
@@ -56,15 +58,15 @@ def test_copies_of_tensor_ranks_that_differ(tmp_path: Path) -> None:
     joined = manifest(*pair)
     with pytest.raises(InconsistentCheckpoint, match=r"of 1 parameter \(w\): w: master in 1 of 2"):
         compare_copies(joined, None)
-    assert "rank 0's is taken" in compare_copies(joined, "rank0")[0]
-    assert "their mean is taken" in compare_copies(joined, "mean")[0]
+    assert "rank 0's is taken" in compare_copies(joined, "rank0")[0].message
+    assert "their mean is taken" in compare_copies(joined, "mean")[0].message
     assert averaged(joined).entries["w/master"].mean == pair
     assert compare_copies(manifest(pair[0], replace(pair[0], axis="tensor rank")), None) == []
 
 
 def test_copies_of_stages_that_differ(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
-    (warning,) = compare_copies(manifest(*pair), None)
+    (warning,) = texts(compare_copies(manifest(*pair), None))
     assert warning.startswith("the stages' copies of w differ; the first stage's is taken")
     assert averaged(manifest(*pair)).entries["w/master"].mean == ()
 
@@ -109,7 +111,7 @@ def test_the_axis_says_what_may_be_done(axis: str, said: str, hint: str, tmp_pat
     with pytest.raises(InconsistentCheckpoint, match=said) as raised:
         compare_copies(joined, None)
     assert raised.value.hint == hint
-    (warning,) = compare_copies(joined, "rank0")
+    (warning,) = texts(compare_copies(joined, "rank0"))
     assert warning.startswith(f"the {said.partition(' hold')[0]}' copies of w differ; rank 0's is")
 
 
@@ -121,7 +123,7 @@ def test_ranks_that_keep_their_own_copies(tmp_path: Path) -> None:
         entry(tmp_path, "v/param", [1]),
         entry(tmp_path, "v/param", [2], "stage"),
     )
-    (warning,) = compare_copies(joined, OWN)
+    (warning,) = texts(compare_copies(joined, OWN))
     assert warning.endswith("and each rank keeps its own: w: param in 2 of 2 elements by at most 1")
 
 
@@ -132,7 +134,8 @@ def test_masters_of_stages_that_are_apart(tmp_path: Path) -> None:
         model = manifest(first, replace(other, axis=axis))
         assert len(compare_apart(replace(manifest(), models=(model, model)))) == count
     apart = replace(manifest(), models=(manifest(first, replace(other, axis="stage")),))
-    assert compare_apart(apart) == ["the stages' copies of w differ, and each stage keeps its own"]
+    (warning,) = texts(compare_apart(apart))
+    assert warning == "the stages' copies of w differ, and each stage keeps its own"
     moments = manifest(*(replace(each, name="w/exp_avg", axis="stage") for each in (first, other)))
     assert compare_apart(replace(apart, models=(moments,))) == []
 
@@ -168,7 +171,7 @@ def test_copies_that_drift_by_nature_have_no_mean(tmp_path: Path) -> None:
     """With OWN these are not even read."""
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
     joined = manifest(*pair)
-    (warning,) = compare_copies(joined, "mean")
+    (warning,) = texts(compare_copies(joined, "mean"))
     assert "; the first stage's is taken: master in 1 of 2 elements by at most 2" in warning
     for file in tmp_path.iterdir():
         file.unlink()

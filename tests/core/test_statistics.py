@@ -22,6 +22,7 @@ from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.resources import Copying
 from zckpt.core.statistics import measure
+from zckpt.errors import warning
 from zckpt.proof import health
 
 from .. import faults
@@ -336,9 +337,8 @@ def test_nan_and_infinities_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stalled_step_is_told(tmp_path: Path) -> None:
-    manifest = manifest_of(
-        tmp_path, {"a/param": torch.ones(3)}, warnings=("the step is 256 in ...",)
-    )
+    said = warning("step-doubtful", "the step is 256 in ...")
+    manifest = manifest_of(tmp_path, {"a/param": torch.ones(3)}, warnings=(said,))
     assert messages(manifest) == ["the step is 256 in ..."]
 
 
@@ -366,7 +366,7 @@ def test_json_holds_what_it_says(zckpt: Zckpt, example: Path) -> None:
     nan = np.full(551, np.nan, "f4").tobytes()
     faults.change(example, "fc1.weight/exp_avg", lambda data: nan)
     report = zckpt("stats", example, "--json", "--tensors", "fc1.*").document
-    assert (report["zckpt"], report["command"], report["step"]) == (1, "stats", 7)
+    assert (report["zckpt"], report["command"], report["step"]) == (2, "stats", 7)
     lines = {line["tensor"]: line for line in report["tensors"]}
     assert (lines["fc1.weight/exp_avg"]["nan"], lines["fc1.weight/exp_avg"]["mean"]) == (551, None)
     assert all(line["tensor"].startswith("fc1.") for line in report["problems"])

@@ -12,6 +12,8 @@ from zckpt.naming.tensor_families import FAMILIES
 from zckpt.naming.tensor_rules import RuleFile, decide, rule_in, rules_of, shapes_by
 from zckpt.naming.universal_info import of_json
 
+from ..conftest import texts
+
 # Names and the slices' shapes at tp 2: hidden 8, four heads, vocabulary 32
 GELU = {
     "{0}.self_attention.query_key_value.weight": ((12, 8), "0"),
@@ -161,6 +163,8 @@ def test_the_first_shapes_that_give_the_whole_again() -> None:
 
 def test_doubts_about_a_family() -> None:
     names = ["0.attention.dense.bias", "0.attention.dense.weight"]
-    (line,) = RuleFile("neox", []).doubts(names)
-    assert line.startswith("--tp-rules neox takes 0.attention.dense.bias as whole on each rank")
+    (line,) = texts(RuleFile("neox", []).doubts(names))
+    assert line.message.startswith(
+        "--tp-rules neox takes 0.attention.dense.bias as whole on each rank"
+    )
     assert RuleFile("neox", []).doubts(names[1:]) == RuleFile("llama", []).doubts(names) == []

@@ -648,7 +648,7 @@ def test_a_failing_block_leaves_a_readable_run_and_no_hook(tmp_path: Path) -> No
         model(torch.full((1, 3), 99))
     assert hooks_of(model) == 0
     run = runs.read(tmp_path / "run")
-    assert "not closed" in run.notes[0]
+    assert "not closed" in run.notes[0].message
     assert run.ranks[0]
 
 

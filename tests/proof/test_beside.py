@@ -13,6 +13,8 @@ from zckpt.core.manifest import Manifest, Sibling
 from zckpt.core.origin import Origin
 from zckpt.proof.beside import siblings
 
+from ..conftest import texts
+
 
 def side(
     root: Path, files: dict[str, bytes], has_run: bool = True, uncopied: tuple[str, ...] = ()
@@ -39,7 +41,8 @@ def test_what_one_side_lacks(tmp_path: Path) -> None:
     one = {"scheduler.pt": b"1", "x.json": b"1", "scheduler_1.bin": b"2", "both": b"3"}
     a = side(tmp_path / "a", one)
     b = side(tmp_path / "b", {"trainer_state.json": b"{}", "both": b"3"})
-    assert siblings(a, b) == (
+    lines, notes = siblings(a, b)
+    assert (lines, texts(notes)) == (
         [
             {"key": "scheduler.pt", "only": "a"},
             {"key": "scheduler_1.bin", "only": "a"},
@@ -52,7 +55,8 @@ def test_what_one_side_lacks(tmp_path: Path) -> None:
 def test_what_a_run_of_another_program_has(tmp_path: Path) -> None:
     a = side(tmp_path / "a", {"scheduler.pt": b"1", "x.json": b"1"})
     b = side(tmp_path / "b", {"other": b"2"})
-    assert siblings(a, b) == (
+    lines, notes = siblings(a, b)
+    assert (lines, texts(notes)) == (
         [],
         [f"scheduler.pt, x.json: only beside {a.root}", f"other: only beside {b.root}"],
     )

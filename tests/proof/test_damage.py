@@ -67,13 +67,14 @@ class TestOverlaps:
     def test_runs_of_the_same_bytes(self) -> None:
         runs = Runs([Fragment(0, 4, Extent("f", 0, 16)), Fragment(4, 6, Extent("f", 12, 8))])
         entry = Entry("w/exp_avg", "F32", (6,), runs)
-        assert damage.overlapping(Manifest("", "x", Origin(), {entry.name: entry}, {})) == [
-            "w/exp_avg and w/exp_avg overlap in f"
-        ]
+        (found,) = damage.overlapping(Manifest("", "x", Origin(), {entry.name: entry}, {}))
+        assert found.code == "elements-overlap"
+        assert found.message == "w/exp_avg and w/exp_avg overlap in f"
 
     def test_boxes_of_the_same_bytes(self) -> None:
         first = self.columns(0, 2)
-        assert "overlap in a" in self.boxes(first, self.columns(2, 6, "a", at=28))[0]
+        (found,) = self.boxes(first, self.columns(2, 6, "a", at=28))
+        assert (found.code, found.file) == ("elements-overlap", "a")
         assert self.boxes(first, self.columns(2, 6, "a", at=32)) == []
 
     @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_padding_that_is_not_zero_is_a_note_where_the_engine_has_zeros() -> None
     (record,) = manifest.records
     outcome = ComparisonOutcome(beside=[(record, record.extent.part(4, 10))])
     (note,) = damage.not_zero(outcome, manifest)
-    assert note.startswith("f: the 6 bytes of padding at 12 are not all zero")
+    assert note.message.startswith("f: the 6 bytes of padding at 12 are not all zero")
     assert damage.not_zero(outcome, replace(manifest, zero_padding=False)) == []
     assert damage.not_zero(outcome, run(DATA)) == [], "of other engines nothing is known"
     outcome.damage = [damage.Damage(record, 1)]

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.compare import Result
+from zckpt.core.description import said
 from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
@@ -21,7 +22,7 @@ from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying
 from zckpt.core.states import Selection
-from zckpt.errors import MissingData
+from zckpt.errors import MissingData, note
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof.verify import (
     diff,
@@ -32,6 +33,9 @@ from zckpt.proof.verify import (
     verify_alone,
 )
 
+from ..conftest import texts
+
+OF_READER = note("value-assumed", "of the reader")
 KINDS = {"F32": "<f4", "F64": "<f8", "F16": "<f2"}
 
 
@@ -63,9 +67,9 @@ def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
 def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
     other = replace(own.entries["w/param"], name="b/param")
-    report = verify_alone(replace(own, replicas=(other,), notes=("of the reader",)))
+    report = verify_alone(replace(own, replicas=(other,), notes=(OF_READER,)))
     assert report["equal"]
-    assert report["notes"] == [
+    assert texts(report["notes"]) == [
         "the buffer b differs between ranks, as statistics that are not synchronised do: "
         "rank 0's is taken",
         "of the reader",
@@ -122,17 +126,17 @@ def test_what_one_engine_has_in_another_way_is_named(tmp_path: Path) -> None:
     )
     report = verify_against(a, b)
     assert report["equal"]
-    assert report["notes"] == [
+    assert texts(report["notes"]) == [
         f"place of the step: group, int in {a.root}; state, F32 in {b.root}: AdamW looks there"
     ]
-    assert report["not_compared"] == [
+    assert texts(report["not_compared"]) == [
         "hyper-parameters of the optimizer's group 1, which has no parameters: only in " + a.root
     ]
 
 
 def test_notes_of_the_reader_are_kept(tmp_path: Path) -> None:
-    own = checkpoint(tmp_path, {"w/param": ("F32", [1])}, notes=("these files cannot show x",))
-    assert verify_alone(own)["notes"] == ["these files cannot show x"]
+    own = checkpoint(tmp_path, {"w/param": ("F32", [1])}, notes=(OF_READER,))
+    assert verify_alone(own)["notes"] == said([OF_READER])
 
 
 def test_what_one_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ def test_what_one_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         "f: no item covers the 8 bytes at 24",
         "u: the optimizer's max_sq is missing, which other parameters of the same group have",
     ]
-    assert report["notes"] == [
+    assert texts(report["notes"]) == [
         "n: the optimizer has no state, as other parameters of the same group have: never updated, "
         "or lost",
         "not read: shards of w: no kind that is known",
@@ -225,11 +229,11 @@ def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
     )
     report = verify_against(a, b)
     assert report["equal"]
-    assert report["notes"] == [
+    assert texts(report["notes"]) == [
         "shards of w: not read, and compared as it is",
         f"RMS of 1 parameter: only in {a.root}; the optimizer computes it afresh",
     ]
-    assert report["not_compared"] == [
+    assert texts(report["not_compared"]) == [
         f"fused of the optimizer's groups: only in {a.root}",
         f"config.json: only beside {a.root}",
     ]
@@ -241,7 +245,7 @@ def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path
     b = checkpoint(tmp_path / "b", {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F64", [1, 2])})
     report = verify_against(a, b)
     assert report["equal"]
-    assert report["notes"] == ["of another type, and equal by value: w/exp_avg"]
+    assert texts(report["notes"]) == ["of another type, and equal by value: w/exp_avg"]
     report = diff(a, b)
     assert [(line["tensor"], line["count"]) for line in report["differences"]] == [("w/exp_avg", 0)]
 
@@ -316,13 +320,14 @@ def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0, 2.0001])})
     b = checkpoint(tmp_path / "b", {"w/param": ("F16", [1.0, 2.0])})
     match = Match(a.entries["w/param"], b.entries["w/param"], "rounded")
-    equal = roundings({"notes": ["x"]}, [Result(match, (1, 2), Difference())], a, b)
+    notes = said([OF_READER])
+    equal = roundings({"notes": notes}, [Result(match, (1, 2), Difference())], a, b)
     assert equal["rounded"] == {"a": [], "b": ["w"]}
     first, second = equal["notes"]
-    assert first == "x"
-    assert second.startswith(f"{b.root} has the rounded values of 1 weight of {a.root}")
-    differs = roundings({"notes": ["x"]}, [Result(match, (1, 2), Difference(1))], a, b)
-    assert differs == {"rounded": {"a": [], "b": []}, "notes": ["x"]}
+    assert first == notes[0]
+    assert second["message"].startswith(f"{b.root} has the rounded values of 1 weight of {a.root}")
+    differs = roundings({"notes": notes}, [Result(match, (1, 2), Difference(1))], a, b)
+    assert differs == {"rounded": {"a": [], "b": []}, "notes": notes}
 
 
 def test_something_must_be_shared(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ UNREAD = {
         r"manifest\.json: (?:source\..*|optimizer|state\.engine\..*)": "how the source was saved; "
         "`not compared` names it, but for what zckpt guessed",
         r"manifest\.json: tuples\.\d+": "whether a pair of numbers was a tuple or a list",
-        r"manifest\.json: (?:steps|warnings)\..*": "sentences for people",
+        r"manifest\.json: (?:steps|warnings|notices)\..*": "sentences for people",
     },
     "megatron": {
         r".*/metadata\.json: .*": "the version of the files' layout",

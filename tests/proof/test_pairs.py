@@ -14,6 +14,8 @@ from zckpt.core.plan import Match
 from zckpt.errors import WrongOption
 from zckpt.proof import pairs, unread
 
+from ..conftest import texts
+
 NUMBERS = count()
 
 
@@ -198,4 +200,4 @@ def test_states_that_are_not_read_are_compared_as_they_are(
     *rest, lines, notes = unread.rest(a, b)
     assert [side.unread for side in rest] == ([(), ()] if compared else [(ours,), (theirs,)])
     assert lines == ([] if line is None else [line])
-    assert notes == (["q of w: not read, and compared as it is"] if is_equal else [])
+    assert texts(notes) == (["q of w: not read, and compared as it is"] if is_equal else [])

@@ -15,6 +15,8 @@ from zckpt.core.plan import Match
 from zckpt.core.records import Damage, RecordCounts
 from zckpt.proof.report import changes, difference, digests, findings, versions
 
+from ..conftest import texts
+
 
 def entry(
     name: str, dtype: str = "F32", file: str = "/r/f", shape: tuple[int, ...] = (2,)
@@ -112,7 +114,7 @@ def test_values_of_another_type_that_are_equal_are_a_note() -> None:
     a, b = manifest(entry("w/param")), manifest(entry("w/param", "F64"))
     match = Match(a.entries["w/param"], b.entries["w/param"], "values")
     report = findings(outcome(Result(match, (1, 2), Difference())), a, b)
-    assert (report["differences"], report["notes"]) == (
+    assert (report["differences"], texts(report["notes"])) == (
         [],
         ["of another type, and equal by value: w/param"],
     )

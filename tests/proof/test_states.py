@@ -23,6 +23,8 @@ from zckpt.core.origin import Origin
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
 
+from ..conftest import texts
+
 FLAT = FlatBufferEngine("flats", None, None, None, False, None, {})
 PLAIN = StateDictEngine("plain", None, (), None, None, None, None, False, False)
 NAN = float("nan")
@@ -45,7 +47,7 @@ def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
 
 
 def not_compared(a: Manifest, b: Manifest) -> list[str]:
-    return [line.partition(":")[0] for line in states.states(a, b)[1]]
+    return [line.partition(":")[0] for line in texts(states.states(a, b)[1])]
 
 
 def test_values_of_both() -> None:
@@ -102,7 +104,7 @@ def test_what_an_engine_has_no_place_for_is_named() -> None:
     a = manifest({"counters": {"steps": 7}, "lr_scheduler": {"last_epoch": 7}})
     lines, sentences = states.states(a, manifest({}, GRAPH))
     assert lines == []
-    (sentence,) = sentences
+    (sentence,) = texts(sentences)
     assert sentence.startswith("counters, lr_scheduler: only ")
     assert not_compared(a, manifest({"lr_scheduler": {"last_epoch": 7}}, PLAIN)) == ["counters"]
     assert differences(a, manifest({"lr_scheduler": {"last_epoch": 7}})) == {"counters": "a"}
@@ -120,7 +122,8 @@ def test_what_an_engine_has_no_place_for_is_named() -> None:
 )
 def test_what_has_no_place_is_said_of_both(parts: tuple[str, ...], said: str) -> None:
     a, b = replace(manifest({part: {"x": 1} for part in parts}), root="a"), manifest({}, GRAPH)
-    assert states.states(a, replace(b, root="b")) == ([], [said])
+    lines, notes = states.states(a, replace(b, root="b"))
+    assert (lines, texts(notes)) == ([], [said])
 
 
 def test_folders_of_model_and_optimizer_have_extra_states_of_modules_alone() -> None:
@@ -251,7 +254,7 @@ def test_files_beside_a_checkpoint(tmp_path: Path) -> None:
     lines, sentences = siblings(a, c)
     assert [line["key"] for line in lines] == ["trainer_state.json", "scheduler.pt"]
     assert lines[1] == {"key": "scheduler.pt", "only": "b"}
-    assert sentences == ["config.json: only beside a", "rng.pt: only beside c"]
+    assert texts(sentences) == ["config.json: only beside a", "rng.pt: only beside c"]
     assert siblings(a, manifest({}))[0] == []
 
 
@@ -375,7 +378,7 @@ def test_what_further_ranks_state() -> None:
     other = replace(b, origin=TWO)
     lines, sentences = states.states(a, other)
     assert lines == []
-    assert [line.partition(" of further ranks")[0] for line in sentences] == [
+    assert [line.partition(" of further ranks")[0] for line in texts(sentences)] == [
         "client_state.seed",
         "client_state.seed, client_state.epoch",
     ]
@@ -396,7 +399,9 @@ def test_parts_that_one_version_does_not_state_are_in_order() -> None:
     layouts = dict.fromkeys("hgfedcba", 1)
     a, b = (manifest({}, layout={"f": own}) for own in (layouts, {"offset": 1}))
     names = ", ".join(f"f: layout.{key}" for key in "abcd")
-    assert states.states(a, b)[1] == [f"{names} and 5 more: the two differ in how they were saved"]
+    assert texts(states.states(a, b)[1]) == [
+        f"{names} and 5 more: the two differ in how they were saved"
+    ]
 
 
 def test_modules_of_another_type_are_other_files() -> None:
@@ -490,7 +495,7 @@ def test_random_states_of_runs_of_other_sizes() -> None:
 
     a, b = megatron(1, both=1, rng_0=1), megatron(2, both=2, rng_1=1)
     assert differences(a, b) == {"megatron.objects.both": (1, 2)}
-    said = dict(line.split(":", 1) for line in states.states(a, b)[1])
+    said = dict(line.split(":", 1) for line in texts(states.states(a, b)[1]))
     assert [*said][1:] == ["megatron.objects.rng_0", "megatron.objects.rng_1"]
     scheduled = replace(a, state={**a.state, "lr_scheduler": {"last_epoch": 7}})
     assert differences(scheduled, b) == {"megatron.objects.both": (1, 2), "lr_scheduler": "a"}

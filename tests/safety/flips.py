@@ -24,7 +24,7 @@ from msgspec.structs import replace
 import zckpt
 from zckpt.core.fragments import Extent
 
-from ..conftest import fork
+from ..conftest import fork, texts
 
 MEMORY = 4 << 30  # bytes of address space that conversions may take beside what the process has
 LIMIT = 60.0  # seconds, after which a conversion hangs
@@ -103,7 +103,7 @@ def convert(source: Path, target: Path) -> tuple[dict[str, bytes], set[str]]:
         if path.is_file()
     }
     shutil.rmtree(target)
-    return contents, {*report["warnings"], *report["left_out"]}
+    return contents, {*texts(report["warnings"]), *texts(report["left_out"])}
 
 
 @dataclass(frozen=True)

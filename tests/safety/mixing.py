@@ -169,7 +169,7 @@ def convert(root: Path, target: Path, options: Mapping[str, Any]) -> Said:
         report = zckpt.convert(root, target, **options)
     except zckpt.ZckptError as error:
         return Said(_plain(f"{type(error).__name__}: {error.message}", root))
-    return Said(warnings=tuple(_plain(line, root) for line in report["warnings"]))
+    return Said(warnings=tuple(_plain(line["message"], root) for line in report["warnings"]))
 
 
 def verify(root: Path, options: Mapping[str, Any]) -> Said:
@@ -184,7 +184,7 @@ def verify(root: Path, options: Mapping[str, Any]) -> Said:
     )
     assert report["equal"] == (not findings)
     lines = (*report.get("warnings", ()), *report.get("notes", ()))
-    return Said(None, findings, tuple(_plain(line, root) for line in lines))
+    return Said(None, findings, tuple(_plain(line["message"], root) for line in lines))
 
 
 def _plain(line: str, root: Path) -> str:

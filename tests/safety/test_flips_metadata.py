@@ -25,7 +25,7 @@ import zckpt
 from zckpt import errors
 from zckpt.files.dcpfile import read_table
 
-from ..conftest import ROOT
+from ..conftest import ROOT, texts
 
 DATA = ROOT / "tests" / "data" / "fsdp2-2.13.0-tiny"
 SAMPLE = 250
@@ -62,7 +62,7 @@ def converted(run: Path, target: Path) -> tuple[dict[str, bytes], set[str]]:
     """The files of the universal checkpoint, and what the report warns of or leaves out."""
     report: dict[str, Any] = zckpt.convert(run, target)
     files = {str(path.relative_to(target)): path for path in target.rglob("*") if path.is_file()}
-    remarks = {*report["warnings"], *report["left_out"]}
+    remarks = {*texts(report["warnings"]), *texts(report["left_out"])}
     data = {name: path.read_bytes() for name, path in files.items()}
     shutil.rmtree(target)
     return data, remarks
