@@ -303,6 +303,7 @@ class Check(Document, kw_only=True):
     sizes: dict[str, int]
     loads: bool
     obstacles: list[Notice]
+    warnings: list[Notice]
     fix: str | None
     refused: Notice | None
 
