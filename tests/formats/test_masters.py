@@ -94,11 +94,12 @@ def test_weights_that_are_accepted_are_kept(averaged: Path, tmp_path: Path) -> N
     package.convert(averaged, tmp_path / "u", accept_weights=True)
     package.reshard(averaged, tmp_path / "run", dp=3, accept_weights=True)
     package.export(averaged, tmp_path / "hf", accept_weights=True)
+    averages = package.load(averaged, f"{NAME}/param", accept_weights=True)
     for target in ("u", "run", "hf"):
-        weight = package.load(tmp_path / target, f"{NAME}/param")
-        assert same_bits(weight, package.load(averaged, f"{NAME}/param"))
+        weight = package.load(tmp_path / target, f"{NAME}/param", accept_weights=True)
+        assert same_bits(weight, averages)
     for target in ("u", "run"):
-        master = package.load(tmp_path / target, f"{NAME}/master")
+        master = package.load(tmp_path / target, f"{NAME}/master", accept_weights=True)
         assert same_bits(master, package.load(TRAINER, f"{NAME}/master"))
         assert package.verify(averaged, tmp_path / target)["equal"]
     assert len(package.verify(averaged)["differences"]) == 20
