@@ -23,7 +23,7 @@ import torch
 import zckpt
 from zckpt import errors
 
-from ..conftest import Once
+from ..conftest import Once, texts
 from ..engines import finetunes
 from ..engines.finetunes import ENGINES, Run
 from .equality import same_bits
@@ -172,7 +172,7 @@ def test_accelerate_on_another_engine(run: Run, finetuned: Trained, tmp_path: Pa
     target = tmp_path / source.name
     resumed = run.on("fsdp" if run.engine.startswith("zero") else "zero2", 2)
     options = {**to(resumed), **names_of(run, source)}
-    said = " ".join(zckpt.convert(source, target, dry_run=True, **options)["warnings"])
+    said = " ".join(texts(zckpt.convert(source, target, dry_run=True, **options)["warnings"]))
     if ties := re.findall(r"add --tie (\S+)=(\S+)", said):
         assert run.engine in NUMBERED  # save_pretrained's files, and no config.json beside
         options["tie"] = ties

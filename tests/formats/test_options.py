@@ -16,7 +16,7 @@ from zckpt.errors import WrongOption
 from zckpt.formats.options import Keywords, declared, options_of
 from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option
 
-from ..conftest import EXAMPLE, ROOT, Result
+from ..conftest import EXAMPLE, ROOT, Result, texts
 
 SHAPE: Option[str | None] = Option("shape", None, "The shape", usual="round")
 ALWAYS = [option.name for option in EVERYWHERE]
@@ -179,7 +179,7 @@ def test_defaults_and_steps_that_decide_nothing_are_named(tmp_path: Path) -> Non
     report = zckpt.convert(
         EXAMPLE, tmp_path / "a", to="dcp", group_defaults=given, step_policy="99"
     )
-    (lr, step) = report["warnings"][-2:]
+    (lr, step) = texts(report["warnings"][-2:])
     assert lr.startswith("--group-defaults lr is not used: the source stores lr=0.003.")
     assert step == "--step-policy 99 is not used: all places state step 7"
     report = zckpt.convert(EXAMPLE, tmp_path / "b", to="dcp", step_policy="max")

@@ -16,7 +16,7 @@ import zckpt
 from zckpt.errors import MissingData, UnsupportedState, ZckptError
 from zckpt.proof import unread, values
 
-from ..conftest import ROOT, Result
+from ..conftest import ROOT, Result, texts
 from ..engines import deepspeed
 from ..engines.cases import Case
 from .test_own_states import FLAT, PLAIN, WHOLE, saved
@@ -93,7 +93,7 @@ def test_a_number_is_kept(kind: str, place: str, tmp_path: Path) -> None:
     where = "among" if place == "state" else "beside"
     for to in (*PLAIN, RUNS[kind]):
         report = zckpt.convert(run, tmp_path / "new", **to)
-        assert not any("rho" in line for line in report["left_out"])
+        assert not any("rho" in line for line in texts(report["left_out"]))
         report = zckpt.verify(run, tmp_path / "new")
         assert report["equal"], report["states"]
         assert zckpt.read(tmp_path / "new").state["optimizer"][where] == {"rho": 3}
@@ -110,13 +110,13 @@ def test_numbers_that_the_universal_loader_does_not_take(kind: str, tmp_path: Pa
 
     run = changed(run, tmp_path / "strange", counted)
     report = zckpt.convert(run, tmp_path / "new", to="deepspeed-universal")
-    assert "rho, state.n, beside the optimizer's states" in report["left_out"]
+    assert "rho, state.n, beside the optimizer's states" in texts(report["left_out"])
     (file,) = (tmp_path / "new").rglob("optimizer_state.pt")
     held = torch.load(file, weights_only=False)
     assert "rho" not in {*held, *held.get("optimizer_state_dict", ())}
     assert "n" not in held.get("optimizer_state_dict", {}).get("state", {})
     report = zckpt.verify(tmp_path / "new", run)
-    (line,) = [line for line in report["not_compared"] if "rho" in line]
+    (line,) = [line for line in texts(report["not_compared"]) if "rho" in line]
     assert "optimizer.beside.rho" in line
     assert "optimizer.among.n" in line
 
@@ -176,7 +176,7 @@ def test_numbers_are_compared_by_their_places(
 def test_a_layout_without_a_place_in_the_state(tmp_path: Path) -> None:
     source = with_numbers(tmp_path, "source", 3)
     report = zckpt.convert(source, tmp_path / "new", to="dcp", dcp_layout="flat")
-    assert "state.n, beside the optimizer's states" in report["left_out"]
+    assert "state.n, beside the optimizer's states" in texts(report["left_out"])
 
 
 @pytest.mark.engines
@@ -199,7 +199,7 @@ def test_a_number_under_the_name_of_a_parameter(tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "gathered", to="gathered")
     assert zckpt.verify(source, tmp_path / "gathered")["equal"]
     report = zckpt.convert(source, tmp_path / "dcp", to="dcp")
-    assert "state.trunk.bias, beside the optimizer's states" in report["left_out"]
+    assert "state.trunk.bias, beside the optimizer's states" in texts(report["left_out"])
     assert not zckpt.verify(source, tmp_path / "dcp")["equal"]
 
 
@@ -344,7 +344,7 @@ def test_a_number_that_all_model_ranks_have(tmp_path: Path) -> None:
 def test_a_target_without_a_place_for_numbers(tmp_path: Path) -> None:
     run = run_of(tmp_path, "stage 2", 3)
     report = zckpt.convert(run, tmp_path / "new", to="onnxruntime", drop_state=[])
-    assert "rho, beside the optimizer's states" in report["left_out"]
+    assert "rho, beside the optimizer's states" in texts(report["left_out"])
 
 
 # -- compared as they are
@@ -358,7 +358,7 @@ def test_equal_files_are_equal(kind: str, place: str, tmp_path: Path, zckpt: Zck
     same = changed(run, tmp_path / "same", lambda own: None)
     report = zckpt("verify", same, "--against", run, "--json").document
     assert (report["equal"], report["lacking"]) == (True, [])
-    assert f"{key} of no parameter: not read, and compared as it is" in report["notes"]
+    assert f"{key} of no parameter: not read, and compared as it is" in texts(report["notes"])
 
     def tensor(own: dict[str, Any]) -> None:
         own[place][key]["mean"][1] = 7
@@ -547,7 +547,7 @@ def test_random_states_are_no_states_of_an_optimizer(key: str, tmp_path: Path) -
         zckpt.convert(tmp_path / "a.pt", tmp_path / str(number), **to)
         assert zckpt.verify(tmp_path / "a.pt", tmp_path / str(number))["equal"]
     report = zckpt.convert(tmp_path / "a.pt", tmp_path / "ort", to="onnxruntime")
-    assert "client_state: ONNX Runtime's files cannot hold it" in report["left_out"]
+    assert "client_state: ONNX Runtime's files cannot hold it" in texts(report["left_out"])
 
 
 def test_what_is_known_of_a_state_around_the_optimizer(tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def test_a_state_that_is_none(to: dict[str, Any], tmp_path: Path) -> None:
     assert lines == ([("nil", "it is None")] if to in FLAT else [])
     report = zckpt.verify(source, tmp_path / "new")
     assert report["equal"], report
-    assert any("nil of 4 parameters" in note for note in report["notes"]) == (to in FLAT)
+    assert any("nil of 4 parameters" in note for note in texts(report["notes"])) == (to in FLAT)
     assert ("nil" in str(zckpt.read(tmp_path / "new").state["optimizer"])) == (to not in FLAT)
 
 
@@ -672,7 +672,7 @@ def plain_adam(root: Path) -> Path:
 def test_a_state_without_which_no_step_is_possible(to: dict[str, Any], tmp_path: Path) -> None:
     source = plain_adam(tmp_path)
     report = zckpt.convert(source, tmp_path / "new", drop_state=["exp_avg_sq"], **to)
-    (line,) = [line for line in report["warnings"] if "cannot take a step" in line]
+    (line,) = [line for line in texts(report["warnings"]) if "cannot take a step" in line]
     assert line.startswith("AdamW cannot take a step without exp_avg_sq")
     assert "--weights-only" in line
 
@@ -700,7 +700,7 @@ def test_an_optimizer_that_begins_afresh(tmp_path: Path) -> None:
     torch.save(optim, source / "optim.pt")
     assert zckpt.read(source).optimizer == "SGD"
     report = zckpt.convert(source, tmp_path / "new", to="dcp", drop_state=["momentum_buffer"])
-    assert not any("cannot take a step" in line for line in report["warnings"])
+    assert not any("cannot take a step" in line for line in texts(report["warnings"]))
 
 
 # -- clipping
@@ -727,7 +727,7 @@ def test_clipping_of_the_config_is_no_news(tmp_path: Path) -> None:
     run = changed(run, tmp_path / "clipped", lambda own: own["outer"].update(clip_grad=0.7))
     config = {"gradient_clipping": 0.7, "zero_optimization": {"stage": 3}}
     report = zckpt.convert(run, tmp_path / "new", to="deepspeed", dp=2, config=config)
-    assert not any("gradient_clipping" in line for line in report["warnings"])
+    assert not any("gradient_clipping" in line for line in texts(report["warnings"]))
 
 
 def test_every_error_names_a_way_on(tmp_path: Path) -> None:

@@ -113,6 +113,15 @@ class Inspect(Document, kw_only=True):
     zero_stage: int | UnsetType | None = UNSET
     dp: int | UnsetType | None = UNSET
     tag: str | UnsetType | None = UNSET
+    ep: int | UnsetType | None = UNSET
+    tp: int | UnsetType | None = UNSET
+    pp: int | UnsetType | None = UNSET
+    model_ranks: int | UnsetType | None = UNSET
+    tp_rules: str | UnsetType | None = UNSET
+    dialect: str | UnsetType | None = UNSET
+    slices: int | UnsetType | None = UNSET
+    root: str | UnsetType | None = UNSET
+    mesh: list[str | None] | UnsetType | None = UNSET
     step: Step
     complete: bool
     optimizer: str | None

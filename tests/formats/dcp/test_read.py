@@ -21,6 +21,7 @@ from zckpt import errors
 from zckpt.core.facts import StateDictEngine
 from zckpt.formats.dcp import read as dcp_read
 
+from ...conftest import texts
 from ..contract import FormatContract
 from .torch_dcp import DATA, alike, saved, whole
 
@@ -252,7 +253,7 @@ class TestUnused:
         assert (problem["offset"], problem["length"]) == (offset, length)
         assert f"{file}: no item covers the {length} bytes at {offset}" in problem["message"]
         left_out = zckpt.convert(checkpoint, tmp_path / "target")["left_out"]
-        assert any(file in line and "no item covers" in line for line in left_out)
+        assert any(file in line and "no item covers" in line for line in texts(left_out))
 
     def test_bytes_at_the_end(self, checkpoint: Path) -> None:
         file = checkpoint / "__0_0.distcp"
@@ -282,10 +283,10 @@ class TestUnused:
     ],
 )
 def test_what_zckpt_cannot_use_is_named(change: Change, said: str, checkpoint: Path) -> None:
-    (frozen,) = zckpt.read(checkpoint).warnings
+    (frozen,) = texts(zckpt.read(checkpoint).warnings)
     assert frozen.startswith("the optimizer lists 12 of 14 weights: ")
     change_metadata(checkpoint, change)
-    warnings = {*zckpt.read(checkpoint).warnings}
+    warnings = {*texts(zckpt.read(checkpoint).warnings)}
     assert frozen in warnings
     (warning,) = warnings - {frozen}
     assert said in warning
@@ -361,7 +362,7 @@ def test_stage_3_tells_what_it_takes_for_frozen(tmp_path: Path) -> None:
     for stage, warned in ((2, False), (3, True)):
         target = tmp_path / f"stage{stage}"
         report = zckpt.convert(tmp_path / "masked", target, to="deepspeed", stage=stage, dp=2)
-        assert any("mask: taken for" in line for line in report["warnings"]) == warned
+        assert any("mask: taken for" in line for line in texts(report["warnings"])) == warned
 
 
 def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
@@ -376,7 +377,7 @@ def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
         checkpoint_id=tmp_path / "run",
     )
     manifest = zckpt.read(tmp_path / "run")
-    assert any("frozen copy" in warning for warning in manifest.warnings)
+    assert any("frozen copy" in warning for warning in texts(manifest.warnings))
     dcp.save(
         {"model": both, "optim": {"state": {}, "param_groups": [{**group, "params": [0, 1]}]}},
         checkpoint_id=tmp_path / "raw",

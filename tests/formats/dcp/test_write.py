@@ -22,7 +22,7 @@ from zckpt import errors
 from zckpt.formats.dcp import write as dcp_writing
 from zckpt.training.options import Options
 
-from ...conftest import EXAMPLE
+from ...conftest import EXAMPLE, texts
 from ..contract import FormatContract
 from ..equality import assert_proven, same_bits
 from .torch_dcp import alike, saved, whole
@@ -130,7 +130,7 @@ def test_a_clients_names_do_not_take_a_place(own: dict[str, Any], tmp_path: Path
     """DeepSpeed keeps them apart."""
     source = replace(zckpt.read(EXAMPLE), state={**zckpt.read(EXAMPLE).state, "client_state": own})
     target = dcp_writing.DcpWriter(source, Options())
-    assert any("client_state" in line for line in target.left_out)
+    assert any("client_state" in line for line in texts(target.left_out))
     keys = [".".join(map(str, path)) for path, _ in target.parts[""]]
     assert len(keys) == len(set(keys))
     assert not {"model", "lr_scheduler.a"} & set(keys)
@@ -205,7 +205,7 @@ def test_bf16_stays_and_masters_are_made_with_a_warning(tmp_path: Path) -> None:
     assert {slot["dtype"] for slot in slots.values()} == {"BF16"}
     assert report["warnings"] == []
     report = zckpt.convert(tmp_path / "run", tmp_path / "zero", to="deepspeed", dp=2, stage=2)
-    assert any("no fp32 masters" in warning for warning in report["warnings"])
+    assert any("no fp32 masters" in warning for warning in texts(report["warnings"]))
     slots = zckpt.inspect(zckpt.read(tmp_path / "zero"))["slots"]
     assert slots["master"]["dtype"] == slots["exp_avg"]["dtype"] == "F32"
     assert slots["param"]["dtype"] == "BF16"
@@ -279,7 +279,7 @@ def test_state_of_very_many_values_is_left_out(tmp_path: Path) -> None:
     state = {"seen": {number: number for number in range(10_001)}, "few": {1: 2}}
     torch.save({"model": {"w": torch.ones(3)}, **state}, tmp_path / "checkpoint.pt")
     report = zckpt.convert(tmp_path / "checkpoint.pt", tmp_path / "target", to="dcp")
-    (line,) = report["left_out"]
+    (line,) = texts(report["left_out"])
     assert line.startswith("client_state seen: 10,001 values, of which")
     assert whole(tmp_path / "target")["few"] == {"1": 2}
 
@@ -291,7 +291,7 @@ def test_values_of_ranks_are_named(dp: int | None, tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(4, 3)}, "dataloader": loader}
     dcp.save(state, checkpoint_id=tmp_path / "run")
     report = zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=dp)
-    lines = [line for line in report["warnings"] if "dp_rank_0, dp_rank_1" in line]
+    lines = [line for line in texts(report["warnings"]) if "dp_rank_0, dp_rank_1" in line]
     assert bool(lines) == (dp != 2)
     assert all(line.startswith("dataloader has values of 2 ranks") for line in lines)
     assert whole(tmp_path / "again")["dataloader"] == loader

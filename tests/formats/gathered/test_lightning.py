@@ -16,7 +16,7 @@ from zckpt import errors
 from zckpt.core.filenames import numbered
 from zckpt.core.manifest import Manifest
 
-from ...conftest import Once, Result
+from ...conftest import Once, Result, texts
 from ...engines import trainers
 from ..contract import FormatContract
 from ..equality import same_bits
@@ -230,8 +230,8 @@ class TestSeveralOptimizers:
         assert "--root state_dict=optimizer_states.0" in raised.value.hint
         root = f"state_dict=optimizer_states.{place}"
         report = zckpt.reshard(checkpoint, tmp_path / "out", root=root)
-        assert f"optimizer_states.{1 - place}: " in report["left_out"][0]
-        [warning] = [line for line in report["warnings"] if line.startswith("Lightning")]
+        assert f"optimizer_states.{1 - place}: " in report["left_out"][0]["message"]
+        [warning] = [line for line in texts(report["warnings"]) if line.startswith("Lightning")]
         assert f"a module that has optimizer_states.{1 - place}, too, does not resume" in warning
         states = ours(tmp_path / "out" / "gan.ckpt")["optimizer_states"]
         assert states[:place] == [None] * place

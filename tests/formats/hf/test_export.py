@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt import errors
 
-from ...conftest import EXAMPLE, Result
+from ...conftest import EXAMPLE, Result, texts
 from ..equality import same_bits
 
 Program = Callable[..., Result]
@@ -268,7 +268,7 @@ def test_peft_loads_an_adapter(kind: str, shows_trained: bool, tmp_path: Path) -
         source = tmp_path / "universal"
         zckpt.convert(tmp_path / "run", source, param_names=names)
     report = zckpt.export(source, tmp_path / "out", config=tmp_path / "base")
-    assert any("base model" in line for line in report["left_out"])
+    assert any("base model" in line for line in texts(report["left_out"]))
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     expected = peft.get_peft_model_state_dict(model)
     assert written.keys() == expected.keys()

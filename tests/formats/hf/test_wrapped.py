@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt import errors
 
-from ...conftest import Result
+from ...conftest import Result, texts
 from ..equality import same_bits
 from .test_export import MODELS, build, config_of
 
@@ -46,7 +46,8 @@ def below(front: str, model: Any) -> State:
 def test_a_common_prefix_is_removed(kind: str, front: str, tmp_path: Path) -> None:
     model = build(kind)
     report = exported(below(front, model), model, tmp_path)
-    assert any(line.startswith(f"{front}: names lose this prefix") for line in report["warnings"])
+    said = f"{front}: names lose this prefix"
+    assert any(line.startswith(said) for line in texts(report["warnings"]))
     assert report["about"] == "a model for from_pretrained"
     model.save_pretrained(tmp_path / "expected")
     names = [load_file(tmp_path / at / "model.safetensors").keys() for at in ("out", "expected")]
@@ -74,7 +75,7 @@ def test_a_tie_below_a_prefix(tmp_path: Path) -> None:
 def test_a_value_head_is_named(front: str, tmp_path: Path) -> None:
     model = build("llama")
     state = {**below(front, model), "v_head.summary.weight": torch.ones(1, 16)}
-    warnings = exported(state, model, tmp_path)["warnings"]
+    warnings = texts(exported(state, model, tmp_path)["warnings"])
     assert warnings[-1] == (
         "v_head.summary.weight: LlamaForCausalLM has no such weights, and does not load them"
     )
@@ -140,7 +141,7 @@ def test_two_models_of_the_class(tmp_path: Path) -> None:
     report = zckpt.export(
         tmp_path / "run", tmp_path / "out", config=tmp_path / "base", rename=[(r"^student\.", "")]
     )
-    assert report["warnings"][0].startswith("teacher.")
+    assert report["warnings"][0]["message"].startswith("teacher.")
     loads_all(model, tmp_path / "out")
 
 
@@ -152,7 +153,10 @@ def test_a_class_that_is_not_known(tmp_path: Path) -> None:
     torch.save(below("llm.", model), tmp_path / "model.pt")
     report = zckpt.export(tmp_path / "model.pt", tmp_path / "out", config=tmp_path / "base")
     assert report["about"] == "weights for from_pretrained"
-    assert "names OwnForCausalLM, whose weights zckpt does not know" in report["warnings"][-1]
+    assert (
+        "names OwnForCausalLM, whose weights zckpt does not know"
+        in report["warnings"][-1]["message"]
+    )
 
 
 def test_an_adapter_below_a_prefix(tmp_path: Path) -> None:
@@ -166,7 +170,9 @@ def test_an_adapter_below_a_prefix(tmp_path: Path) -> None:
     torch.save(below("llm.", model), tmp_path / "model.pt")
     model.save_pretrained(tmp_path / "saved")
     report = zckpt.export(tmp_path / "model.pt", tmp_path / "out", config=tmp_path / "saved")
-    assert report["warnings"][-1].startswith("llm.: names lose this prefix, so that PEFT finds")
+    assert report["warnings"][-1]["message"].startswith(
+        "llm.: names lose this prefix, so that PEFT finds"
+    )
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     expected = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     assert written.keys() == expected.keys()

@@ -21,6 +21,7 @@ from .test_write import ITERATION, SOURCE, loaded
 
 LEGACY = ROOT / "tests" / "data" / "megatron-0.16.1-legacy-tp2"
 KEY, USED = "embedding.word_embeddings.weight", 11  # rows that the tokenizer uses, of 16
+TIED = "output_layer.weight"  # the second name of KEY
 NORM = "decoder.final_layernorm.weight"
 
 
@@ -146,7 +147,7 @@ class TestTarget:
         """Rows that only pad the vocabulary: zeros in every slot."""
 
         def shorten(state: dict[str, Any]) -> None:
-            state.update({KEY: state[KEY][:USED].clone()} if KEY in state else {})
+            state.update(dict.fromkeys({KEY, TIED} & {*state}, state[KEY][:USED].clone()))
 
         def shorten_states(optimizer: dict[str, Any]) -> None:
             own = states(optimizer, KEY)
@@ -211,7 +212,12 @@ class TestRefusals:
         self, other: Path, run: Path, tmp_path: Path
     ) -> None:
         (other / "optim.pt").unlink()
-        edit(other / "model.pt", lambda each: each.update({KEY: each[KEY][: USED - 1].clone()}))
+        edit(
+            other / "model.pt",
+            lambda each: each.update(
+                dict.fromkeys({KEY, TIED} & {*each}, each[KEY][: USED - 1].clone())
+            ),
+        )
         error = self.refused(other, run, tmp_path / "new", weights_only=True)
         assert f"{KEY} ([10, 8] and [16, 8])" in str(error)
 

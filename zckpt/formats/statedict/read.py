@@ -38,7 +38,11 @@ from .slices import leave_out_slices, refuse_states, refuse_weights, taken_of_ra
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 ADDRESSES = 1 << 24
-NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
+NO_OPTIMIZER = note(
+    "option-without-effect",
+    "there is no optimizer: --param-names is not used",
+    subject="--param-names",
+)
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
