@@ -381,7 +381,6 @@ READS_TEXTS = {
     "formats/statedict/read.py": 1,
     "formats/universal/write.py": 3,  # a manifest keeps texts
     "naming/tensor_rules.py": 1,
-    "probe/merging.py": 1,
     "processes/group.py": 1,
     "processes/store.py": 1,  # torch's, which has a stack
     "proving.py": 1,
@@ -389,7 +388,6 @@ READS_TEXTS = {
     "remote/anywhere.py": 3,
     "remote/failures.py": 1,  # obstore's, whose classes do not say what failed
     "remote/outgoing.py": 1,
-    "reporting/against.py": 2,
     "reporting/faults.py": 2,  # a page has each sentence once
     "reporting/lost.py": 2,
     "reporting/making.py": 1,
