@@ -17,7 +17,7 @@ from zckpt import formats
 from zckpt.formats import order
 from zckpt.resume.runs import candidates
 
-from ..conftest import EXAMPLE, ROOT
+from ..conftest import EXAMPLE, ROOT, Result
 
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
 FSDP2 = ROOT / "tests" / "data" / "fsdp2-2.13.0-tiny"
@@ -25,6 +25,7 @@ MEGATRON = ROOT / "tests" / "data" / "megatron-0.16.1-tp2" / "iter_0000003"
 
 
 def weights(path: Path, **more: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
     torch.save({"model": {"w": torch.ones(3)}, **more}, path)
 
 
@@ -213,6 +214,26 @@ def test_what_a_link_names_comes_first(
     assert newest(run) == [*names[::-1]]
     (run / "latest").symlink_to(tmp_path)  # out of the run: it names nothing
     assert newest(run)[0] == names[1]
+
+
+def test_check_and_report_say_why_one_is_the_newest(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """As auto-resume does: its place is by the times of files, or named by the run."""
+    for name, second in (("step=5.ckpt", 5), ("best.ckpt", 7)):
+        weights(tmp_path / "timed" / name)
+        written_at(tmp_path / "timed" / name, second)
+    for step in (5, 7):
+        shutil.copytree(FSDP2, tmp_path / "linked" / f"step-{step}")
+    (tmp_path / "linked" / "latest").symlink_to("step-5")
+    for run, word in (
+        ("timed", "by the times of files it stands directly above"),
+        ("linked", "names step-5 as its last checkpoint, which is taken"),
+    ):
+        document = zckpt("check", tmp_path / run, "--dp", 2, "--json").document
+        assert any(word in line for line in document["warnings"])
+        faults = zckpt("report", tmp_path / run, "--json").document["faults"]
+        assert [line["fault"] for line in faults if word in line["message"]] == [False]
 
 
 def test_a_second_name_of_a_file(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def check(
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": reasons,
-        "warnings": not_compared(manifest),
+        "warnings": [*filter(None, [newest.note]), *not_compared(manifest)],
         **fixed,
     }
 
