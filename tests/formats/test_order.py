@@ -124,6 +124,24 @@ def test_several_numbers_without_a_counter(tmp_path: Path) -> None:
     assert formats.oldest_first(str(tmp_path), sorted(names)) == names
 
 
+def test_an_optimizer_that_knows_its_parameters_by_number(tmp_path: Path) -> None:
+    """Of two with the same shape nothing says which is which, and all have the same step."""
+    for second, updates in enumerate((3, 1, 2)):
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        optimizer = torch.optim.AdamW(parameters)
+        for _ in range(updates):
+            for parameter in parameters:
+                parameter.grad = torch.ones(2)
+            optimizer.step()
+        path = tmp_path / f"1-{updates * 37 % 9}.pt"
+        model = {"a": parameters[0].data, "b": parameters[1].data}
+        torch.save({"model": model, "optimizer": optimizer.state_dict()}, path)
+        written_at(path, second)
+    standings = formats.by_age(map(str, tmp_path.iterdir()))
+    assert [os.path.basename(s.path) for s in standings] == ["1-1.pt", "1-2.pt", "1-3.pt"]
+    assert not any(standing.is_timed for standing in standings)
+
+
 def test_without_any_number_times_decide(tmp_path: Path) -> None:
     """It stands above the newest one that is older, which need not be the one before it in time."""
     for name, second in (
@@ -265,7 +283,7 @@ def put(path: Path, data: bytes, step: int) -> None:
     path.write_bytes(data.replace(b"M" + old, b"M" + new))
 
 
-@pytest.mark.parametrize("kind", ["lightning", "trainer", "deepspeed"])
+@pytest.mark.parametrize("kind", ["lightning", "trainer", "deepspeed", "optimizer"])
 def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Path) -> None:
     """Of 300 weights each, or with a long history; the names are in another order."""
     if kind == "lightning":
@@ -273,6 +291,12 @@ def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Pa
         names = [f"epoch={step}-val_loss={step * 37 % 100 / 100}.ckpt" for step in range(300)]
         for step, name in enumerate(names):
             put(tmp_path / name, data, step)
+    elif kind == "optimizer":  # names with two numbers, and no counter in the files
+        state = torch.optim.AdamW([torch.ones(3)]).state_dict()
+        names = [f"epoch={step}-loss={step * 37 % 100 / 100}.ckpt" for step in range(300)]
+        for step, name in enumerate(names):
+            own = {**state, "state": {0: {"step": torch.tensor(float(step))}}}
+            torch.save({"model": {"w": torch.ones(3)}, "optimizer": own}, tmp_path / name)
     elif kind == "deepspeed":
         data = saved({**DEEPSPEED, "ds_config": {}}, tmp_path / "x")
         names = [f"epoch{step * 37 % 300}" for step in range(300)]
