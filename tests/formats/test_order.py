@@ -292,11 +292,13 @@ def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Pa
         for step, name in enumerate(names):
             put(tmp_path / name, data, step)
     elif kind == "optimizer":  # names with two numbers, and no counter in the files
-        state = torch.optim.AdamW([torch.ones(3)]).state_dict()
+        model = {f"w{number}": torch.ones(3) for number in range(10)}
+        state = torch.optim.AdamW([*model.values()]).state_dict()
         names = [f"epoch={step}-loss={step * 37 % 100 / 100}.ckpt" for step in range(300)]
         for step, name in enumerate(names):
-            own = {**state, "state": {0: {"step": torch.tensor(float(step))}}}
-            torch.save({"model": {"w": torch.ones(3)}, "optimizer": own}, tmp_path / name)
+            slots = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(3))
+            own = {number: {"step": torch.tensor(float(step)), **slots} for number in range(10)}
+            torch.save({"model": model, "optimizer": {**state, "state": own}}, tmp_path / name)
     elif kind == "deepspeed":
         data = saved({**DEEPSPEED, "ds_config": {}}, tmp_path / "x")
         names = [f"epoch{step * 37 % 300}" for step in range(300)]

@@ -162,7 +162,9 @@ def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
     if isinstance(value, dict) and "param_groups" in value:
         states = value.get("state")
         states = states.values() if isinstance(states, dict) else ()
-        yield from (state["step"] for state in states if isinstance(state, dict) and "step" in state)
+        yield from (
+            state["step"] for state in states if isinstance(state, dict) and "step" in state
+        )
     elif depth and isinstance(value, (dict, list)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _steps(inner, depth - 1)
