@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,11 @@ def configurations(cls: Any) -> Iterator[Any]:
 
 
 def names_of(model: Any) -> set[str]:
-    """The patterns of weights; one in a layer only if every layer has it."""
+    """The patterns of weights; one in a layer only if every layer has it.
+
+    None of modules whose numbers have gaps: what a Sequential has there depends on more than its
+    length.
+    """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: set[str] = set()
     layers: dict[str, set[int]] = {}
@@ -82,7 +87,12 @@ def names_of(model: Any) -> set[str]:
         else:
             before = name[: numbers[0].start()]
             layers.setdefault(before, set()).add(int(numbers[0][0]))
-    return found | {key for key, numbers in of.items() if numbers == layers[key.partition("#")[0]]}
+    full = {before for before, numbers in layers.items() if numbers == {*range(len(numbers))}}
+    return found | {
+        key
+        for key, numbers in of.items()
+        if (before := key.partition("#")[0]) in full and numbers == layers[before]
+    }
 
 
 def of_class(cls: Any) -> set[str]:
@@ -126,16 +136,52 @@ def table() -> dict[str, Any]:
     return {
         "made_by": made_by,
         "transformers": transformers.__version__,
-        "models": list(alike.values()),
+        **shared(list(alike.values())),
+    }
+
+
+def shared(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """Models whose common parts stand once, in `parts`: a number instead of a tree is one's place.
+
+    The parts in a part stand in front of it.
+    """
+    times: Counter[str] = Counter()
+
+    def count(tree: dict[str, Any]) -> None:
+        times[json.dumps(tree)] += 1
+        if times[json.dumps(tree)] == 1:
+            for inner in tree.values():
+                count(inner)
+
+    for model in models:
+        count(model["weights"])
+    parts: list[Any] = []
+    places: dict[str, int] = {}
+
+    def put(tree: dict[str, Any]) -> Any:
+        key = json.dumps(tree)
+        if key not in places:
+            written = {word: put(inner) for word, inner in tree.items()}
+            if not tree or times[key] == 1:
+                return written
+            places[key] = len(parts)
+            parts.append(written)
+        return places[key]
+
+    return {"models": [{**model, "weights": put(model["weights"])} for model in models]} | {
+        "parts": parts
     }
 
 
 def text(document: dict[str, Any]) -> str:
-    """The table as JSON, with a line for each model."""
-    models = ",\n".join(
-        json.dumps(model, separators=(",", ":")) for model in document.pop("models")
-    )
-    return f'{json.dumps(document)[:-1]}, "models": [\n{models}\n]}}'
+    """The table as JSON, with a line for each part and each model."""
+    lists = [
+        f'"{name}": [\n'
+        + ",\n".join(json.dumps(item, separators=(",", ":")) for item in document.pop(name))
+        + "\n]"
+        for name in ("parts", "models")
+    ]
+    return f"{json.dumps(document)[:-1]}, {', '.join(lists)}}}"
 
 
 if __name__ == "__main__":

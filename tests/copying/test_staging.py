@@ -506,7 +506,7 @@ def test_files_of_another_user_are_left_alone(
 def test_a_folder_without_a_journal_is_removed(
     was_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no files, whoever made it."""
+    """It has no files, whichever run of this user made it."""
     if was_there:
         (tmp_path / "out.partial").mkdir()
 
@@ -520,6 +520,16 @@ def test_a_folder_without_a_journal_is_removed(
     with pytest.raises(OSError, match="broken"), begin(tmp_path / "out", resume=True):
         pytest.fail("entered")
     assert names(tmp_path) == []
+
+
+def test_an_empty_folder_of_another_user_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    given_away(monkeypatch, tmp_path / "out.partial")
+    with pytest.raises(TargetExists, match="belongs to"), begin(tmp_path / "out", resume=True):
+        pytest.fail("entered")
+    assert names(tmp_path) == ["out.partial"]
 
 
 def test_the_journal_of_a_run_that_has_just_begun_is_left_alone(tmp_path: Path) -> None:

@@ -185,6 +185,26 @@ def test_what_may_be_at_work_elsewhere_stays(fields: dict[str, str], tmp_path: P
     assert (path / "out" / "a").exists()
 
 
+def test_a_living_process_whose_start_was_not_known_is_not_gone(tmp_path: Path) -> None:
+    path = left(tmp_path, changed(this_process(), started=""))
+    assert completed(tmp_path / "out") == []
+    assert (path / "out" / "a").exists()
+
+
+def test_where_proc_shows_another_namespace_nobody_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, look = left(tmp_path, a_dead_process()), os.readlink
+
+    def of_another(link: Any, **words: Any) -> str:
+        return "1" if link == "/proc/self" else look(link, **words)
+
+    monkeypatch.setattr(os, "readlink", of_another)
+    (line,) = completed(tmp_path / "out")
+    assert f"rm -r {path}" in line
+    assert path.exists()
+
+
 def test_what_has_no_journal_stays(tmp_path: Path) -> None:
     path = left(tmp_path, None)
     (line,) = completed(tmp_path / "out")

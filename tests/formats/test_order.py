@@ -17,7 +17,7 @@ from zckpt import formats
 from zckpt.formats import order
 from zckpt.resume.runs import candidates
 
-from ..conftest import EXAMPLE, ROOT
+from ..conftest import EXAMPLE, ROOT, Result
 
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
 FSDP2 = ROOT / "tests" / "data" / "fsdp2-2.13.0-tiny"
@@ -25,6 +25,7 @@ MEGATRON = ROOT / "tests" / "data" / "megatron-0.16.1-tp2" / "iter_0000003"
 
 
 def weights(path: Path, **more: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
     torch.save({"model": {"w": torch.ones(3)}, **more}, path)
 
 
@@ -123,6 +124,24 @@ def test_several_numbers_without_a_counter(tmp_path: Path) -> None:
     assert formats.oldest_first(str(tmp_path), sorted(names)) == names
 
 
+def test_an_optimizer_that_knows_its_parameters_by_number(tmp_path: Path) -> None:
+    """Of two with the same shape nothing says which is which, and all have the same step."""
+    for second, updates in enumerate((3, 1, 2)):
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        optimizer = torch.optim.AdamW(parameters)
+        for _ in range(updates):
+            for parameter in parameters:
+                parameter.grad = torch.ones(2)
+            optimizer.step()
+        path = tmp_path / f"1-{updates * 37 % 9}.pt"
+        model = {"a": parameters[0].data, "b": parameters[1].data}
+        torch.save({"model": model, "optimizer": optimizer.state_dict()}, path)
+        written_at(path, second)
+    standings = formats.by_age(map(str, tmp_path.iterdir()))
+    assert [os.path.basename(s.path) for s in standings] == ["1-1.pt", "1-2.pt", "1-3.pt"]
+    assert not any(standing.is_timed for standing in standings)
+
+
 def test_without_any_number_times_decide(tmp_path: Path) -> None:
     """It stands above the newest one that is older, which need not be the one before it in time."""
     for name, second in (
@@ -215,6 +234,26 @@ def test_what_a_link_names_comes_first(
     assert newest(run)[0] == names[1]
 
 
+def test_check_and_report_say_why_one_is_the_newest(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """As auto-resume does: its place is by the times of files, or named by the run."""
+    for name, second in (("step=5.ckpt", 5), ("best.ckpt", 7)):
+        weights(tmp_path / "timed" / name)
+        written_at(tmp_path / "timed" / name, second)
+    for step in (5, 7):
+        shutil.copytree(FSDP2, tmp_path / "linked" / f"step-{step}")
+    (tmp_path / "linked" / "latest").symlink_to("step-5")
+    for run, word in (
+        ("timed", "by the times of files it stands directly above"),
+        ("linked", "names step-5 as its last checkpoint, which is taken"),
+    ):
+        document = zckpt("check", tmp_path / run, "--dp", 2, "--json").document
+        assert any(word in line for line in document["warnings"])
+        faults = zckpt("report", tmp_path / run, "--json").document["faults"]
+        assert [line["fault"] for line in faults if word in line["message"]] == [False]
+
+
 def test_a_second_name_of_a_file(tmp_path: Path) -> None:
     """As Lightning makes it with save_last="link"."""
     lightning(tmp_path / "epoch=1-val=0.3.ckpt", 7)
@@ -244,7 +283,7 @@ def put(path: Path, data: bytes, step: int) -> None:
     path.write_bytes(data.replace(b"M" + old, b"M" + new))
 
 
-@pytest.mark.parametrize("kind", ["lightning", "trainer", "deepspeed"])
+@pytest.mark.parametrize("kind", ["lightning", "trainer", "deepspeed", "optimizer"])
 def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Path) -> None:
     """Of 300 weights each, or with a long history; the names are in another order."""
     if kind == "lightning":
@@ -252,6 +291,14 @@ def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Pa
         names = [f"epoch={step}-val_loss={step * 37 % 100 / 100}.ckpt" for step in range(300)]
         for step, name in enumerate(names):
             put(tmp_path / name, data, step)
+    elif kind == "optimizer":  # names with two numbers, and no counter in the files
+        model = {f"w{number}": torch.ones(3) for number in range(10)}
+        state = torch.optim.AdamW([*model.values()]).state_dict()
+        names = [f"epoch={step}-loss={step * 37 % 100 / 100}.ckpt" for step in range(300)]
+        for step, name in enumerate(names):
+            slots = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(3))
+            own = {number: {"step": torch.tensor(float(step)), **slots} for number in range(10)}
+            torch.save({"model": model, "optimizer": {**state, "state": own}}, tmp_path / name)
     elif kind == "deepspeed":
         data = saved({**DEEPSPEED, "ds_config": {}}, tmp_path / "x")
         names = [f"epoch{step * 37 % 300}" for step in range(300)]

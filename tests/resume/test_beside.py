@@ -27,7 +27,7 @@ from zckpt.resume import beside, resuming
 
 from ..conftest import ROOT, Result, given_away, texts
 from ..copying.test_journal import without_attributes
-from ..processes.conftest import Start, start, until  # noqa: F401
+from ..processes.conftest import Start, launch, start, until  # noqa: F401
 from ..test_resume import files
 from .conftest import BESIDE, DAMAGE, OPTIMIZER, TAGS, flip, original, snapshot
 
@@ -582,6 +582,53 @@ def test_a_job_without_locks_takes_what_another_one_has_written(
     report = slow.wait().document
     assert (report["path"], report["written"], report["bytes"]) == (str(path), False, 0)
     assert (snapshot(path), names(run)) == (before, [path.name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_without_locks_gives_way_to_other_options(
+    ranks: int,
+    run: Path,
+    tmp_path: Path,
+    launch: Callable[..., Any],  # noqa: F811
+    no_locks: None,
+) -> None:
+    """What another job has completed meanwhile stays, and this one writes under another name."""
+    from zckpt.copying import filling
+
+    from ..processes.conftest import stop_at_second_portion
+
+    def prepare() -> None:
+        filling.REGION = 1 << 12
+        stop_at_second_portion(tmp_path / "go")
+
+    words = ("auto-resume", run, "--dp", 3, "-q", "--json")
+    slow = launch(ranks, *words, preparing=dict.fromkeys(range(ranks), prepare))
+    until(lambda: [*(run / BESIDE).glob("*.partial/global_step7-dp3/*")])
+    path = resumed(run, dp=3, accept_weights=True)
+    before = snapshot(path)
+    (tmp_path / "go").touch()
+    results = [job.wait() for job in slow]
+    assert [result.code for result in results] == [0] * ranks, results
+    assert {result.document["path"] for result in results} == {f"{path}-2"}
+    assert results[0].document["written"]
+    assert snapshot(path) == before
+    assert names(run) == [path.name, f"{path.name}-2"]
+
+
+def test_a_job_without_locks_gives_way_before_it_begins(
+    run: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reshard = api.reshard
+
+    def late(*about: Any, **words: Any) -> Any:
+        if not words.get("dry_run"):
+            monkeypatch.setattr(api, "reshard", reshard)
+            resumed(run, dp=3, accept_weights=True)
+        return reshard(*about, **words)
+
+    monkeypatch.setattr(api, "reshard", late)
+    assert resumed(run, dp=3).name == f"{TAGS[-1]}-dp3-2"
+    assert names(run) == [f"{TAGS[-1]}-dp3", f"{TAGS[-1]}-dp3-2"]
 
 
 def test_what_a_killed_job_left_without_locks(

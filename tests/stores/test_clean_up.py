@@ -100,6 +100,8 @@ def test_uploads_of_other_programs_are_listed_and_stay(
     for words in (["--dry-run"], []):
         result = zckpt("clean-up", bucket.url(f"to/run{name}"), *words)
         assert "to/run/checkpoint-6/model.pt (of another program; to end it: " in result.out
+        assert result.out.splitlines()[-1].startswith("nothing was removed: zckpt has begun noth")
+        assert result.code == 0
         assert f"aws s3api abort-multipart-upload --bucket {bucket.name} --key " in result.out
     assert bucket.uploads() == ["to/run/checkpoint-6/model.pt"]
     assert bucket.keys() == ["to/run/checkpoint-5/model.pt"]

@@ -321,6 +321,9 @@ def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
         print(f"  {safe(key)} (an unfinished upload)")
     for upload in report["other_uploads"]:
         print(f"  {safe(upload['key'])} (of another program; to end it: {safe(upload['command'])})")
+    if not report["files"] and not report["uploads"]:
+        print(f"nothing was removed: zckpt has begun nothing at {safe(report['path'])}")
+        return
     done = "would be removed from" if dry_run else "removed from"
     files = counted(len(report["files"]) + len(report["uploads"]), "file")
     print(f"{files} ({sized(report['bytes'])}) {done} {safe(report['path'])}")

@@ -123,18 +123,20 @@ class Staging:
         self.warnings += clear(self.above, os.path.basename(self.target)).warnings()
 
     def _begin(self, stack: ExitStack) -> None:
+        # others must not put anything there; the target in it gets the usual permissions
+        is_ours = self.above.make(self.partial, 0o700)
         try:
-            # others must not put anything there; the target in it gets the usual permissions
-            self.above.make(self.partial, 0o700)
             self.folder = stack.enter_context(self.above.own(self.partial))
+            is_ours = True
             refuse_strange(self.folder, os.path.basename(self.target))
             self.folder.refuse_foreign()
             self.journal = self._journal()
             stack.callback(self.journal.close)
             self._refuse_meanwhile()
         except BaseException:
-            with suppress(OSError, TargetExists):  # an empty one, whoever made it
-                self.above.rmdir(self.partial)
+            if is_ours:
+                with suppress(OSError, TargetExists):  # if it is empty: another run may have it
+                    self.above.rmdir(self.partial)
             raise
 
     def _journal(self) -> Journal:

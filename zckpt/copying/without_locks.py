@@ -47,7 +47,10 @@ class Process(Struct, frozen=True):
         here = this_process()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False
-        return not is_alive(self.number) or _started(self.number) not in ("", self.started)
+        if not is_alive(self.number):
+            return True
+        now = _started(self.number)
+        return bool(now and self.started) and now != self.started
 
 
 class LonelyJournal(Journal):
@@ -62,7 +65,8 @@ def this_process() -> Process:
     number = os.getpid()
     namespace = ""
     with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
+        if os.readlink("/proc/self") == str(number):  # else /proc shows another namespace
+            namespace = os.readlink("/proc/self/ns/pid")
     boot = _text("/proc/sys/kernel/random/boot_id").strip() if namespace else ""
     return Process(boot, namespace, number, _started(number))
 

@@ -135,6 +135,9 @@ def _counted(path: str) -> int | None:
 def _updates(path: str) -> float | None:
     """The completed updates of a checkpoint's optimizer; None if nothing says them."""
     try:
+        for item in FORMATS:
+            if (number := item.updates(path)) is not None:
+                return number
         manifest = recognize(path).functions.read(path, Reading(nameless=True))
     except (ZckptError, OSError):  # it is broken: whoever reads it says why
         return None

@@ -71,6 +71,9 @@ class Format(Struct, frozen=True, eq=False):
     counter: Callable[[str], int | None] = nowhere
     """What the program had counted when it saved the checkpoint at a path (one tag's folder, or a
     file), as one small file states it, or the beginning of a pickle; None if none does."""
+    updates: Callable[[str], float | None] = nowhere
+    """The updates that the optimizer states in the file at a path; None if it must be read whole.
+    """
     options: tuple[Option[Any], ...] | None = None
     """Those that its writer understands, in the order of `--help`; None if it is not written."""
     reasons: Mapping[str, str] | None = None

@@ -1,6 +1,6 @@
 """Which weights does `from_pretrained` ask for, and under which prefix has a source all of them?
 
-weights.json has the names of every class of transformers (5.24), made by `python -m
+weights.json has the names of 1,651 classes of transformers (5.24), made by `python -m
 tests.weight_names`. A name is there if the class has it whatever the switches of its configuration
 say: without it, that part of the model would keep random numbers. Where the names have a prefix,
 the model was an attribute of what was trained (`self.llm = AutoModelForCausalLM...`).
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pkgutil import get_data
 from typing import Any
@@ -154,10 +154,10 @@ class Asked(Struct, frozen=True):
         """What the class in config.json asks for; None for a class that is not known."""
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
-        about = _models().get(name) if isinstance(name, str) else None
+        about = _table()["models"].get(name) if isinstance(name, str) else None
         if about is None or "auto_map" in config:  # with code of its own
             return None
-        patterns = tuple(_names(about["weights"]))
+        patterns = tuple(_names(about["weights"], _table()["parts"]))
         return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
 
     def prefixes(self, names: Collection[str]) -> list[str]:
@@ -232,16 +232,18 @@ class Asked(Struct, frozen=True):
         return any(name.startswith(fronts) for name in names)
 
 
-def _names(tree: Mapping[str, Any], front: str = "") -> Iterator[str]:
-    for word, inner in tree.items():
-        if inner:
-            yield from _names(inner, f"{front}{word}.")
-        else:
+def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
+    """The names in a tree; a number stands for a part that several models have."""
+    for word, inner in (parts[tree] if type(tree) is int else tree).items():
+        if inner == {}:
             yield f"{front}{word}"
+        else:
+            yield from _names(inner, parts, f"{front}{word}.")
 
 
 @cache
-def _models() -> dict[str, dict[str, Any]]:
-    """What the table says of a class, by its name."""
+def _table() -> dict[str, Any]:
+    """What the table says of `models`, by the names of classes, and their common `parts`."""
     document = json.loads(get_data(__package__, "weights.json") or b"")
-    return {name: item for item in document["models"] for name in item["classes"]}
+    models = {name: item for item in document["models"] for name in item["classes"]}
+    return {"models": models, "parts": document["parts"]}

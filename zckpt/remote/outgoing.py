@@ -34,7 +34,8 @@ LASTS = (
 """The files that make a folder a checkpoint, the decisive one first."""
 REMOVING = {"s3": "aws s3 rm --recursive {}", "gs": "gcloud storage rm --recursive {}"}
 OF_RUNNING = {
-    *("begin", "tell", "copying", "resume", "begins_anew", "dry_run", "read_back", "target")
+    *("begin", "tell", "copying", "resume", "begins_anew", "gives_way", "dry_run"),
+    *("read_back", "target"),
 }
 """Words of a conversion that do not say what its target is."""
 

@@ -44,8 +44,9 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     (`other_uploads`), each with the command of the store's client that ends it.
 
     Whether a run still writes there is for the user to know. Raises WrongOption for a complete
-    checkpoint, NotACheckpoint if zckpt has begun nothing there, UnsupportedCheckpoint for a note
-    that cannot be understood, and TargetExists if a run writes there meanwhile.
+    checkpoint, and NotACheckpoint if zckpt has begun nothing there, unless uploads of others are to
+    be listed; UnsupportedCheckpoint for a note that cannot be understood, and TargetExists if a run
+    writes there meanwhile.
     """
     url = parse(path)
     if not url.key:

@@ -63,7 +63,12 @@ def report(
         shown["run"] = run.section(strip, shown)
         shown["path"] = os.fspath(path)
     shown["faults"] = faults.ordered(
-        [*shown["faults"], *run.faults_of(strip), *run.gone(os.fspath(path), gone)]
+        [
+            *shown["faults"],
+            *run.faults_of(strip),
+            *run.gone(os.fspath(path), gone),
+            *run.notes_of(chosen),
+        ]
     )
     return shown | {"seconds": round(time.monotonic() - started, 3)}
 

@@ -85,6 +85,20 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
     ]
 
 
+def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
+    """What is to be known of the places that checkpoints have in the run: no faults."""
+    return [
+        {
+            **dict.fromkeys(faults.FIELDS),
+            **line_of(each.note),
+            "kind": "warning",
+            "fault": False,
+        }
+        for each in checkpoints
+        if each.note
+    ]
+
+
 def gone(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
     """Checkpoints that the run names, and that are not there."""
     return [

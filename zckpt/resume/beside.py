@@ -182,7 +182,11 @@ def sweep(folder: str, own: str) -> list[str]:
 
 
 def tidy(folder: str, own: str, keep: int) -> list[str]:
-    """Removes the oldest directories, so that `keep` stay beside `own`; gives their paths."""
+    """Removes the oldest directories, so that `keep` stay beside `own`; gives their paths.
+
+    The oldest is the one that was written first, however far its training was: what was needed last
+    may be needed again. All can be made anew, so that this is no order of a run's checkpoints.
+    """
     with opened(folder) as above:
         times = {}
         for name in above.names():

@@ -186,7 +186,7 @@ def check(
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": said(reasons),
-        "warnings": said(not_compared(manifest)),
+        "warnings": said([*([newest.note] if newest.note else []), *not_compared(manifest)]),
         **fixed,
     }
 

@@ -119,9 +119,9 @@ class Resuming:
         for path, name, loaded, tag, said_of in found:
             notice = None if said_of is None else Notice(**said_of)
             candidate = Candidate(path, name, loaded, tag, notice)
-            plan = self.planned(candidate)
-            if "broken" not in plan:
-                return self.taken(candidate, plan, left)
+            while "broken" not in (plan := self.planned(candidate)):
+                if taken := self.taken(candidate, plan, left):
+                    return taken
             newest = newest or plan
             left.append({"path": candidate.where, "reason": plan["broken"]})
         if left:
@@ -176,15 +176,21 @@ class Resuming:
 
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]
-    ) -> tuple[Resumed, list[Report]]:
-        """The path of a checkpoint that is whole, which is written first if that is to be done."""
+    ) -> tuple[Resumed, list[Report]] | None:
+        """The path of a checkpoint that is whole, which is written first if that is to be done.
+
+        None if a job that no lock showed has another target there by now: it is to be planned anew.
+        """
         target, is_written = plan["target"], plan["target"] and not plan["is_complete"]
         if is_written:
-            more = {"copying": self.settings.copying, **self._shared}
+            more = {"gives_way": True, "copying": self.settings.copying, **self._shared}
             written = api.reshard(
                 candidate.path, target, tag=candidate.tag, **GOING_ON, **plan["words"], **more
             )
-            plan |= self.ranks.told(partial(self._finish, target, written))
+            finished = self.ranks.told(partial(self._finish, target, written))
+            if finished is None:
+                return None
+            plan |= finished
             is_written = plan["is_written"]
         if target:
             beside.hold(target)
@@ -347,7 +353,10 @@ class Resuming:
         self._becomes_alone(target)
         self._remove(target)
 
-    def _finish(self, target: str, report: Words) -> Words:
+    def _finish(self, target: str, report: Words) -> Words | None:
+        """What becomes of a target that is there; None if it is another one than was to be."""
+        if "is_of_another" in report:
+            return None
         beside.hold(target)
         self._removed += beside.tidy(self.folder, target, self.settings.keep)
         is_written = "already_complete" not in report  # another job's was there first

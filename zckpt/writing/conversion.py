@@ -138,8 +138,8 @@ def write(
         )
         return report | {"rank": sharing.rank, "seconds": _since(started)}
     with ended(sharing):
-        if running.continues and targets.is_complete(target, run):
-            return report | {"already_complete": True, "seconds": _since(started)}
+        if running.continues and (there := _there(target, run, running.gives_way)):
+            return report | {there: True, "seconds": _since(started)}
         if running.tell:
             running.tell(report["warnings"])
         if running.dry_run:
@@ -162,15 +162,15 @@ def write(
             outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
         except (OSError, TargetExists):
             takes_another = sharing.part or running.begins_anew
-            if not takes_another or not targets.is_complete(target, run):
+            if not takes_another or not _there(target, run, running.gives_way):
                 raise
             outcome = None  # another part or run has completed the target meanwhile
         report["warnings"] += said(stage.warnings)
         if sharing.part:
             report["part"] = str(sharing)
         if outcome is None:
-            key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
-            return report | {key: True, "seconds": _since(started)}
+            there = _there(target, run, running.gives_way) or "waits_for_parts"
+            return report | {there: True, "seconds": _since(started)}
         report |= description.advice(source, outcome.counts.bare)
         return report | {
             "tensors": len(outcome.digests),
@@ -178,6 +178,19 @@ def write(
             "seconds": _since(started),
             **({"resumed": stage.resumed} if running.continues else {}),
         }
+
+
+def _there(target: str, run: Identity, gives_way: bool) -> str:
+    """The report's word for a complete target at the path; empty if there is none.
+
+    Raises TargetExists for one of another run, unless this one `gives_way`.
+    """
+    try:
+        return "already_complete" if targets.is_complete(target, run) else ""
+    except TargetExists:
+        if not gives_way:
+            raise
+        return "is_of_another"
 
 
 def _without_unknown(options: Options, option: Option[Any], format: Format) -> Options:

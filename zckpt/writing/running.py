@@ -21,6 +21,7 @@ class Keywords(TypedDict, total=False):
     tell: Tell | None
     resume: bool
     begins_anew: bool
+    gives_way: bool
     read_back: bool
     before_rename: Callable[[], None] | None
     sharing: Sharing
@@ -32,6 +33,8 @@ class Running(Struct, frozen=True):
     A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
     what an earlier one left. Without locks nothing can be continued: `resume` is refused there,
     unless the run `begins_anew`, which also takes a target that another run completes meanwhile.
+    If that is the target of other options or of another source, a run that `gives_way` reports it
+    (`is_of_another`), and raises no error.
     With `read_back` an object store is read back where it states no MD5.
     `before_rename` is called when all but the last check is done.
     `sharing` says which portions of the target this process writes. `above` is the directory of the
@@ -44,6 +47,7 @@ class Running(Struct, frozen=True):
     tell: Tell | None = None
     resume: bool = False
     begins_anew: bool = False
+    gives_way: bool = False
     read_back: bool = True
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE

@@ -182,7 +182,7 @@ def test_an_adapter_below_a_prefix(tmp_path: Path) -> None:
     assert all(same_bits(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["vit", "qwen3 moe"])
+@pytest.mark.parametrize("kind", ["resnet", "vit", "qwen3 moe"])
 def test_other_kinds_are_asked(kind: str, tmp_path: Path) -> None:
     model = build(kind)
     report = exported(below("backbone.", model), model, tmp_path)

@@ -27,7 +27,7 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import counter, detect, detect_weak
+from .files import counter, detect, detect_weak, updates
 
 FORMAT = Format(
     name="gathered",
@@ -35,6 +35,7 @@ FORMAT = Format(
     family="torch",
     detect=detect,
     counter=counter,
+    updates=updates,
     detect_weak=detect_weak,
     options=(
         DP,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from msgspec import Struct, field
 
 from ...core import sources
 from ...core.filenames import by_counting, counted, number_of, numbered
+from ...core.inert import Scalar
 from ...core.saved_names import Place
 from ...errors import (
     AmbiguousCheckpoint,
@@ -36,7 +37,7 @@ from ...errors import (
     warning,
 )
 from ...files.beginning import number_in
-from ...files.torchfile import Tensor, is_torch, peek
+from ...files.torchfile import Tensor, TorchFile, is_torch, peek
 from ...naming import peft
 from . import distributed, items
 
@@ -150,6 +151,29 @@ def detect_weak(path: str) -> list[str]:
 def counter(path: str) -> int | None:
     """The `global_step` of a file of Lightning's, or of another program that counts in this way."""
     return number_in(path, (COUNTER,)) if sources.is_file(path) else None
+
+
+def updates(path: str) -> float | None:
+    """The largest step of a parameter in the optimizers of one file; reads these numbers alone."""
+    if not is_torch(path):
+        return None
+    file = TorchFile(path)
+    steps = [file.number(step) for step in _steps(file.value)]
+    values = [step.value if isinstance(step, Scalar) else step for step in steps]
+    return max((float(value) for value in values if type(value) in (int, float)), default=None)
+
+
+def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
+    """The steps that optimizers state for their parameters, in what a program has saved."""
+    if isinstance(value, dict) and "param_groups" in value:
+        states = value.get("state")
+        states = states.values() if isinstance(states, dict) else ()
+        yield from (
+            state["step"] for state in states if isinstance(state, dict) and "step" in state
+        )
+    elif depth and isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _steps(inner, depth - 1)
 
 
 def _is_readable_folder(path: str) -> bool:
