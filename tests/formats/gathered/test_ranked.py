@@ -431,7 +431,8 @@ def test_schedulers_that_differ_are_of_several_saves(
     ) as raised:
         ranked.merge(files)
     assert "copy those of one save" in raised.value.hint
-    first, second = ranked.merge(files, step_policy="max").left_out
+    merged = ranked.merge(files, step_policy="max")
+    first, second = taken_of_rank_0(merged.different)
     assert first.startswith(place[0])
     assert second == "rng: ranks hold different ones, rank 0's is taken"
 
