@@ -70,6 +70,11 @@ class TestPlainSlices:
     ("name", "what"),
     [
         ("plain_weights", r"emb\.weight: .*one rank's slice"),
+        ("plain_named", r"emb\.weight: .*one rank's slice"),
+        ("plain_listed", r"emb\.weight: .*one rank's slice"),
+        ("numbered", r"emb\.weight: .*one rank's slice"),
+        ("numbered/model_1.pt", r"emb\.weight: .*one rank's slice"),
+        ("frozen_parts", r"emb\.weight: .*shapes of it \(\[10, 8\], \[7, 8\]\).*one rank's slice"),
         ("even_legacy", r"w: .*different values of it.*one rank's slice"),
         ("dcp_apart", r"emb\.weight: .*distcp.*one rank's slice"),
         ("dcp_weights", r"emb\.weight has the shape \[\d+, 8\].*one rank's slice of \[37, 8\]"),
@@ -87,6 +92,17 @@ def test_states_of_one_rank(name: str, fsdp2: Path) -> None:
         with pytest.raises(InconsistentCheckpoint, match=r"exp_avg.*one rank's slice"):
             zckpt.read(fsdp2 / name, nameless=nameless)
     assert zckpt.read(fsdp2 / name, weights_only=True).parameters["emb.weight"].shape == (37, 8)
+
+
+def test_averages_beside_whole_weights(fsdp2: Path) -> None:
+    """No rank has a part of the model, so that nothing states where parts of averages belong."""
+    manifest = zckpt.read(fsdp2 / "whole_ema")
+    assert manifest.warnings == (
+        "ema is left out: each rank's tensors in it are slices of the model's weights, and nothing "
+        "shows how to join them",
+    )
+    assert not manifest.left_out
+    assert {*manifest.parameters} == {"emb.weight", "fc.weight", "fc.bias"}
 
 
 class TestSound:
