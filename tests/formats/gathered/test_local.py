@@ -105,7 +105,7 @@ class TestLocalStates:
         assert trained == ["1.weight", "1.bias"]
         (line,) = [line for line in manifest.warnings if "lists 2 of 4 weights" in line]
         assert "consolidate_state_dict()" in line
-        zckpt.convert(folder, tmp_path / "new", to="deepspeed", dp=2, zero_stage=2)
+        zckpt.convert(folder, tmp_path / "new", to="deepspeed", dp=2)
 
     @pytest.mark.parametrize("world", [3, 4])
     def test_the_last_rank_is_missing(self, world: int, tmp_path: Path) -> None:

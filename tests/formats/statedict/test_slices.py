@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import zckpt
 from zckpt.dcp import StorageReader
@@ -92,6 +93,15 @@ def test_states_of_one_rank(name: str, fsdp2: Path) -> None:
         with pytest.raises(InconsistentCheckpoint, match=r"exp_avg.*one rank's slice"):
             zckpt.read(fsdp2 / name, nameless=nameless)
     assert zckpt.read(fsdp2 / name, weights_only=True).parameters["emb.weight"].shape == (37, 8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["dcp_weights", "dcp_states", "dcp_apart"])
+def test_torchs_own_directories_are_not_loaded(name: str, fsdp2: Path) -> None:
+    reader = StorageReader(fsdp2 / name)
+    size = reader.read_metadata().state_dict_metadata["model.fc.bias"].size
+    with pytest.raises(CheckpointException, match="one rank's slice"):
+        dcp.load({"model": {"fc.bias": torch.zeros(size)}}, storage_reader=reader)
 
 
 def test_averages_beside_whole_weights(fsdp2: Path) -> None:
