@@ -299,6 +299,10 @@ class UnsupportedCheckpoint(ZckptError):
     usual_hint = "`zckpt formats` lists what is read and written"
 
 
+class FlatParameters(UnsupportedCheckpoint):
+    """Values are those of FSDP1's flat parameters, and no file says of which weights."""
+
+
 class StoreError(ZckptError):
     """An object store refused a request, or did not answer."""
 

@@ -78,7 +78,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     lost, stateless = lacking(manifest)
     lines = [
         *manifest.warnings,
-        *unlisted(manifest),
+        *([] if format.is_neutral else unlisted(manifest)),  # it keeps the source's
         *lost,
         *stateless,
         *_unused(manifest, reading, format),

@@ -77,12 +77,25 @@ def fsdp2(rank: int, store: Path, ranks: int, root: Path) -> None:
     files(root / "sound", rank, both)
     files(root / "plain", rank, local(both))
     files(root / "plain_weights", rank, local(weights), "model")
+    files(root / "plain_named", rank, local(weights))
+    files(root / "plain_listed", rank, {"model": local(weights), "optimizers": [local(states)]})
+    (root / "numbered").mkdir(exist_ok=True)
+    torch.save(local(weights), root / "numbered" / f"model_{rank}.pt")
     files(root / "plain_states", rank, {"model": weights, "optimizer": local(states)})
     files(root / "ema", rank, {**both, "ema": local(averages)})
     wrapped = {f"module.{name}": w for name, w in local(averages).items()}
     ema = {"decay": 0.5, "shadow": {"n_averaged": torch.tensor(2), **wrapped}}
     files(root / "ema_wrapped", rank, {**both, "ema": ema})
     files(root / "ema_whole", rank, {**both, "ema": whole})
+    every = {k: w.full_tensor() if isinstance(w, DTensor) else w for k, w in weights.items()}
+    every = {key: weight for key, weight in every.items() if key.partition(".")[0] in ("emb", "fc")}
+    files(root / "whole_ema", rank, {"model": every, "ema": {"shadow": local(averages)}})
+    cut = {**every, "emb.weight": weights["emb.weight"].to_local().clone()}
+    head = {
+        "state": {},
+        "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["fc.weight", "fc.bias"]}],
+    }
+    files(root / "frozen_parts", rank, {"model": cut, "optimizer": head})
     files(root / "ema_list", rank, {**both, "ema": {"shadow_params": [*local(averages).values()]}})
     other = {name.upper(): w for name, w in local(averages).items()}
     files(root / "ema_renamed", rank, {**both, "ema": {"weights": other}})

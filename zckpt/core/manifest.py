@@ -279,6 +279,8 @@ class Manifest(Struct, frozen=True):
     """Whether the files can state that a name was inferred."""
     share: str = ""
     """What shows that the optimizer's states are one rank's share; empty if nothing does."""
+    is_numbered: bool = False
+    """Whether an optimizer knows its parameters by number."""
     zero_padding: bool = False
     """Whether the engine fills with zeros what lies between tensors."""
     buffers_named: bool = False

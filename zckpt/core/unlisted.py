@@ -50,8 +50,8 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 def _may_be_share(manifest: Manifest) -> bool:
     """Whether one file of torch.save has an optimizer that knows its parameters by number."""
     engine = manifest.engine
-    is_numbered = isinstance(engine, StateDictEngine) and engine.layout == "raw" and engine.whole
-    return is_numbered and manifest.origin.dp in (None, 1)
+    is_whole = isinstance(engine, StateDictEngine) and engine.whole
+    return is_whole and manifest.is_numbered and manifest.origin.dp in (None, 1)
 
 
 def refuse_share(manifest: Manifest) -> None:

@@ -151,17 +151,18 @@ class StorageReader(storage.StorageReader):
 
     def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
         """Called on the coordinator alone; an error ends the load of all ranks."""
-        self._check()
+        self._check(plans)
         return plans
 
-    def _check(self) -> None:
+    def _check(self, plans: Sequence[planner.LoadPlan]) -> None:
         if not self._is_checked:
-            self._source.check(self._accept_weights)
+            keys = {item.storage_index.fqn for plan in plans for item in plan.items}
+            self._source.check(self._accept_weights, keys)
             self._is_checked = True
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
         """Fills the values of this process; changes nothing if a value is missing."""
-        self._check()
+        self._check([plan])
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()
         done.set_result(None)

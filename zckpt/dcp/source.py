@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,14 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.elsewhere import Fingerprint
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
-from ..errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, Notice, ZckptError
+from ..errors import (
+    CorruptCheckpoint,
+    FlatParameters,
+    InconsistentCheckpoint,
+    MissingData,
+    Notice,
+    ZckptError,
+)
 from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
@@ -34,7 +41,7 @@ from ..formats.dcp.items import (
     stored_items,
 )
 from ..formats.reading import Reading
-from ..formats.statedict.keys import in_folder
+from ..formats.statedict.keys import in_folder, keys_of
 from ..formats.statedict.tree import TreePath, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
 from ..reading import check_to_load, read, refuse_incomplete
@@ -111,16 +118,20 @@ class Source(Struct, eq=False, dict=True):
     def manifest(self) -> Manifest:
         return read(self.path, replace(self.reading, format=self._format))
 
-    def check(self, accept_weights: bool) -> None:
+    def check(self, accept_weights: bool, keys: Collection[str]) -> None:
         """What `convert` asks before it writes; raises as `zckpt.load`.
 
         The stored items of torch's own directories are asked too, if zckpt can read a model or an
-        optimizer among them.
+        optimizer among them. `keys` are those that are to be loaded.
         """
         try:
             manifest = self._readable
         except CONTRADICTIONS:
             raise
+        except FlatParameters:
+            if self._has_optimizers(keys):
+                raise
+            manifest = self._weights
         except ZckptError:
             if self.stored is None:
                 raise
@@ -135,6 +146,18 @@ class Source(Struct, eq=False, dict=True):
         except MissingData:
             nameless = replace(self.reading, format=self._format, nameless=True)
             return read(self.path, nameless)
+
+    @cached_property
+    def _weights(self) -> Manifest:
+        return read(self.path, replace(self.reading, format=self._format, weights_only=True))
+
+    def _has_optimizers(self, keys: Collection[str]) -> bool:
+        """Whether keys of a directory of torch's own are in the state of its optimizer."""
+        place = keys_of(self._weights.engine).optimizer
+        if self.stored is None or place is None:
+            return True
+        paths = (self.stored.paths.get(key, (key,)) for key in keys)
+        return any(path[: len(place)] == place for path in paths)
 
     @cached_property
     def listing(self) -> Listing:

@@ -82,10 +82,32 @@ class TestLocalStates:
     def test_a_missing_rank(self, tmp_path: Path) -> None:
         folder = save_local(tmp_path / "run", trained_pair(), 3)
         (folder / "optim_rank_1.pt").unlink()
-        with pytest.raises(errors.IncompleteCheckpoint, match="rank 1 is missing"):
+        said = "rank 1 is missing .* own share of ZeroRedundancyOptimizer"
+        with pytest.raises(errors.IncompleteCheckpoint, match=said) as raised:
             zckpt.read(folder)
+        assert "--weights-only" in raised.value.hint
+        manifest = zckpt.read(folder, weights_only=True)
+        assert manifest.left_out[0].startswith("optim: ")
+        assert manifest.groups is None
 
-    @pytest.mark.parametrize("world", [2, 3, 4])
+    def test_one_rank_alone_may_be_all_that_there_was(self, tmp_path: Path) -> None:
+        """Sizes that descend are those of a trained head, too."""
+        folder = tmp_path / "run"
+        folder.mkdir()
+        model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Linear(7, 5))
+        optimizer = torch.optim.AdamW(model[1].parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save(optimizer.state_dict(), folder / "optim_rank_0.pt")
+        manifest = zckpt.read(folder)
+        trained = [name for name, p in manifest.parameters.items() if p.trainable]
+        assert trained == ["1.weight", "1.bias"]
+        (line,) = [line for line in manifest.warnings if "lists 2 of 4 weights" in line]
+        assert "consolidate_state_dict()" in line
+        zckpt.convert(folder, tmp_path / "new", to="deepspeed", dp=2)
+
+    @pytest.mark.parametrize("world", [3, 4])
     def test_the_last_rank_is_missing(self, world: int, tmp_path: Path) -> None:
         """Which no file's name tells: what it owned could be frozen."""
         pair = trained_pair()

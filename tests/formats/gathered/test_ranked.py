@@ -432,7 +432,8 @@ def test_schedulers_that_differ_are_of_several_saves(
     ) as raised:
         ranked.merge(files)
     assert "copy those of one save" in raised.value.hint
-    first, second = texts(taken_of_rank_0(ranked.merge(files, step_policy="max").different))
+    merged = ranked.merge(files, step_policy="max")
+    first, second = texts(taken_of_rank_0(merged.different))
     assert first.startswith(place[0])
     assert second == "rng: ranks hold different ones, rank 0's is taken"
 

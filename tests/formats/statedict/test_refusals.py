@@ -6,6 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import zckpt
 from zckpt.dcp import StorageReader
@@ -50,6 +53,23 @@ def test_every_container_is_refused(
         zckpt.convert(run, tmp_path / "weights", weights_only=True)
     with pytest.raises(UnsupportedCheckpoint, match=said):
         StorageReader(run)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("container", ["dcp", "lightning"])
+def test_torchs_own_directory_loads_only_weights(container: str, fsdp1: Path) -> None:
+    run = fsdp1 / "flat_states" / container
+    model = "model" if container == "dcp" else "state_dict"
+    weights = {model: {"0.weight": torch.zeros(10, 6)}}
+    dcp.load(weights, storage_reader=StorageReader(run))
+    assert weights[model]["0.weight"].any()
+    optimizer = "optim" if container == "dcp" else "optimizer_0"
+    stored = StorageReader(run).read_metadata().state_dict_metadata
+    size = stored[f"{optimizer}.state.0.exp_avg"].size
+    state = {"state": {0: {"exp_avg": torch.zeros(size)}}}
+    for keys in ({optimizer: state}, {**weights, optimizer: state}):
+        with pytest.raises(CheckpointException, match="an optimizer of FSDP1's flat parameters"):
+            dcp.load(keys, storage_reader=StorageReader(run))
 
 
 @pytest.mark.parametrize("container", [name for name in BOTH if name != "hf"])

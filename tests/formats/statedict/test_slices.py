@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import zckpt
 from zckpt.dcp import StorageReader
@@ -71,6 +72,11 @@ class TestPlainSlices:
     ("name", "what"),
     [
         ("plain_weights", r"emb\.weight: .*one rank's slice"),
+        ("plain_named", r"emb\.weight: .*one rank's slice"),
+        ("plain_listed", r"emb\.weight: .*one rank's slice"),
+        ("numbered", r"emb\.weight: .*one rank's slice"),
+        ("numbered/model_1.pt", r"emb\.weight: .*one rank's slice"),
+        ("frozen_parts", r"emb\.weight: .*shapes of it \(\[10, 8\], \[7, 8\]\).*one rank's slice"),
         ("even_legacy", r"w: .*different values of it.*one rank's slice"),
         ("dcp_apart", r"emb\.weight: .*distcp.*one rank's slice"),
         ("dcp_weights", r"emb\.weight has the shape \[\d+, 8\].*one rank's slice of \[37, 8\]"),
@@ -88,6 +94,26 @@ def test_states_of_one_rank(name: str, fsdp2: Path) -> None:
         with pytest.raises(InconsistentCheckpoint, match=r"exp_avg.*one rank's slice"):
             zckpt.read(fsdp2 / name, nameless=nameless)
     assert zckpt.read(fsdp2 / name, weights_only=True).parameters["emb.weight"].shape == (37, 8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["dcp_weights", "dcp_states", "dcp_apart"])
+def test_torchs_own_directories_are_not_loaded(name: str, fsdp2: Path) -> None:
+    reader = StorageReader(fsdp2 / name)
+    size = reader.read_metadata().state_dict_metadata["model.fc.bias"].size
+    with pytest.raises(CheckpointException, match="one rank's slice"):
+        dcp.load({"model": {"fc.bias": torch.zeros(size)}}, storage_reader=reader)
+
+
+def test_averages_beside_whole_weights(fsdp2: Path) -> None:
+    """No rank has a part of the model, so that nothing states where parts of averages belong."""
+    manifest = zckpt.read(fsdp2 / "whole_ema")
+    assert manifest.warnings == (
+        "ema is left out: each rank's tensors in it are slices of the model's weights, and nothing "
+        "shows how to join them",
+    )
+    assert not manifest.left_out
+    assert {*manifest.parameters} == {"emb.weight", "fc.weight", "fc.bias"}
 
 
 class TestSound:

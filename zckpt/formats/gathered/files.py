@@ -145,7 +145,13 @@ def detect_weak(path: str) -> list[str]:
     if "model" in _whole(names) or len(_safetensors(names)) == 1 or slices(path):
         return [""]
     single = _single_files(path, names)
-    return single if len(single) > 1 else [""] * len(single)
+    return single if len(single) > 1 and not _are_of_ranks(single) else [""] * bool(single)
+
+
+def _are_of_ranks(names: Sequence[str]) -> bool:
+    """Whether names are those of ranks that saved together."""
+    places = [match and (match["stem"], match["world"]) for match in map(_match_rank, names)]
+    return None not in places and len({*places}) == 1
 
 
 def counter(path: str) -> int | None:

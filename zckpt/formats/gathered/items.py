@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import Any
 
 from ...core import sources
 from ...core.filenames import counted
 from ...errors import UnsupportedCheckpoint, ZckptError
 from ...files import safefile
-from ...files.torchfile import is_torch, peek
+from ...files.torchfile import Tensor, is_torch, peek
+from ..statedict.tree import TreePath
 from . import distributed
 
 METADATA = "metadata.pkl"
@@ -35,11 +37,14 @@ Items = dict[str | None, dict[int, str]]
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
     """The files of torch.save of all items, if one of these is distributed over ranks; else empty.
 
+    It is, too, if its plain tensors are rows as ranks share them, which merging them refuses.
     Other items are those of the same ranks. What a program numbered otherwise is its own. If `of`
     names one file, its item alone counts.
     """
     items = _by_item(folder, names, ".pt", of)
-    first = next((item for item in _likeliest(items) if _is_distributed(items[item])), None)
+    likeliest = _likeliest(items)
+    first = next((item for item in likeliest if _is_distributed(items[item])), None)
+    first = first or next((item for item in likeliest if _are_rows(items[item])), None)
     if first is None:
         return {}
     return {
@@ -104,6 +109,29 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
             continue
         return next(distributed.distributed_in(value), None) is not None
     return False
+
+
+def _are_rows(paths: Mapping[int, str]) -> bool:
+    """Whether the last file has the first one's tensors, some with fewer rows: ranks' slices."""
+    if len(paths) < 2 or sorted(paths) != list(range(len(paths))):
+        return False
+    try:
+        first, last = (dict(_shapes_in(peek(paths[rank]))) for rank in (0, len(paths) - 1))
+    except ZckptError:
+        return False
+    cut = [(shape, last[name]) for name, shape in first.items() if last.get(name) != shape]
+    return (
+        first.keys() == last.keys() and bool(cut) and all(a[1:] == b[1:] and a > b for a, b in cut)
+    )
+
+
+def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
+    """The shapes of the tensors in a tree of dictionaries."""
+    if isinstance(tree, Tensor):
+        yield path, tree.shape
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _shapes_in(value, (*path, key))
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:

@@ -187,8 +187,9 @@ class MergedRanks(Struct, eq=False):
         first_text = cache(partial(text, by_rank[first], self.files[first]))
         equal = [self._are_equal(by_rank, first, rank, first_text) for rank in others]
         self.uncompared += None in equal
-        if False in equal:
-            other = others[equal.index(False)]
+        if wrong := [rank for rank, same in zip(others, equal, strict=True) if same is False]:
+            shapes = {rank: getattr(by_rank[rank], "shape", None) for rank in by_rank}
+            other = next((rank for rank in wrong if shapes[rank] != shapes[first]), wrong[0])
             if self.step_policy is None and any(map(_is_scheduler, path)):
                 self._refuse_schedulers(by_rank, first, other, path)
             self.different.append(self._difference(path, by_rank, first, other))

@@ -130,9 +130,10 @@ def _refuse_lost(manifest: Manifest, names: Sequence[str] | None) -> None:
     if names is None and lost:
         raise IncompleteCheckpoint(
             "missing-rank-file",
-            f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing",
-            hint="if these weights are frozen, name the others with --param-names FILE (one per "
-            "line, group by group)",
+            f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing, "
+            "with their shares of ZeroRedundancyOptimizer",
+            hint="--weights-only takes the weights. If these weights are frozen, name the others "
+            "with --param-names FILE (one per line, group by group)",
         )
 
 
@@ -157,6 +158,7 @@ class _TreeReader:
         self.step_policy = reading.step_policy
         self.param_names = reading.param_names
         self.by_checksums = reading.by_checksums
+        self.weights_only = reading.weights_only
         self.parsed = Parsed()
         self.saved = SavedTree(path, Origin("gathered", dp=files.world), {}, models=files.models)
         self.saved.warnings += files.missing
@@ -277,10 +279,24 @@ class _TreeReader:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
         if not self.files.items:
-            ranked.refuse_missing(files, world)
+            try:
+                ranked.refuse_missing(files, world)
+            except IncompleteCheckpoint as error:
+                if key != "optim" or "model" not in self.files.whole:
+                    raise
+                if self.weights_only:
+                    message = f"{key}: {error.message}"
+                    self.saved.left_out.append(note("missing-rank-file", message, subject=key))
+                    return {}
+                if local.is_local(files):
+                    message = f"{error.message}, which has its own share of ZeroRedundancyOptimizer"
+                    hint = f"{error.hint}. --weights-only takes the weights"
+                    raise error.again(message=message, hint=hint) from error
+                raise
         self.saved.origin = replace(self.saved.origin, dp=max(world, self.saved.origin.dp or 1))
         if "model" in self.files.whole and local.is_local(files):
-            self.has_local_states = True
+            # one file alone may be all that there was: which weights it lists is said of it
+            self.has_local_states = len(files) > 1
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps

@@ -116,6 +116,7 @@ class ManifestBuilder:
             buffers_named=saved.buffers_named,
             uncompared=saved.uncompared,
             share=saved.share,
+            is_numbered=saved.is_numbered,
         )
 
     def _are_several(self) -> bool:

@@ -34,7 +34,13 @@ from .names import names_of, refuse_twice
 from .own_facts import joined
 from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unnamed_parts
 from .roots import SOLE, Root, Roots, roots_of
-from .slices import leave_out_slices, refuse_states, refuse_weights, taken_of_rank_0
+from .slices import (
+    leave_out_parts,
+    leave_out_slices,
+    refuse_states,
+    refuse_weights,
+    taken_of_rank_0,
+)
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 ADDRESSES = 1 << 24
@@ -56,7 +62,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
     """
     refuse_tree(saved.tree, saved.root)
-    saved.left_out[:0] = taken_of_rank_0(saved.different)
+    different = saved.different
     _separate(saved)
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
@@ -66,6 +72,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
     others = beside(every, paths)
+    gone = leave_out_parts(saved, models, optimizers)
+    taken = [item for item in different if not any(item.path[: len(p)] == p for p in gone)]
+    saved.left_out[:0] = taken_of_rank_0(taken)
     if not reading.weights_only:
         refuse_flat_states(saved, [*models.values()], optimizers)
     _settle_averages(saved, paths[0])
@@ -213,6 +222,7 @@ def _named(
         refuse_weights(saved, root.model, names, model, own, listed, reading.buffers)
 
     saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
+    saved.is_numbered |= any(optimizer.is_numbered for optimizer in own.values())
     named: dict[TreePath, OptimizerState] = {}
     names_by_path: dict[TreePath, Mapping[Any, str]] = {path: {} for path in own}
     trained: list[str] = []
@@ -224,6 +234,8 @@ def _named(
             refuse_twice(saved, [*trained, *members])
         except (MissingData, InconsistentCheckpoint) as error:
             refuse_slices(None)
+            if not reading.weights_only:
+                refuse_states(saved, path, optimizer, {})
             refuse_unnamed_parts(saved, model, optimizer, reading.weights_only)
             may_lack = reading.weights_only or (reading.nameless and param_names is None)
             if is_one and not (may_lack and isinstance(error, MissingData)):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.inert import PLAIN
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from ...errors import FlatParameters, InconsistentCheckpoint
 from .finding import DEPTH, OptimizerState
 from .names import ELEMENTWISE
 from .roots import fits
@@ -30,10 +30,10 @@ WHOLE = (
 
 
 def refuse_tree(tree: Any, where: str) -> None:
-    """Raises UnsupportedCheckpoint for what keys alone show; `where` is the path of the files."""
+    """Raises FlatParameters for what keys alone show; `where` is the path of the files."""
     for path in _keys(tree):
         if str(path[-1]).rpartition(".")[2].startswith(FLAT):
-            raise UnsupportedCheckpoint(
+            raise FlatParameters(
                 "writer-unsupported",
                 f"{where} has FSDP1's flat parameters ({dotted(path)}: LOCAL_STATE_DICT). Only the "
                 "program knows their names and shapes",
@@ -46,7 +46,7 @@ def refuse_flat_states(
     models: Sequence[Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> None:
-    """Raises UnsupportedCheckpoint if states are those of FSDP1's flat parameters, or their parts.
+    """Raises FlatParameters if states are those of FSDP1's flat parameters, or their parts.
 
     FSDP1 cuts the model's weights, and the state dict that FSDP itself gives of its optimizer. The
     optimizer's own knows numbers of flat parameters, of which each rank holds a part of one axis.
@@ -63,7 +63,7 @@ def refuse_flat_states(
         ]
         is_flat = all(len(leaf.shape) == 1 and not leaf.sharded for leaf in moments)
         if optimizer.is_numbered and moments and is_flat:
-            raise UnsupportedCheckpoint(
+            raise FlatParameters(
                 "writer-unsupported",
                 f"{saved.root} has an optimizer of FSDP1's flat parameters, cut over the ranks "
                 f"({dotted(path)}). No file says which weights are in a flat parameter, and where",

@@ -69,14 +69,17 @@ def refuse_weights(
             return
         if any(leaf.sharded for leaf in model.values() if isinstance(leaf, Leaf)):
             differing = {name: item for name, item in differing.items() if not item.is_alike}
+    shown = () if listed is None else listed
     wrong = {
         name: item
         for name, item in differing.items()
-        if (name in listed if listed is not None else not _is_of_ranks(name, buffers))
+        if name in shown
+        # no rank of DDP has a weight or a buffer of another shape
+        or not ((listed is not None and item.is_alike) or _is_of_ranks(name, buffers))
     }
     if wrong:
         name = max(wrong, key=lambda name: (not wrong[name].is_alike, prod(model[name].shape)))
-        way = "" if listed is not None else f"; if each rank has its own, add --buffers '{name}'"
+        way = "" if name in shown else f"; if each rank has its own, add --buffers '{name}'"
         raise _slices(name, wrong[name], len(wrong) - 1, WHOLE + way)
 
 
@@ -213,6 +216,39 @@ def leave_out_slices(
     return {path: models[path] for path in kept if path in models}
 
 
+def leave_out_parts(
+    saved: SavedTree,
+    models: Mapping[TreePath, Mapping[Any, Any]],
+    optimizers: Collection[TreePath],
+) -> list[TreePath]:
+    """Leaves out averages of which ranks hold parts, beside weights that all have; gives the paths.
+
+    Such averages have names of the model, and on some rank another shape.
+    """
+    shapes = by_key(
+        (str(name), leaf.shape)
+        for model in models.values()
+        for name, leaf in model.items()
+        if isinstance(leaf, Leaf)
+    )
+    kept = [*models, *optimizers]
+    entries = dict.fromkeys(
+        entry_of(place, kept)
+        for item in saved.different
+        if (place := item.path[:-1]) and not any(place[: len(path)] == path for path in kept)
+        for called in _spellings(item.path[-1])
+        if called in shapes and not {*(item.shapes or ())} <= {*shapes[called]}
+    )
+    saved.tree = without(saved.tree, {*entries}) if entries else saved.tree
+    saved.warnings += [left_out(dotted(path)) for path in entries]
+    return [*entries]
+
+
+def _spellings(name: Any) -> tuple[str, str]:
+    """A name as it is, and without a wrapper's in front."""
+    return str(name), str(name).partition(".")[2]
+
+
 def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:
     """Whether all of its weights have the shapes of parts of those that have the same names.
 
@@ -222,7 +258,7 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
         (leaf, whole)
         for name, leaf in model.items()
         if isinstance(leaf, Leaf)
-        for called in (str(name), str(name).partition(".")[2])
+        for called in _spellings(name)
         for whole in wholes.get(called, ())
         if whole is not leaf
     ]

@@ -150,7 +150,8 @@ class SavedTree(Struct, eq=False):
     that are only compared. `likely` are optimizers that fit the one model that is read. `different`
     are values of which ranks hold different ones, and `uncompared` counts the tensors that were not
     compared. `buffers_named` says whether the user's globs named some of its tensors. `share` says
-    what shows that an optimizer is one rank's share.
+    what shows that an optimizer is one rank's share, and `is_numbered` whether one knows its
+    parameters by number.
     """
 
     root: str
@@ -180,6 +181,7 @@ class SavedTree(Struct, eq=False):
     buffers_named: bool = False
     uncompared: int = 0
     share: str = ""
+    is_numbered: bool = False
     storage: str | None = None
     bare: bool = False
     file: str | None = None
