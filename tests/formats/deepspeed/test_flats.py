@@ -526,7 +526,7 @@ def test_a_step_that_grows_no_more(
         kept(rank)[0]["step"] = torch.tensor(in_state, dtype=torch.bfloat16)
         groups_of(rank)[0]["step"] = in_group
     warnings = zckpt.read(made.saved(tmp_path / "run", (model, ranks))).warnings
-    found = texts(line for line in warnings if line.code == "step-stalled")
+    found = texts(line for line in warnings if line.code == "step-doubtful")
     assert len(found) == stalls
     assert all("the step of state of flat group 0 is 256 in BF16" in line for line in found)
 
