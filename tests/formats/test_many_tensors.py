@@ -158,12 +158,12 @@ def size_of(path: Path) -> int:
 
 
 TEN_MEGABYTES: dict[str, tuple[Callable[[Path, int], None], int]] = {
-    "torch file of weights": (lambda path, n: many_tensors.torch_file(path, n, "weights"), 20_000),
+    "torch file of weights": (lambda path, n: many_tensors.torch_file(path, n, "weights"), 32_000),
     "torch file of views": (views, 100_000),
     "safetensors": (many_tensors.safetensors, 110_000),
-    "universal": (many_tensors.DIRECTORIES["universal"], 4_000),
-    "DCP": (many_tensors.DIRECTORIES["DCP"], 1_500),
-    "HDF5": (many_tensors.DIRECTORIES["ONNX Runtime, HDF5"], 1_800),
+    "universal": (many_tensors.DIRECTORIES["universal"], 14_000),
+    "DCP": (many_tensors.DIRECTORIES["DCP"], 1_800),
+    "HDF5": (many_tensors.DIRECTORIES["ONNX Runtime, HDF5"], 2_900),
 }
 """What is written, and of how many tensors or parameters."""
 
