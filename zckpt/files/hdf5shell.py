@@ -1,29 +1,37 @@
 """Write HDF5 files without their tensors: shells, whose tensors are filled in afterwards.
 
-h5py makes the file and reserves space for each tensor without writing there, so the file is sparse.
-The bytes outside the tensors (groups, headers, numbers) are the parts of the shell. Neither memory
-nor disk space grows with the size of the tensors.
+h5py makes a file of groups, headers and numbers, in which no tensor has a place yet. Each tensor
+then gets its place behind them, and its header the address. So neither memory nor disk space grows
+with the size of the tensors.
 
 Turned down: writing the format by hand, as torchshell.py does for zips. HDF5's B-trees and heaps
-are not worth a second implementation.
+are not worth a second implementation. Turned down too: its alignment, with which HDF5 2.0 looks at
+every gap in the file for each new object.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from msgspec import Struct
 
 from ..core.dtypes import SIZES
+from ..core.fileio import align
 from ..core.layout import Shell
 from .hdf5file import DTYPES, import_h5py
 
 NUMPY = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes; a copy's chunks never cut an element
+# HDF5 file format specification 3.0, II.A and IV.A.2.i; files of libver "earliest" lack checksums
+ADDRESS = struct.Struct("<Q")
+END_OF_FILE = 40  # where the superblock of version 0 states it
+LAYOUT = b"\x03\x01"  # a contiguous dataset, by the message of version 3: address, then length
+NOWHERE = b"\xff" * ADDRESS.size
 
 
 class EmptyDataset(Struct, frozen=True):
@@ -36,47 +44,46 @@ class EmptyDataset(Struct, frozen=True):
 def shell(name: str, tree: Mapping[str, Any]) -> Shell:
     """The file `name`: dictionaries in `tree` become groups, other values become datasets."""
     h5py = import_h5py()
-    holes: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "shell")
-        options = {"alignment_threshold": 1, "alignment_interval": ALIGNMENT}
-        with h5py.File(path, "w", libver="earliest", locking=False, **options) as file:
-            _fill(h5py, file, tree, holes)
-        size = os.path.getsize(path)
-        return Shell(name, size, tuple(_around(path, size, sorted(holes))))
+        with h5py.File(path, "w", libver="earliest", locking=False) as file:
+            headers = dict(_fill(h5py, file, tree))
+        with open(path, "rb") as opened:
+            data = bytearray(opened.read())
+    end = len(data)
+    for header, length in headers.items():
+        start = align(end, ALIGNMENT)
+        end = start + length
+        _place(data, header, length, start)
+    ADDRESS.pack_into(data, END_OF_FILE, end)
+    return Shell(name, end, ((0, bytes(data)),))
 
 
-def _fill(h5py: Any, group: Any, tree: Mapping[str, Any], holes: list[tuple[int, int]]) -> None:
-    """Writes `tree` into `group`; appends the offset and length of every empty dataset."""
+def _fill(h5py: Any, group: Any, tree: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Writes `tree` into `group`; gives the header's address and the bytes of every tensor."""
     import numpy as np  # h5py has imported it
 
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            _fill(h5py, group.create_group(key), value, holes)
+            yield from _fill(h5py, group.create_group(key), value)
         elif isinstance(value, EmptyDataset):
-            # reserve the space now, and write nothing into it, not even zeros
             properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
             element = h5py.h5t.py_create(np.dtype(NUMPY[value.dtype]), logical=True)
             scalar = h5py.h5s.create(h5py.h5s.SCALAR)
             space = h5py.h5s.create_simple(value.shape) if value.shape else scalar
             dataset = h5py.h5d.create(group.id, key.encode(), element, space, properties)
-            length = prod(value.shape) * SIZES[value.dtype]
-            if length:
-                holes.append((dataset.get_offset(), length))
+            if length := prod(value.shape) * SIZES[value.dtype]:
+                yield h5py.h5o.get_info(dataset).addr, length
         else:
             group[key] = value
 
 
-def _around(path: str, size: int, holes: list[tuple[int, int]]) -> list[tuple[int, bytes]]:
-    """The bytes outside the holes, each run with its offset."""
-    parts = []
-    with open(path, "rb") as file:
-        position = 0
-        for offset, length in [*holes, (size, 0)]:
-            if offset > position:
-                file.seek(position)
-                parts.append((position, file.read(offset - position)))
-            position = offset + length
-    return parts
+def _place(data: bytearray, header: int, length: int, start: int) -> None:
+    """Writes the address of a tensor into the layout message of its object header."""
+    size = int.from_bytes(data[header + 8 : header + 12], "little")
+    message = LAYOUT + NOWHERE + ADDRESS.pack(length)
+    at = data.find(message, header, header + 16 + size)
+    assert at >= 0, "a dataset has no layout message"
+    ADDRESS.pack_into(data, at + len(LAYOUT), start)

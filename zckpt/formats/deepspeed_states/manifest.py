@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -365,8 +366,7 @@ def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)
-    groups = [buffer.group for buffer in buffers]
-    return max(map(groups.count, groups))
+    return max(Counter(buffer.group for buffer in buffers).values())
 
 
 def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:

@@ -16,6 +16,7 @@ Only directories of one stage are read. Proven with megatron-core 0.16.1 and 0.1
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.filenames import numbers_of
-from ...core.inert import Scalar, TensorName, inside
+from ...core.inert import Scalar, TensorName, inside, to_json
 from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import (
     CorruptCheckpoint,
@@ -229,6 +230,7 @@ class FsdpReader:
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """The groups of parameters with equal values, and the group of each parameter."""
         groups: list[dict[str, Any]] = []
+        numbers: dict[str, int] = {}  # of groups, by their values as JSON
         group_of = {}
         for raw, keys in self.metas.items():
             name = plain_name(raw)
@@ -242,9 +244,10 @@ class FsdpReader:
             group = {name: self.value(key, key) for name, key in keys.items()}
             if "step" in keys:
                 self.of_groups.append((self.location(keys["step"]).file, group["step"]))
-            if group not in groups:
+            number = numbers.setdefault(json.dumps(to_json(group), sort_keys=True), len(groups))
+            if number == len(groups):
                 groups.append(group)
-            group_of[name] = groups.index(group)
+            group_of[name] = number
         return groups, group_of
 
     def _step(self, policy: str | None) -> dict[str, Any]:

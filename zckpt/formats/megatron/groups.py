@@ -19,6 +19,7 @@ from typing import Any
 
 from ...core.agreement import Step, agree
 from ...core.facts import StepPlace
+from ...core.grouping import by_key
 from ...core.manifest import Sighting
 from ...errors import CorruptCheckpoint
 from ...files.torchfile import TorchFile
@@ -53,15 +54,14 @@ def members(
 ) -> dict[str, int] | None:
     """The group of every parameter, by its name and own shape; None if the rule gives no answer."""
     spread = any(group.get("is_expert_parallel") for group in groups)
+    alike = by_key(
+        ((bool(group.get("is_expert_parallel")), bool(decay_multiplier(group))), number)
+        for number, group in enumerate(groups)
+    )
     result = {}
     for name, shape in shapes.items():
         is_expert = spread and ".experts." in name
-        fitting = [
-            number
-            for number, group in enumerate(groups)
-            if bool(group.get("is_expert_parallel")) == is_expert
-            and bool(decay_multiplier(group)) == _is_decayed(name, shape, args)
-        ]
+        fitting = alike.get((is_expert, _is_decayed(name, shape, args)), [])
         if len(fitting) > 1 and args.get("decoupled_lr") is not None:
             decoupled = name in (EMBEDDING, OUTPUT)
             fitting = [each for each in fitting if _is_decoupled(groups[each], args) == decoupled]

@@ -194,9 +194,10 @@ class _Layers:
 
     def perhaps_tied(self) -> Iterator[Notice]:
         """A warning about files with shapes of a tied layer, of which more stages have copies."""
+        copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):
             near = spans_with(self.pipeline, key, self.count)
-            if [*self.tied.values()].count(key) >= len(near):
+            if copies[key] >= len(near):
                 continue
             for number, alike in self.alike.items():
                 is_near = any(number in span for span in near)
