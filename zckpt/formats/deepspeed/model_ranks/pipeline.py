@@ -13,6 +13,7 @@ that uses a tied layer has its own copy of weights, masters and moments.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
