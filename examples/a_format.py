@@ -99,7 +99,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         shells,
         siblings=[],
-        left_out=source.left_out,
+        omitted=source.omitted,
         warnings=source.warnings,
         about="halves of 2 ranks",
     )

@@ -20,8 +20,8 @@ from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
 from zckpt.core.layout import Layout
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
-from zckpt.core.missing_states import lacking
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.missing_states import missing_states
 from zckpt.core.origin import Origin
 from zckpt.errors import (
     CorruptCheckpoint,
@@ -154,11 +154,11 @@ def test_all_elements_of_each_rank_are_compared(files: Files) -> None:
 @pytest.mark.parametrize("number", range(4))
 def test_a_lost_state_of_one_rank(files: Files, number: int) -> None:
     source = grid(files)
-    assert states.lost(source, source) == []
+    assert states.missing_in(source, source) == []
     target = without(source, number, "b/exp_avg")
-    (lost,) = states.lost(source, target)
+    (lost,) = states.missing_in(source, target)
     assert (lost.key, lost.tensors) == ("exp_avg", {"b": ("b/exp_avg",)})
-    (line,), _ = lacking(target)
+    (line,), _ = missing_states(target)
     words = f"pipeline stage {number // 2}, tensor rank {number % 2}: b"
     assert line.message.startswith(f"{words}: the optimizer's exp_avg is missing")
 
@@ -169,7 +169,7 @@ def test_a_state_that_only_later_ranks_have(files: Files) -> None:
         own = [files.entry(f"{name}/sum", number, torch.ones(SHAPE)) for name in "ab"]
         entries = {**manifest.ranks[number].entries, **{entry.name: entry for entry in own}}
         manifest = changed(manifest, number, entries=entries)
-    (line,), _ = lacking(without(manifest, 3, "b/sum"))
+    (line,), _ = missing_states(without(manifest, 3, "b/sum"))
     lost = "tensor rank 0: a", "tensor rank 0: b", "pipeline stage 1, tensor rank 1: b"
     assert [each for each in lost if each not in line.message] == []
     assert "the optimizer's sum is missing" in line.message
@@ -181,7 +181,7 @@ def test_states_are_counted_by_name(files: Files) -> None:
         MOMENTS, 2
     )
     own = without(source, 3, "b/exp_avg")
-    bare = changed(own, 3, unread=(Unread("exp_avg", ("b",), "why"),))
+    bare = changed(own, 3, unsupported=(Unsupported("exp_avg", ("b",), "why"),))
     assert states.states_of(bare)["exp_avg"].form == "unread"
     dropped = states.without(replace(source, models=source.ranks[:1]), ["exp_avg"])
     for rank in (*dropped.ranks, *dropped.models):
@@ -193,16 +193,16 @@ def test_other_stages_lack_what_no_stage_has(files: Files) -> None:
     """The ranks of the target have other parameters: names decide."""
     source = grid(files)
     target = changed(source, 1, parameters={"a": source.ranks[1].parameters["a"]})
-    assert states.lost(source, target) == []
+    assert states.missing_in(source, target) == []
     gone = target.with_each(lambda rank: states.without(rank, ["exp_avg"]))
-    assert [state.key for state in states.lost(source, gone)] == ["exp_avg"]
+    assert [state.key for state in states.missing_in(source, gone)] == ["exp_avg"]
     for number in range(4):  # b is of the last stage alone
         first = {"a": source.ranks[number].parameters["a"]}
         target = changed(
             target, number, parameters=first if number < 2 else target.ranks[3].parameters
         )
         target = without(target, number, "b/exp_avg")
-    (lost,) = states.lost(source, target)
+    (lost,) = states.missing_in(source, target)
     assert (lost.key, [*lost.tensors]) == ("exp_avg", ["b"])
 
 
@@ -324,7 +324,7 @@ def test_objects_of_any_rank_stay_behind(files: Files) -> None:
     found = objects.without_others(manifest, (), ())
     assert found.ranks[3].state == {"client_state": {"step": 3}}
     assert found.ranks[3].groups == ({"lr": 1.0},)
-    assert [line.partition(":")[0] for line in texts(found.ranks[3].left_out)] == [
+    assert [line.partition(":")[0] for line in texts(found.ranks[3].omitted)] == [
         "client_state.own",
         "param_groups.0.f",
     ]

@@ -923,12 +923,6 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The target has no place for it, or has no use for it.",
             "Nothing, or set it in the program that resumes.",
         ),
-        "state-unread": Code(
-            (),
-            "A state of the source is not read.",
-            "It cannot be represented; it is compared as it is.",
-            "Nothing, or choose a target that keeps such states.",
-        ),
         "target-not-synced": Code(
             (),
             "The target is complete, but a last step of its run failed.",

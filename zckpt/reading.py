@@ -15,7 +15,7 @@ from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.folder import JOURNAL
 from .core.manifest import Manifest, fitting_roots
-from .core.missing_states import lacking
+from .core.missing_states import missing_states
 from .core.states import tensors_in
 from .core.times import odd_times
 from .core.unfinished import refuse_unfinished
@@ -45,7 +45,7 @@ from .naming.names import (
 from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
-from .training.trainers import lacking_state
+from .training.trainers import missing_trainer_state
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
@@ -75,7 +75,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     manifest = renamed(manifest, reading.rename)
     if reading.family is not None:
         manifest = families.translated(manifest, reading.family)
-    lost, stateless = lacking(manifest)
+    lost, stateless = missing_states(manifest)
     lines = [
         *manifest.warnings,
         *([] if format.is_neutral else unlisted(manifest)),  # it keeps the source's
@@ -84,11 +84,11 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
         *_unused(manifest, reading, format),
     ]
     if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
-        lines += lacking_state(manifest.siblings)
-    left_out = [*manifest.left_out, *(_own_tensors(manifest) if reading.weights_only else ())]
+        lines += missing_trainer_state(manifest.siblings)
+    omitted = [*manifest.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
     lines += [*oddly_timed(manifest), *_in_other_order(manifest, reading)]
     lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
-    return replace(manifest, warnings=tuple(lines), left_out=tuple(left_out))
+    return replace(manifest, warnings=tuple(lines), omitted=tuple(omitted))
 
 
 def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[Notice]:
@@ -149,7 +149,7 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
         for name, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
-    known = {(notice.subject or "").partition(".")[0] for notice in manifest.left_out}
+    known = {(notice.subject or "").partition(".")[0] for notice in manifest.omitted}
     return [
         note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from zckpt.core import covering
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, Slices, solid
-from zckpt.core.manifest import Entry, Manifest, Unread
+from zckpt.core.manifest import Entry, Manifest, Unsupported
 from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint
 
@@ -151,7 +151,7 @@ def test_every_tensor_of_a_manifest_is_asked() -> None:
         replace(sound, ranks=(sound,), models=(rank,)),
         replace(sound, replicas=(hole,)),
         replace(sound, sibling_weights=(hole,)),
-        replace(sound, unread=(Unread("Q", ("w",), "", "", (hole,)),)),
+        replace(sound, unsupported=(Unsupported("Q", ("w",), "", "", (hole,)),)),
     ):
         with pytest.raises(UnsupportedCheckpoint, match=r"/run: .* reader of halves .* h/param"):
             covering.refuse_holes(wrong, "halves")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from zckpt.core.description import advice, inspect, tensors
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.origin import Origin
 
 DTYPES = ("U8", "F64", "BF16", "I64", "F32", "F16", "I8")
@@ -83,7 +83,7 @@ def test_why_a_state_was_not_read() -> None:
         manifest(
             Entry("w/exp_avg", "F32", (2, 3), Runs([])),
             state={"optimizer": {"other": other}},
-            unread=(Unread("Q", ("w",), "it is sparse"),),
+            unsupported=(Unsupported("Q", ("w",), "it is sparse"),),
         ),
         (),
     )

@@ -12,7 +12,7 @@ from zckpt.core.fragments import Extent, Record, Runs
 from zckpt.core.grid import Grid as Axes
 from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.origin import Origin
 from zckpt.core.placement import SUM, Sliced, Table
@@ -166,7 +166,7 @@ def test_one_rank_is_the_whole() -> None:
     made = grid([cut_up("a", (4,), 0, [[4]])])
     optimizer = {"scale": 8, "beside": {"own": 1}}
     whole = merge([with_state(made.ranks[0], optimizer=optimizer)], made.table)
-    assert (whole.parameters, whole.unread) == (made.whole.parameters, ())
+    assert (whole.parameters, whole.unsupported) == (made.whole.parameters, ())
     assert whole.state["optimizer"] == optimizer
 
 
@@ -279,7 +279,7 @@ def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> 
     whole = merge([first, second], STAGES)
     assert [*whole.parameters] == ["1.0", "0.0", "1.1"]
     assert (whole.groups, whole.state["lr_scheduler"]) == (second.groups, {"_last_lr": [1.0, 3.0]})
-    assert texts(whole.left_out) == ["lr_scheduler of model ranks other than 0"]
+    assert texts(whole.omitted) == ["lr_scheduler of model ranks other than 0"]
 
 
 # -- what ranks have of their own
@@ -318,7 +318,7 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     ]
     whole = merge(ranks, made.table)
     assert whole.state["client_state"] == states[0]
-    assert texts(whole.left_out) == ["client_state 'own' of model ranks other than 0"]
+    assert texts(whole.omitted) == ["client_state 'own' of model ranks other than 0"]
     assert whole.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
     stated = {"1-model_states.pt": {"loss": 3}}
     again = merge([ranks[0], replace(ranks[1], of_ranks=stated)], made.table).of_ranks
@@ -331,7 +331,7 @@ def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     first, second, third = (stage(name, 1.0) for name in "012")
     second = with_state(second, **{key: 1}, client_state={"late": 1})
     whole = merge([first, second, third], STAGES)
-    assert texts(whole.left_out) == [
+    assert texts(whole.omitted) == [
         f"{what} of model ranks other than 0" for what in ("client_state 'late'", key)
     ]
 
@@ -352,7 +352,7 @@ def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
     ranks = [with_state(r, client_state=shared | {"own": [n]}) for n, r in enumerate(made.ranks)]
     ranks = [replace(rank, place=Place(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
     whole = merge(ranks, made.table)
-    assert texts(whole.left_out) == ["client_state 'own' of model ranks other than 0"]
+    assert texts(whole.omitted) == ["client_state 'own' of model ranks other than 0"]
     assert whole.place is None
 
 
@@ -373,7 +373,7 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
                 records=(Record(Extent(file, 0, 4), number),),
                 layout={file: {"rank": number}},
                 of_ranks={f"{number}-model_states.pt": {"loss": number}},
-                unread=(Unread("q", ("a",), "why", "", (rank.entries["a/param"],)),),
+                unsupported=(Unsupported("q", ("a",), "why", "", (rank.entries["a/param"],)),),
                 **lines,
             )
         )
@@ -385,8 +385,8 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     assert texts(whole.warnings) == ["warnings 0", "warnings 1"]
     assert whole.inferred == ("inferred 0", "inferred 1")
     own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
-    assert texts(whole.left_out) == ["left_out 0", "left_out 1", own]
-    tensors = [tensor for item in whole.unread for tensor in item.tensors]
+    assert texts(whole.omitted) == ["left_out 0", "left_out 1", own]
+    tensors = [tensor for item in whole.unsupported for tensor in item.tensors]
     assert [tensor.name for tensor in tensors] == ["rank 0: a/param", "rank 1: a/param"]
 
 
@@ -416,8 +416,8 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
     ]
     whole = merge(ranks, made.table)
     assert whole.state["optimizer"] == {"members": [0], "beside": {"same": 3}}
-    (unread,) = whole.unread
-    assert (unread.key, unread.parameters, unread.reason, unread.content) == (
+    (unsupported,) = whole.unsupported
+    assert (unsupported.key, unsupported.parameters, unsupported.reason, unsupported.content) == (
         "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",
     )  # fmt: skip
     alone = [with_state(rank, optimizer={"beside": {"own": n}}) for n, rank in enumerate(ranks)]
@@ -428,7 +428,7 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
         with_state(rank, optimizer={place: {"own": n} for place in PLACES.values()})
         for n, rank in enumerate(ranks)
     ]
-    assert len(merge(twice, made.table).unread) == len(PLACES) == 2
+    assert len(merge(twice, made.table).unsupported) == len(PLACES) == 2
 
 
 def test_no_optimizer_is_added(made: Grid) -> None:
@@ -467,4 +467,4 @@ def test_ranks_that_share_a_file(made: Grid) -> None:
     record = Record(Extent("shared", 0, 4), 1)
     ranks = [replace(r, state=state, files=("shared",), records=(record,)) for r in made.ranks]
     whole = merge(ranks, made.table)
-    assert (whole.files, whole.records, whole.left_out) == (("shared",), (record,), ())
+    assert (whole.files, whole.records, whole.omitted) == (("shared",), (record,), ())

@@ -17,7 +17,7 @@ from zckpt.core.facts import StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.missing_states import lacking
+from zckpt.core.missing_states import missing_states
 from zckpt.core.origin import Origin
 
 from ..conftest import Result, texts
@@ -97,7 +97,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 def test_whole_states_are_no_loss(kind: str, form: str, tmp_path: Path) -> None:
     """Adafactor factors matrices; a centered RMSprop has more states than another one."""
     manifest = zckpt.read(save(tmp_path / "run", form, state_dicts(KINDS[kind])))
-    assert lacking(manifest) == ([], [])
+    assert missing_states(manifest) == ([], [])
 
 
 def test_small_tensors_may_have_fewer_states(tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def of_the_group(names: str, keys: str) -> str:
     ],
 )
 def test_what_half_of_the_like_ones_have_or_all_others_is_lost(of: list[str]) -> None:
-    assert texts(lacking(kept(*of))[0]) == [of_the_group("v", "b")]
+    assert texts(missing_states(kept(*of))[0]) == [of_the_group("v", "b")]
 
 
 def test_what_two_lack_and_two_have_is_lost_of_both() -> None:
-    lost, _ = lacking(kept("t 2 a", "u 2 a", "v 2 ab", "w 2 ab"))
+    lost, _ = missing_states(kept("t 2 a", "u 2 a", "v 2 ab", "w 2 ab"))
     assert texts(lost) == [of_the_group("t, u", "b")]
 
 
@@ -234,14 +234,14 @@ def test_what_two_lack_and_two_have_is_lost_of_both() -> None:
     ],
 )
 def test_what_is_not_lost(of: list[str]) -> None:
-    assert lacking(kept(*of)) == ([], [])
+    assert missing_states(kept(*of)) == ([], [])
 
 
 @pytest.mark.parametrize(("where", "is_lost"), [(None, True), ("state", True), ("group", False)])
 def test_a_step_is_lost_where_each_parameter_has_its_own(where: str | None, is_lost: bool) -> None:
     place = None if where is None else StepPlace(where, "F32")
     manifest = replace(kept("v 2 a", "w 2 as", "x 2 as"), step_place=place)
-    lost, stateless = lacking(manifest)
+    lost, stateless = missing_states(manifest)
     assert (texts(lost), stateless) == ([of_the_group("v", "step")] if is_lost else [], [])
 
 
@@ -255,7 +255,7 @@ def test_a_step_is_lost_where_each_parameter_has_its_own(where: str | None, is_l
     ],
 )
 def test_who_needs_a_state(parameter: Parameter, is_named: bool) -> None:
-    lost, stateless = lacking(kept("v 2 a", "w 2 a", x=parameter))
+    lost, stateless = missing_states(kept("v 2 a", "w 2 a", x=parameter))
     said = (
         "x: the optimizer has no state, as other parameters of the same group have: never updated, "
         "or lost"
@@ -265,4 +265,4 @@ def test_who_needs_a_state(parameter: Parameter, is_named: bool) -> None:
 
 def test_the_groups_step_is_no_state_of_a_parameter() -> None:
     manifest = replace(kept("v 2 as", "w 2 s"), step_place=StepPlace("group", "F32"))
-    assert lacking(manifest)[1][0].message.startswith("w: the optimizer has no state")
+    assert missing_states(manifest)[1][0].message.startswith("w: the optimizer has no state")

@@ -57,14 +57,14 @@ def test_every_file_is_copied_or_named(source: Path, is_link: bool) -> None:
     siblings = SiblingList(str(source))
     siblings.add_below(str(source))
     assert [item.name for item in siblings.files] == ["file", "in", "folder/file", "folder/up"]
-    assert set(texts(siblings.left_out)) == LEFT_OUT
-    assert {line.code for line in siblings.left_out} == {"file-omitted"}
+    assert set(texts(siblings.omitted)) == LEFT_OUT
+    assert {line.code for line in siblings.omitted} == {"file-omitted"}
 
 
 def test_others_are_not_mentioned(source: Path) -> None:
     siblings = SiblingList(str(source))
     siblings.add_below(str(source), lambda name, entry: name != "file")
-    assert ([item.name for item in siblings.files], siblings.left_out) == (["file"], [])
+    assert ([item.name for item in siblings.files], siblings.omitted) == (["file"], [])
 
 
 def test_a_link_that_turns_has_changed(source: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_deep_tree_ends(tmp_path: Path) -> None:
     siblings = SiblingList(str(tmp_path))
     siblings.add_below(str(tmp_path))
     assert len(siblings.files) == MAX_DEPTH
-    assert texts(siblings.left_out) == ["d/" * (MAX_DEPTH + 1) + ": a folder too deep below others"]
+    assert texts(siblings.omitted) == ["d/" * (MAX_DEPTH + 1) + ": a folder too deep below others"]
 
 
 def entry(path: Path) -> os.DirEntry[str]:
@@ -139,14 +139,14 @@ def test_what_a_link_leads_to_outside_is_not_looked_at(
     monkeypatch.setattr(sources, "status", pytest.fail)
     siblings = SiblingList(str(source))
     siblings.add("out", str(source / "out"))
-    assert texts(siblings.left_out) == ["out: a link out of the directory"]
+    assert texts(siblings.omitted) == ["out: a link out of the directory"]
 
 
 def test_hidden_is_the_reason_for_a_hidden_link(source: Path) -> None:
     (source / ".secret").symlink_to("../secret")
     siblings = SiblingList(str(source))
     siblings.add(".secret", str(source / ".secret"))
-    assert texts(siblings.left_out) == [".secret: hidden"]
+    assert texts(siblings.omitted) == [".secret: hidden"]
 
 
 def test_a_folder_for_other_numbers_of_ranks_is_not_mentioned(tmp_path: Path) -> None:
@@ -154,17 +154,17 @@ def test_a_folder_for_other_numbers_of_ranks_is_not_mentioned(tmp_path: Path) ->
     siblings = SiblingList(str(tmp_path))
     (tmp_path / ".zckpt").mkdir()
     siblings.add_below(str(tmp_path))
-    assert (siblings.files, siblings.left_out) == ([], [])
+    assert (siblings.files, siblings.omitted) == ([], [])
     (tmp_path / ".zckpt").rmdir()
     (tmp_path / ".zckpt").write_text("")
     siblings.add_below(str(tmp_path))
-    assert (siblings.files, texts(siblings.left_out)) == ([], [".zckpt: hidden"])
+    assert (siblings.files, texts(siblings.omitted)) == ([], [".zckpt: hidden"])
 
 
 def test_names_may_look_like_reasons() -> None:
     siblings = SiblingList("/run")
     siblings.refuse([".a: b", ".c"], "hidden")
-    assert texts(siblings.left_out) == [".a: b, .c: hidden"]
+    assert texts(siblings.omitted) == [".a: b, .c: hidden"]
 
 
 def test_names_begin_at_the_root(source: Path) -> None:
@@ -220,4 +220,4 @@ def test_the_folder_of_a_filesystem_is_named(
     (tmp_path / "lost+found").mkdir()
     siblings = SiblingList(str(tmp_path))
     siblings.add_below(str(tmp_path))
-    assert texts(siblings.left_out) == ["lost+found/: a folder that may not be listed"]
+    assert texts(siblings.omitted) == ["lost+found/: a folder that may not be listed"]

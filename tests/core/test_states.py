@@ -10,7 +10,15 @@ from msgspec.structs import replace
 from zckpt.core.facts import FlatBufferEngine, StateDictEngine
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Sighting, StepPlace, Unread
+from zckpt.core.manifest import (
+    Entry,
+    Manifest,
+    Parameter,
+    Sibling,
+    Sighting,
+    StepPlace,
+    Unsupported,
+)
 from zckpt.core.origin import Origin
 from zckpt.core.states import (
     AMONG,
@@ -25,7 +33,7 @@ from zckpt.core.states import (
     PARTITIONS,
     Selection,
     State,
-    as_unread,
+    as_unsupported,
     harmless,
     in_words,
     lost,
@@ -38,7 +46,7 @@ from zckpt.core.states import (
     require_known,
     states_of,
     tensors_in,
-    unread,
+    unsupported,
     untouched,
     with_frozen,
     without,
@@ -89,7 +97,7 @@ def every() -> Manifest:
     state["optimizer"][PARTITIONS] = [part("w", "v", kept=[TensorName("p"), 1])]
     mu = Parameter((2, 3), group=0, step=1, scalars={"mu": Scalar(1.0, "F32")})
     entries = ("w/param", "w/master", "w/exp_avg", "v/exp_avg", "w/esc__4fdd_2d_4bey", "a/state")
-    whole = manifest(*entries, state=state, unread=(Unread("lost", ("v",), "why"),))
+    whole = manifest(*entries, state=state, unsupported=(Unsupported("lost", ("v",), "why"),))
     return replace(whole, parameters={**whole.parameters, "v": mu})
 
 
@@ -100,7 +108,7 @@ def test_states_of_all_forms(every: Manifest) -> None:
 def test_a_state_of_several_forms_has_that_of_the_last(every: Manifest) -> None:
     """With the tensors of all, but None is of no form where others have one."""
     state = other(w={"exp_avg": [TensorName("x")], "mu": None, "none": 3}, v={"none": None})
-    mixed = replace(every, state=state, unread=())
+    mixed = replace(every, state=state, unsupported=())
     assert states_of(mixed) == {
         "exp_avg": State("exp_avg", {"w": ("w/exp_avg", "x/state"), "v": ("v/exp_avg",)}, "other"),
         "Odd-Key": FORMS["Odd-Key"],
@@ -226,7 +234,7 @@ def test_what_a_target_lacks() -> None:
     assert lost_of(both, none) == {"a": ["w", "v"]}
     (state,) = lost(both, one)
     assert state.tensors == {"v": ("v/a",)}
-    unknown = manifest(unread=(Unread("a", ("w", "v"), "why"),))
+    unknown = manifest(unsupported=(Unsupported("a", ("w", "v"), "why"),))
     assert lost_of(both, unknown) == {"a": ["w", "v"]}
 
 
@@ -356,7 +364,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
         step_place=place,
         steps=(Sighting("x", 1, True),),
         siblings=beside,
-        uncopied=beside,
+        omitted_files=beside,
         buffers=("b",),
     )
     a, b = Selection(weights_only=True).of(every, manifest("w/a"))
@@ -364,8 +372,8 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     assert [*a.entries] == ["w/param", "w/master"]
     assert [copy.name for copy in a.replicas] == ["w/param"]
     assert {*map(str, a.parameters.values())} == {str(Parameter((2, 3)))}
-    assert (a.groups, a.step_place, a.state, a.steps, a.unread) == (None, None, {}, (), ())
-    assert (a.siblings, a.uncopied, a.buffers) == ((), (), ("b",))
+    assert (a.groups, a.step_place, a.state, a.steps, a.unsupported) == (None, None, {}, (), ())
+    assert (a.siblings, a.omitted_files, a.buffers) == ((), (), ("b",))
     a, b = Selection(drop_state=("a",)).of(every, manifest("w/a"))
     assert (a.entries, b.entries) == (every.entries, {})
 
@@ -375,8 +383,8 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
 
 def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     copies = replace(every, replicas=(every.entries["a/state"], every.entries["w/exp_avg"]))
-    whole = as_unread(copies, "why not")
-    assert [(item.key, item.parameters, item.reason) for item in whole.unread] == [
+    whole = as_unsupported(copies, "why not")
+    assert [(item.key, item.parameters, item.reason) for item in whole.unsupported] == [
         ("lost", ("v",), "why"),
         ("list", ("w",), "why not"),
         ("7", ("w",), "why not"),
@@ -385,25 +393,30 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     assert whole.state == {"optimizer": {"scale": 1}}
     assert [copy.name for copy in whole.replicas] == ["w/exp_avg"]
     assert "a/state" not in whole.entries
-    assert [item.content for item in whole.unread] == ["", "", '["text"]', ""]  # b, p are missing
+    assert [item.content for item in whole.unsupported] == [
+        "",
+        "",
+        '["text"]',
+        "",
+    ]  # b, p are missing
     plain = manifest("w/exp_avg")
-    assert as_unread(plain, "why not") is plain
+    assert as_unsupported(plain, "why not") is plain
 
 
 def test_states_are_listed_with_their_tensors() -> None:
     names = [TensorName("a"), TensorName("b")]
     whole = manifest("a/state", "b/state", state=other(w={"k": names[0]}, v={"k": names[1]}))
-    (item,) = as_unread(whole, "why").unread
+    (item,) = as_unsupported(whole, "why").unsupported
     assert [entry.name for entry in item.tensors] == ["a/state", "b/state"]
     assert item.content
     only = manifest(state={"optimizer": {PARTITIONS: [part("w", k=[1, 2])]}})
-    (item,) = as_unread(only, "why").unread
+    (item,) = as_unsupported(only, "why").unsupported
     assert (item.key, item.content) == ("k", "[[1, 2]]")
 
 
 def test_the_order_of_keys_is_no_difference() -> None:
     one, two = (
-        unread(1, ("w",), "why", value, ()) for value in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+        unsupported(1, ("w",), "why", value, ()) for value in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
     )
     assert one == two
     assert one.key == "1"

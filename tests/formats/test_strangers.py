@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.errors import MissingData, UnsupportedState, ZckptError
-from zckpt.proof import unread, values
+from zckpt.proof import unsupported, values
 
 from ..conftest import ROOT, Result, texts
 from ..engines import deepspeed
@@ -72,7 +72,7 @@ def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> 
 def test_a_state_of_no_parameter(kind: str, place: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, {"mean": torch.ones(2)}, place)
     key = str(key_of(place))
-    (item,) = zckpt.read(run).unread
+    (item,) = zckpt.read(run).unsupported
     assert item.key == key
     assert not zckpt.verify(run, tmp_path / "run")["equal"]
     for to in (PLAIN[0], RUNS[kind]):
@@ -282,7 +282,7 @@ RECORDED = [
 @pytest.mark.parametrize("run", [*RUNS, *RECORDED], ids=str)
 def test_what_the_engine_itself_writes_is_known(run: str | Path, tmp_path: Path) -> None:
     manifest = zckpt.read(run_of(tmp_path, run) if isinstance(run, str) else run)
-    assert manifest.unread == ()
+    assert manifest.unsupported == ()
     assert "beside" not in manifest.state["optimizer"]
 
 
@@ -312,7 +312,7 @@ def test_numbers_that_ranks_have_of_their_own(numbers: tuple[int, ...], tmp_path
     plain = run_of(tmp_path, "stage 2") if is_plain else grid_of(tmp_path)
     run = of_ranks(plain, tmp_path / "own", *numbers)
     manifest = zckpt.read(run)
-    assert {item.key for item in manifest.unread} == {"rho"}
+    assert {item.key for item in manifest.unsupported} == {"rho"}
     assert "beside" not in manifest.state["optimizer"]
     with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter") as ended:
         zckpt.convert(run, tmp_path / "new", to="universal")
@@ -416,13 +416,13 @@ def test_a_proof_with_another_form(tmp_path: Path, zckpt: Zckpt) -> None:
 def test_ranks_of_which_one_is_not_known(tmp_path: Path) -> None:
     """A stage of a pipeline may lack the tensors of a state: then nobody knows the whole state."""
     manifest = zckpt.read(run_of(tmp_path, "stage 2", {"mean": torch.ones(2)}))
-    (known,) = manifest.unread
-    mixed = replace(manifest, unread=(known, replace(known, content="", tensors=())))
+    (known,) = manifest.unsupported
+    mixed = replace(manifest, unsupported=(known, replace(known, content="", tensors=())))
     for a, b in ((mixed, mixed), (manifest, mixed), (mixed, manifest)):
-        assert unread.pairs(a, b) == []
-        assert unread.rest(a, b) == (a, b, [], [])
-    assert len(values.lacking(mixed, mixed, ())[0]) == 2
-    assert unread.rest(manifest, manifest)[0].unread == ()
+        assert unsupported.pairs(a, b) == []
+        assert unsupported.rest(a, b) == (a, b, [], [])
+    assert len(values.missing_states(mixed, mixed, ())[0]) == 2
+    assert unsupported.rest(manifest, manifest)[0].unsupported == ()
 
 
 def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ..conftest import texts
 
 
 def side(
-    root: Path, files: dict[str, bytes], has_run: bool = True, uncopied: tuple[str, ...] = ()
+    root: Path, files: dict[str, bytes], has_run: bool = True, omitted_files: tuple[str, ...] = ()
 ) -> Manifest:
     root.mkdir()
     items = {}
@@ -31,8 +31,8 @@ def side(
         {},
         {},
         groups=() if has_run else None,
-        siblings=tuple(item for name, item in items.items() if name not in uncopied),
-        uncopied=tuple(items[name] for name in uncopied),
+        siblings=tuple(item for name, item in items.items() if name not in omitted_files),
+        omitted_files=tuple(items[name] for name in omitted_files),
     )
 
 
@@ -63,7 +63,7 @@ def test_what_a_run_of_another_program_has(tmp_path: Path) -> None:
 
 
 def test_files_that_a_target_does_not_get_are_compared(tmp_path: Path) -> None:
-    a = side(tmp_path / "a", {"x": b"12", "y": b"3"}, uncopied=("x",))
+    a = side(tmp_path / "a", {"x": b"12", "y": b"3"}, omitted_files=("x",))
     b = side(tmp_path / "b", {"x": b"1", "y": b"3"})
     assert siblings(a, b) == ([{"key": "x", "a": "2 bytes", "b": "1 bytes"}], [])
 

@@ -17,7 +17,7 @@ from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unread
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying
@@ -147,7 +147,7 @@ def test_what_one_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         tmp_path,
         {**both, **tensors},
         unused=(Extent(str(tmp_path / "f"), 24, 8),),
-        unread=(Unread("shards", ("w",), "no kind that is known", "", ()),),
+        unsupported=(Unsupported("shards", ("w",), "no kind that is known", "", ()),),
     )
     report = verify_alone(own)
     assert not report["equal"]
@@ -210,14 +210,17 @@ def test_a_tensor_of_one_side_that_was_not_lost(swapped: bool, tmp_path: Path) -
 def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
     """As notes what is equal all the same; and what one side alone has in a way of its own."""
     (tmp_path / "config.json").write_text("{}")
-    tensors, unread = {"w/param": ("F32", [1.0])}, Unread("shards", ("w",), "why", "content", ())
+    tensors, unsupported = (
+        {"w/param": ("F32", [1.0])},
+        Unsupported("shards", ("w",), "why", "content", ()),
+    )
     group = {"scale_parameter": True}
     a = checkpoint(
         tmp_path / "a",
         tensors,
         parameters={"w": Parameter((1,), group=0, scalars={"RMS": Scalar(1.0, "F32")})},
         groups=({**group, "fused": None},),
-        unread=(unread,),
+        unsupported=(unsupported,),
         siblings=(Sibling("config.json", str(tmp_path / "config.json"), 2),),
     )
     b = checkpoint(
@@ -225,7 +228,7 @@ def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
         tensors,
         parameters={"w": Parameter((1,), group=0)},
         groups=(group,),
-        unread=(unread,),
+        unsupported=(unsupported,),
     )
     report = verify_against(a, b)
     assert report["equal"]

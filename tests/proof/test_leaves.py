@@ -122,7 +122,7 @@ UNREAD = {
 """Leaves whose change `verify` does not find, by the format: the reason of each."""
 
 
-def unread(kind: str) -> dict[str, str]:
+def unsupported(kind: str) -> dict[str, str]:
     format = kind.partition(",")[0]
     families = {format, "deepspeed"} if format.startswith("deepspeed") else {format}
     return {place: reason for name in families for place, reason in UNREAD.get(name, {}).items()}
@@ -137,7 +137,9 @@ def check(kind: str, some: int | None, sound: dict[str, Path], root: Path) -> Co
     missed = []
     for leaf in chosen:
         result = outcome(leaf, path, root)
-        if result == "equal" and not any(re.fullmatch(place, str(leaf)) for place in unread(kind)):
+        if result == "equal" and not any(
+            re.fullmatch(place, str(leaf)) for place in unsupported(kind)
+        ):
             missed.append(str(leaf))
         counts[result] += 1
     print(f"{kind}: {len(chosen)} of {len(every)} leaves, {dict(counts)}")

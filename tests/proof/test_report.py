@@ -181,9 +181,9 @@ def test_digests_of_two_sides() -> None:
     read = Result(Match(entry("t/param")), (7, None), None)
     copy = Result(Match(entry("w/param"), entry("w/param"), copy=True), (8, 9), None)
     tied = Result(Match(entry("head/param"), entry("w/param"), copy=True), (8, 9), None)
-    unread = Result(Match(entry("s/param"), entry("s/param"), "shapes"), (None, None), None)
+    unsupported = Result(Match(entry("s/param"), entry("s/param"), "shapes"), (None, None), None)
     about = {"dtype": "F32", "shape": [2]}
-    assert digests([same, copy, tied, other, rounded, read, unread], alone=False) == {
+    assert digests([same, copy, tied, other, rounded, read, unsupported], alone=False) == {
         "w/param": {**about, "a": "00000001", "b": "00000002"},
         "v/param": {**about, "a": "00000003", "b": "00000004", "b_tensor": "v/master"},
         "u/master": {**about, "a": "00000005"},

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER, OTHER
 from zckpt.errors import AmbiguousCheckpoint, WrongOption
@@ -55,10 +55,10 @@ def proven() -> Manifest:
         groups=({"lr": 0.0}, {"lr": 1.0}, {"lr": 2.0}),
         optimizer="SGD, AdamW",
         state=state,
-        unread=(
-            Unread("a", ("actor.w",), "of the actor"),
-            Unread("b", ("actor.w", "critic.w"), "of both"),
-            Unread("c", (NO_PARAMETER,), "of none"),
+        unsupported=(
+            Unsupported("a", ("actor.w",), "of the actor"),
+            Unsupported("b", ("actor.w", "critic.w"), "of both"),
+            Unsupported("c", (NO_PARAMETER,), "of none"),
         ),
     )
 
@@ -81,7 +81,7 @@ def test_the_chosen_model_stands_alone(proven: Manifest) -> None:
         "random": "of all",
         "client_state": {OTHER: {"critic.w": 5}},  # the program's own
     }
-    assert [(item.key, item.parameters) for item in own.unread] == [
+    assert [(item.key, item.parameters) for item in own.unsupported] == [
         ("a", ("w",)),
         ("c", (NO_PARAMETER,)),
     ]

@@ -15,7 +15,7 @@ import zckpt
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.origin import Origin
 from zckpt.core.states import OTHER, Selection
 from zckpt.errors import (
@@ -52,15 +52,17 @@ def manifest() -> Manifest:
         state={"client_state": {"seed": 1}},
         of_ranks={"rank_1": {"client_state.seed": 2}},
         layout={"rank_1": {"offset": 4}},
-        unread=(
-            Unread("key", ("w",), "why", "content", (entry("t/state", 5), entry("u/state", 6))),
-            Unread("other", ("w",), "why", "content", (entry("gone/state", 7),)),
+        unsupported=(
+            Unsupported(
+                "key", ("w",), "why", "content", (entry("t/state", 5), entry("u/state", 6))
+            ),
+            Unsupported("other", ("w",), "why", "content", (entry("gone/state", 7),)),
         ),
     )
 
 
 def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
-    entries = [*manifest.entries.values(), *manifest.unread[0].tensors]
+    entries = [*manifest.entries.values(), *manifest.unsupported[0].tensors]
     digests = {e.name: {"dtype": "F32", "shape": [2, 3], "a": f"{e.digest:08x}"} for e in entries}
     digests["read/param"] = {"dtype": "F32", "shape": [1], "b": "00000001"}
     report = {
@@ -78,20 +80,20 @@ def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
 def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) -> None:
     path = proof(manifest, tmp_path / "proof.json")
     proven, contents = read_proof(str(path), manifest)
-    first, second = manifest.unread
+    first, second = manifest.unsupported
     plain = replace(manifest.origin, others={})
     expected = replace(
         manifest,
         root=str(path),
         origin=plain,
-        unread=(first, replace(second, content="", tensors=())),
+        unsupported=(first, replace(second, content="", tensors=())),
         states_inferred=False,
     )
     for field in manifest.__struct_fields__:
         if field not in ("entries", "unread"):
             assert getattr(proven, field) == getattr(expected, field), field
     assert {name: own.digest for name, own in proven.entries.items()} == {"w/param": 17}
-    kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unread]
+    kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unsupported]
     assert kept == [("content", ["t/state", "u/state"]), ("", [])]
     assert contents == ""
 
@@ -120,7 +122,7 @@ def test_an_older_proof_has_the_states_of_the_other_side(
     held = about(manifest)["held"]
     for key in ("state", "source", "format", "optimizer", "of_ranks", "layout", "unread"):
         del held[key]
-    own = replace(manifest, unread=(), state={"optimizer": {OTHER: {"w": {"k": [1, 2]}}}})
+    own = replace(manifest, unsupported=(), state={"optimizer": {OTHER: {"w": {"k": [1, 2]}}}})
     path = proof(manifest, tmp_path / "p", held={**held, "states": {"k": ["w"], "l": ["w"]}})
     proven, _ = read_proof(str(path), own)
     assert proven.state == {"optimizer": {OTHER: {"w": {"k": True, "l": True}}}}

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.origin import Origin
 from zckpt.core.states import FACTORING
 from zckpt.formats.statedict.keys import keys_of
@@ -135,16 +135,16 @@ def test_scalars_of_another_kind(other: Scalar, kinds: list[object]) -> None:
 
 
 def test_weights_that_were_left_out() -> None:
-    left_out, kept, silent = (
+    omitted, kept, silent = (
         manifest(engine=FlatBufferEngine("flats", None, None, None, False, excludes, {}))
         for excludes in (True, False, None)
     )
-    (line,) = values.forms(left_out, kept)
+    (line,) = values.forms(omitted, kept)
     assert line["key"] == "frozen_param_fragments"
     assert "None" in line["a"]
     assert "all" in line["b"]
-    assert values.forms(left_out, left_out) == values.forms(kept, silent) == []
-    assert values.forms(manifest(), left_out) == []
+    assert values.forms(omitted, omitted) == values.forms(kept, silent) == []
+    assert values.forms(manifest(), omitted) == []
 
 
 @pytest.mark.parametrize(
@@ -401,31 +401,31 @@ def moments(*names: str, step: int | None = None, **fields: object) -> Manifest:
 
 def test_states_that_one_side_lacks() -> None:
     both, one, none = moments("w", "v"), moments("w"), moments()
-    assert values.lacking(both, both, ()) == ([], [])
+    assert values.missing_states(both, both, ()) == ([], [])
     line = {"state": "exp_avg", "only": "a", "parameters": 1, "parameter": "v", "tensors": 1}
-    assert values.lacking(both, one, ()) == ([line], [])
-    assert values.lacking(one, both, ()) == ([{**line, "only": "b"}], [])
+    assert values.missing_states(both, one, ()) == ([line], [])
+    assert values.missing_states(one, both, ()) == ([{**line, "only": "b"}], [])
     of_all = {**line, "parameters": 2, "parameter": "w", "tensors": 2}
-    assert values.lacking(both, none, ()) == ([of_all], [])
+    assert values.missing_states(both, none, ()) == ([of_all], [])
 
 
 def test_states_whose_tensors_are_listed_one_by_one() -> None:
     both, none = moments("w", "v"), moments()
-    assert values.lacking(both, none, ("w/exp_avg", "v/exp_avg")) == ([], [])
-    (line,), _ = values.lacking(both, none, ("w/exp_avg",))
+    assert values.missing_states(both, none, ("w/exp_avg", "v/exp_avg")) == ([], [])
+    (line,), _ = values.missing_states(both, none, ("w/exp_avg",))
     assert (line["parameter"], line["tensors"]) == ("v", 1)
 
 
 def test_a_step_that_one_side_has_of_no_parameter() -> None:
-    (line,), _ = values.lacking(moments(step=3), moments(), ())
+    (line,), _ = values.missing_states(moments(step=3), moments(), ())
     assert (line["state"], line["only"], line["parameters"]) == ("step", "a", 2)
-    assert values.lacking(moments(step=3), moments(step=4), ()) == ([], [])
+    assert values.missing_states(moments(step=3), moments(step=4), ()) == ([], [])
 
 
 def test_states_that_were_not_read_say_why() -> None:
-    unread = Unread("shards", ("w",), "a kind of tensor that zckpt does not read")
-    (line,), _ = values.lacking(manifest(unread=(unread,)), manifest(), ())
-    assert (line["state"], line["reason"]) == ("shards", unread.reason)
+    unsupported = Unsupported("shards", ("w",), "a kind of tensor that zckpt does not read")
+    (line,), _ = values.missing_states(manifest(unsupported=(unsupported,)), manifest(), ())
+    assert (line["state"], line["reason"]) == ("shards", unsupported.reason)
 
 
 def test_a_state_that_is_computed_afresh_is_a_note() -> None:
@@ -433,8 +433,8 @@ def test_a_state_that_is_computed_afresh_is_a_note() -> None:
     a = manifest(parameters=own, groups=({next(iter(FACTORING)): True},), root="a")
     b = manifest(groups=a.groups, parameters=moments().parameters)
     said = "RMS of 2 parameters: only in a; the optimizer computes it afresh"
-    lines, notes = values.lacking(a, b, ())
+    lines, notes = values.missing_states(a, b, ())
     assert (lines, texts(notes)) == ([], [said])
-    assert values.lacking(b, a, ()) == (lines, notes)
-    lines, notes = values.lacking(replace(a, groups=()), b, ())
+    assert values.missing_states(b, a, ()) == (lines, notes)
+    lines, notes = values.missing_states(replace(a, groups=()), b, ())
     assert ([line["state"] for line in lines], notes) == (["RMS"], [])

@@ -25,7 +25,7 @@ from zckpt import api
 from zckpt.core import description
 from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
-from zckpt.core.manifest import Unread
+from zckpt.core.manifest import Unsupported
 from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor, TorchFile
@@ -339,7 +339,7 @@ def _gathered(root: Path) -> Target:
 
 
 def _proof(root: Path) -> Target:
-    from zckpt.proof import saved, unread
+    from zckpt.proof import saved, unsupported
 
     folder, path = root / "universal-proof", root / "proof.json"
     zckpt.convert(EXAMPLE, folder)
@@ -350,7 +350,7 @@ def _proof(root: Path) -> Target:
     entry = entries.pop(name)  # as if it were not read
     item: dict[str, Any] = {"key": "rho", "parameters": ("no parameter",), "reason": ""}
     manifest = structs.replace(
-        manifest, entries=entries, unread=(Unread(**item, content="1", tensors=(entry,)),)
+        manifest, entries=entries, unsupported=(Unsupported(**item, content="1", tensors=(entry,)),)
     )
     like = f"1 {entry.dtype} {list(entry.shape)}"  # a text that looks like a tensor's
     for content, tensors in (("1", [name]), (like, [])):
@@ -361,7 +361,7 @@ def _proof(root: Path) -> Target:
         path.write_bytes(data)
         saved.is_proof(str(path))
         proven, *_ = saved.read_proof(str(path), manifest)
-        unread.pairs(manifest, proven)
+        unsupported.pairs(manifest, proven)
         saved.with_values({"differences": [], "problems": []}, manifest, proven, [], [])
 
     return Target(run, samples, (mutations.json_, mutations.json_, mutations.bytes_))

@@ -68,7 +68,7 @@ def test_a_name_that_is_not_on_the_list_is_left_out_and_named(
 ) -> None:
     result = without_others(manifest(state=state), (), ())
     assert result.state == kept
-    (line,) = texts(result.left_out)
+    (line,) = texts(result.omitted)
     assert line.startswith(where)
     assert "os.system" in line or "operator.attrgetter" in line
     assert "the checkpoint may be hostile" in line
@@ -80,7 +80,7 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
     result = without_others(manifest(state={"args": args}), (), ())
     assert result.state["args"].state == {"lr": 0.1}
     assert args.state == {"lr": 0.1, "flavour": FLAVOUR}  # the source's own is unchanged
-    assert result.left_out[0].message.startswith("args.state.flavour: it names my.module.Flavour")
+    assert result.omitted[0].message.startswith("args.state.flavour: it names my.module.Flavour")
 
 
 @pytest.mark.parametrize(
@@ -92,20 +92,20 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
 )  # fmt: skip
 def test_no_option_is_offered_for_what_runs_programs(name: str) -> None:
     value = [Foreign(Global("a.Class")), Foreign(Global(name))]
-    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).left_out)
+    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).omitted)
     assert line.startswith(f"a: it names {name}, from a part of Python that runs programs")
     assert "--allow-object" not in line
 
 
 @pytest.mark.parametrize("name", ["ossia.Flavour", "torch.hubs.load", "my.os.Flavour", "torch.x"])
 def test_an_option_is_offered_for_other_names(name: str) -> None:
-    (line,) = texts(without_others(manifest(state={"a": Foreign(Global(name))}), (), ()).left_out)
+    (line,) = texts(without_others(manifest(state={"a": Foreign(Global(name))}), (), ()).omitted)
     assert line.endswith(f"if you trust that, add --allow-object {name}")
 
 
 def test_an_enum_of_python_3_11_is_not_called_hostile() -> None:
     value = Foreign(Global("builtins.getattr"), (Global("my.module.Flavour"), "SWEET"))
-    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).left_out)
+    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).omitted)
     assert "builtins.getattr can reach code that runs programs" in line
     assert "hostile" not in line
     assert "--allow-object" not in line
@@ -115,7 +115,7 @@ def test_plain_values_stay_the_same_objects() -> None:
     state = {"a": {"b": [1, (2, {"c": Foreign(NAMESPACE, (), {"x": b"1"})})]}}
     result = without_others(manifest(state=state), (), ())
     assert result.state["a"] is state["a"]
-    assert not result.left_out
+    assert not result.omitted
 
 
 def test_groups_and_the_config_are_filtered_too() -> None:
@@ -124,7 +124,7 @@ def test_groups_and_the_config_are_filtered_too() -> None:
     assert result.groups == ({"lr": 1.0},)
     assert isinstance(result.engine, FlatBufferEngine)
     assert result.engine.config == {"b": 1}
-    assert [line.partition(":")[0] for line in texts(result.left_out)] == [
+    assert [line.partition(":")[0] for line in texts(result.omitted)] == [
         "param_groups.0.hook",
         "config.a",
     ]
@@ -159,7 +159,7 @@ def test_an_object_that_refers_to_itself_is_left_out_whole(admitted: tuple[str, 
     source = manifest(state={"a": {"b": [config], "c": 1}})
     result = without_others(source, (), admitted)
     assert result.state == {"a": {"c": 1}}
-    [line] = texts(result.left_out)
+    [line] = texts(result.omitted)
     assert line.startswith("a.b: it has an object that refers to itself")
     assert "--allow-object" not in line
     assert others_of(source) == ["my.Config"]

@@ -100,7 +100,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "files": len(manifest.files),
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
         "problems": said(manifest.warnings),
-        "left_out": said(manifest.left_out),
+        "left_out": said(manifest.omitted),
         "inferred": list(manifest.inferred),
         "objects": list(objects),
     }

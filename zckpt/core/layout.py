@@ -32,7 +32,7 @@ class Layout(Struct, frozen=True):
     """Gives all files; each call gives them again."""
     siblings: Sequence[tuple[str, Sibling]]
     """Files that are copied unchanged, each with its name in the target."""
-    left_out: Sequence[Notice]
+    omitted: Sequence[Notice]
     """The whole report of what the target lacks, with the source's part."""
     warnings: Sequence[Notice]
     """The whole report of what the user must know, with the source's part."""

@@ -184,7 +184,7 @@ class Sibling(Struct, frozen=True):
     size: int
 
 
-class Unread(Struct, frozen=True):
+class Unsupported(Struct, frozen=True):
     """A state of the optimizer that the files have, and that the manifest does not.
 
     It has the `key` for these parameters; `reason` says why it was not read. It is only compared:
@@ -257,11 +257,11 @@ class Manifest(Struct, frozen=True):
     """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
-    uncopied: tuple[Sibling, ...] = ()
+    omitted_files: tuple[Sibling, ...] = ()
     """Files that a target does not get: they are only compared."""
-    left_out: tuple[Notice, ...] = ()
+    omitted: tuple[Notice, ...] = ()
     """What has no meaning outside the source."""
-    unread: tuple[Unread, ...] = ()
+    unsupported: tuple[Unsupported, ...] = ()
     """States of the optimizer that the files have, and that are not here in any form."""
     warnings: tuple[Notice, ...] = ()
     """What the user must know."""

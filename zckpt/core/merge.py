@@ -21,9 +21,9 @@ from .agreement import KEEP, Step, agree
 from .dtypes import SIZES
 from .grouping import by_key
 from .inert import alike, to_json
-from .manifest import Entry, Manifest, Parameter, Unread
+from .manifest import Entry, Manifest, Parameter, Unsupported
 from .placement import Table
-from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, tensors_in, unread
+from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, tensors_in, unsupported
 from .weights import WEIGHTS
 
 Groups = tuple[dict[str, Any], ...] | None
@@ -66,7 +66,7 @@ def merge(
         groups=groups,
         state=state,
         replicas=tuple(copies),
-        unread=(*_unread(ranks, table.word), *whole.unread),
+        unsupported=(*_unread(ranks, table.word), *whole.unsupported),
         files=(*whole.files, *(() if beside is None else beside.files)),
         records=(*whole.records, *(() if beside is None else beside.records)),
     )
@@ -273,10 +273,10 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
                 )
     once = {
         field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))
-        for field in ("files", "records", "steps", "left_out", "warnings", "inferred")
+        for field in ("files", "records", "steps", "omitted", "warnings", "inferred")
     }
-    of_ranks, left_out = _own_values(ranks)
-    once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *left_out]))
+    of_ranks, omitted = _own_values(ranks)
+    once["omitted"] = tuple(dict.fromkeys([*once["omitted"], *omitted]))
     state, numbers = _without_own_numbers(ranks)
     return replace(
         first,
@@ -284,15 +284,15 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
         state=state,
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},
-        unread=tuple(numbers),
+        unsupported=tuple(numbers),
         **once,
     )
 
 
-def _unread(ranks: Sequence[Manifest], word: str) -> Iterator[Unread]:
+def _unread(ranks: Sequence[Manifest], word: str) -> Iterator[Unsupported]:
     """What ranks have that is not read: tensors of each, under names that no other rank's have."""
     for number, rank in enumerate(ranks):
-        for item in rank.unread:
+        for item in rank.unsupported:
             own = (replace(each, name=f"{word} {number}: {each.name}") for each in item.tensors)
             yield replace(item, tensors=tuple(own))
 
@@ -302,15 +302,15 @@ def _of_all(values: Mapping[str, Any] | None) -> object:
     return to_json({k: v for k, v in (values or {}).items() if k not in OF_ONE_RANK})
 
 
-def _without_own_numbers(ranks: Sequence[Manifest]) -> tuple[dict[str, Any], list[Unread]]:
+def _without_own_numbers(ranks: Sequence[Manifest]) -> tuple[dict[str, Any], list[Unsupported]]:
     """The first rank's state without the numbers that ranks have of their own; and these."""
     optimizer = dict(ranks[0].state.get("optimizer") or {})
-    gone: list[Unread] = []
+    gone: list[Unsupported] = []
     for why, place in PLACES.items():
         stated = [numbers_of(rank, place) for rank in ranks]
         values = {key: [own.get(key) for own in stated] for key in chain.from_iterable(stated)}
         differ = {k: own for k, own in values.items() if not all(alike(v, own[0]) for v in own)}
-        gone += [unread(key, (NO_PARAMETER,), why, own, ()) for key, own in differ.items()]
+        gone += [unsupported(key, (NO_PARAMETER,), why, own, ()) for key, own in differ.items()]
         if kept := {key: value for key, value in stated[0].items() if key not in differ}:
             optimizer[place] = kept
         else:

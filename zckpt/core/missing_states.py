@@ -35,7 +35,7 @@ class _States(Struct, frozen=True):
     shaped: frozenset[str]
 
 
-def lacking(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
+def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
     """Warnings about parameters that lack a part of the states, and about those without any.
 
     The first are of parameters with a part of what like ones of their group have: those with as
@@ -43,14 +43,14 @@ def lacking(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
     parameter has another one that its neighbors lack, or if most lack it.
     """
     groups = list(_groups(manifest))
-    return _lost(groups), _stateless(groups)
+    return _lost(groups), _missing_all(groups)
 
 
 def _lost(groups: Sequence[list[_States]]) -> list[Notice]:
     lost = by_key(
         (tuple(sorted(missing)), states.name)
         for group in groups
-        for states, missing in _lost_in(group)
+        for states, missing in _missing_in(group)
     )
     return [
         warning(
@@ -63,7 +63,7 @@ def _lost(groups: Sequence[list[_States]]) -> list[Notice]:
     ]
 
 
-def _stateless(groups: Sequence[list[_States]]) -> list[Notice]:
+def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
     """Where others of the group have a state."""
     names = [
         states.name
@@ -95,13 +95,15 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         entries = rank.entries.values()
         shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
         others = others_of(rank)
-        unread = by_key((name, item.key) for item in rank.unread for name in item.parameters)
+        unsupported = by_key(
+            (name, item.key) for item in rank.unsupported for name in item.parameters
+        )
         for name, parameter in rank.parameters.items():
             if not parameter.trainable or not prod(parameter.shape):
                 continue
             own = tuple(shaped.get(name, ()))
             keys = (*own, *parameter.scalars, *map(str, others.get(name, ())))
-            keys += tuple(unread.get(name, ()))  # they are in the files
+            keys += tuple(unsupported.get(name, ()))  # they are in the files
             if own_steps and parameter.step is not None:
                 keys += (STEP,)
             title, axes = rank.titled(name), len(parameter.shape)
@@ -124,7 +126,7 @@ class _Kinds:
         self.having = by_key((key, keys) for keys in counts for key in keys)
 
 
-def _lost_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
+def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
     """The parameters of a group that lack states, with the keys of these."""
     kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:

@@ -60,7 +60,7 @@ def _real(path: str) -> str:
 class SiblingList(Struct, eq=False):
     """The files beside a checkpoint, for a source whose directory is `root`.
 
-    `files` may be copied. `left_out` has a note for each reason, with the names of all files that
+    `files` may be copied. `omitted` has a note for each reason, with the names of all files that
     may not. A hidden folder is closed, unless its name is one of `listed`.
     """
 
@@ -70,7 +70,7 @@ class SiblingList(Struct, eq=False):
     _refused: dict[str, list[str]] = field(default_factory=dict)
 
     @property
-    def left_out(self) -> list[Notice]:
+    def omitted(self) -> list[Notice]:
         return [
             note(
                 "file-omitted",

@@ -27,7 +27,7 @@ from .facts import FlatBufferEngine
 from .grouping import by_key
 from .inert import TensorName, inside, map_values, to_json
 from .keys import has_texts_alone, in_doubt
-from .manifest import Entry, Manifest, Unread, slot_key
+from .manifest import Entry, Manifest, Unsupported, slot_key
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
@@ -126,7 +126,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     for key, value in wrapped(manifest).items():
         names = [f"{tensor}/state" for tensor in tensors_in(value)]
         add(key, NO_PARAMETER, names, "wrapper", OF_WRAPPER)
-    for item in manifest.unread:
+    for item in manifest.unsupported:
         for name in item.parameters:
             add(item.key, name, (), "unread", item.reason)
     return states
@@ -218,7 +218,7 @@ def harmless(state: State, manifest: Manifest) -> str:
     return "the optimizer computes it afresh" if is_afresh else ""
 
 
-def lost(source: Manifest, target: Manifest) -> list[State]:
+def missing_in(source: Manifest, target: Manifest) -> list[State]:
     """The states of `source` that `target` lacks, each with the parameters of which it does.
 
     A parameter of `source` may have another name in `target`, or be a part of another one there;
@@ -227,7 +227,7 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
     """
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:
-        return [*_united(map(lost, source.ranks, target.ranks)).values()]
+        return [*_united(map(missing_in, source.ranks, target.ranks)).values()]
     kept = states_of(target)
     known: dict[str, str] = {}
     lacking = []
@@ -339,7 +339,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
             for name, parameter in manifest.parameters.items()
         },
         state=state,
-        unread=tuple(item for item in manifest.unread if item.key not in gone),
+        unsupported=tuple(item for item in manifest.unsupported if item.key not in gone),
     )
 
 
@@ -361,7 +361,7 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
             )
 
 
-def as_unread(manifest: Manifest, reason: str) -> Manifest:
+def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     """The manifest whose states that are neither slots nor numbers are listed as not read."""
     others, parts = others_of(manifest), partitions_of(manifest)
     if not others and not parts:
@@ -380,9 +380,9 @@ def as_unread(manifest: Manifest, reason: str) -> Manifest:
         values = [value for _, value in pairs]
         tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(values)]
         if None in tensors:  # a stage of a pipeline lacks those of others
-            states.append(Unread(key, tuple(names), reason))
+            states.append(Unsupported(key, tuple(names), reason))
         else:
-            states.append(unread(key, names, reason, values, filter(None, tensors)))
+            states.append(unsupported(key, names, reason, values, filter(None, tensors)))
     optimizer = _rest(_optimizer(manifest), {OTHER, PARTITIONS})
     gone = manifest.entries.keys() - entries.keys()
     return replace(
@@ -390,16 +390,16 @@ def as_unread(manifest: Manifest, reason: str) -> Manifest:
         entries=entries,
         replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
         state={**manifest.state, "optimizer": optimizer},
-        unread=(*manifest.unread, *states),
+        unsupported=(*manifest.unsupported, *states),
     )
 
 
-def unread(
+def unsupported(
     key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
-) -> Unread:
+) -> Unsupported:
     """A state that is compared as it is; `tensors` are those in its inert value."""
     content = json.dumps(to_json(value), sort_keys=True)
-    return Unread(str(key), tuple(parameters), reason, content, tuple(tensors))
+    return Unsupported(str(key), tuple(parameters), reason, content, tuple(tensors))
 
 
 def weights_alone(manifest: Manifest) -> Manifest:
@@ -418,9 +418,9 @@ def weights_alone(manifest: Manifest) -> Manifest:
         tensor_parallel=None,
         state={},
         steps=(),
-        unread=(),
+        unsupported=(),
         siblings=(),
-        uncopied=(),
+        omitted_files=(),
     )
 
 

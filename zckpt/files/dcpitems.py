@@ -45,7 +45,7 @@ class ItemFiles:
         self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4 if keeps_open else 0
         finalize(self, _close, self._open)
 
-    def lost(
+    def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
         """The tensor of an item whose file is lost, so that another one stands in for it."""
@@ -102,8 +102,8 @@ class ItemFiles:
             if item is None or box.is_empty:
                 continue
             location, lost_dtype = table.location(key, box), dtype or item.dtype
-            if (lost := self.lost(location, key, lost_dtype, box.sizes)) is not None:
-                yield box, TorchFile.lost(lost.extent, lost_dtype, box.sizes)
+            if (lost := self.missing(location, key, lost_dtype, box.sizes)) is not None:
+                yield box, TorchFile.missing(lost.extent, lost_dtype, box.sizes)
                 continue
             file = self.torch_file(location)
             tensor = file.value

@@ -126,7 +126,7 @@ class TorchFile:
             )
 
     @classmethod
-    def lost(cls, extent: Extent, dtype: str, shape: tuple[int, ...]) -> TorchFile:
+    def missing(cls, extent: Extent, dtype: str, shape: tuple[int, ...]) -> TorchFile:
         """The file of one tensor that is lost; nothing of it can be read."""
         file = cls.__new__(cls)
         file.path, file.saved_as, file.size = extent.file, None, extent.length

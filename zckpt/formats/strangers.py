@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 from ..core.inert import PLAIN, inside
-from ..core.manifest import Entry, Unread
-from ..core.states import NO_PARAMETER, PLACES, unread
+from ..core.manifest import Entry, Unsupported
+from ..core.states import NO_PARAMETER, PLACES, unsupported
 
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 
@@ -31,7 +31,9 @@ class Stranger(Struct, frozen=True):
     parameters: tuple[str, ...] = (NO_PARAMETER,)
 
 
-def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> tuple[dict[str, Any], list[Unread]]:
+def sorted_out(
+    strangers: Iterable[Stranger], keep: Keep
+) -> tuple[dict[str, Any], list[Unsupported]]:
     """The numbers and texts by their places and keys, and what is not read.
 
     A key that is no text could be a parameter's; and of two that are equal, only one has the place.
@@ -46,7 +48,7 @@ def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> tuple[dict[str, Any
             continue
         tensors: dict[str, Entry] = {}
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
-        states.append(unread(item.key, item.parameters, item.reason, value, tensors.values()))
+        states.append(unsupported(item.key, item.parameters, item.reason, value, tensors.values()))
     return numbers, states
 
 

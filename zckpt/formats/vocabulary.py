@@ -55,7 +55,7 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
     return align(given or used, multiple)
 
 
-def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
+def omitted_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
     """The rows that a target with so many lacks."""
     return [
         note(

@@ -438,8 +438,8 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         pipeline=pipeline and pipeline.renamed(names),
         tensor_parallel=slices and slices.renamed(names),
         state=state,
-        unread=tuple(
+        unsupported=tuple(
             replace(item, parameters=tuple(names.get(name, name) for name in item.parameters))
-            for item in manifest.unread
+            for item in manifest.unsupported
         ),
     )

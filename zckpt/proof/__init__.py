@@ -6,7 +6,7 @@
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors
     damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
-    saved.py        the file of --save-proof              unread.py    states that are not read
+    saved.py        the file of --save-proof              unsupported.py    states that are not read
     file_digest.py  whether files are copies              roots.py     one model of several
 
 Only allgather/ needs torch.

@@ -13,7 +13,7 @@ from ..core.manifest import Entry, Manifest
 from ..core.masters import with_masters
 from ..core.plan import Match, match, of_copies
 from ..core.weights import WEIGHTS, weight_of
-from . import unread
+from . import unsupported
 from .states import twins
 
 
@@ -23,7 +23,7 @@ def own_matches(manifest: Manifest) -> list[Match]:
     matches = list(with_masters(entries))
     paired = {id(entry) for item in matches for entry in (item.a, item.b)}
     matches += [Match(entry) for entry in entries.values() if id(entry) not in paired]
-    matches += [Match(entry) for item in manifest.unread for entry in item.tensors]
+    matches += [Match(entry) for item in manifest.unsupported for entry in item.tensors]
     return matches + copies(manifest, entries)
 
 
@@ -50,7 +50,7 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], li
         for item in copies(b, ours)
         if item.b is not None and id(item.a) not in alone
     ]
-    return [*matches, *paired, *unread.pairs(a, b)], only_a, only_b
+    return [*matches, *paired, *unsupported.pairs(a, b)], only_a, only_b
 
 
 def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:

@@ -54,9 +54,9 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
         groups=groups or None,
         optimizer=manifest.optimizer if "," in (proven.optimizer or "") else proven.optimizer,
         state={key: _own_part(key, value, front) for key, value in proven.state.items()},
-        unread=tuple(
+        unsupported=tuple(
             replace(item, parameters=tuple(key.removeprefix(front) for key in item.parameters))
-            for item in proven.unread
+            for item in proven.unsupported
             if not others.intersection(item.parameters)
         ),
     )

@@ -21,7 +21,7 @@ from ..core.manifest import (
     Manifest,
     Parameter,
     Sizes,
-    Unread,
+    Unsupported,
     parameters_from_json,
     parameters_to_json,
 )
@@ -39,7 +39,7 @@ from ..errors import (
     listed,
     note,
 )
-from . import unread
+from . import unsupported
 from .file_digest import digest
 from .pairs import only_rounded, selected
 from .report import difference, findings
@@ -59,7 +59,7 @@ class _Digest(Struct):
     a: Hex | None = None
 
 
-class _Unread(Struct):
+class _Unsupported(Struct):
     """A state that is not read; `tensors` are the names of its tensors among all."""
 
     key: str
@@ -83,7 +83,7 @@ class _Held(Struct):
     contents: str = ""
     of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     layout: dict[str, dict[str, Any]] = field(default_factory=dict)
-    unread: tuple[_Unread, ...] = ()
+    unsupported: tuple[_Unsupported, ...] = field(default=(), name="unread")
 
 
 def about(manifest: Manifest) -> Report:
@@ -107,7 +107,7 @@ def about(manifest: Manifest) -> Report:
             "layout": manifest.layout,
             "unread": [
                 {**asdict(item), "tensors": [entry.name for entry in item.tensors]}
-                for item in manifest.unread
+                for item in manifest.unsupported
             ],
             **({"contents": digest(manifest)} if manifest.inferred else {}),
         },
@@ -149,7 +149,7 @@ def verify_proof(
     whole, (manifest, proven) = manifest, keys.matched(*selection.of(manifest, proven))
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
-    mutual = selected([*mutual, *unread.pairs(manifest, proven)], pattern)
+    mutual = selected([*mutual, *unsupported.pairs(manifest, proven)], pattern)
     _refuse_other_types(mutual, manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
@@ -258,7 +258,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             for name, item in digests.items()
             if item.a is not None
         }
-        not_read = [_with_tensors(item, entries) for item in held.unread]
+        unsupported_states = [_with_tensors(item, entries) for item in held.unsupported]
         parameters = parameters_from_json(held.parameters)
         _check_groups(parameters, held.groups)
         proven = Manifest(
@@ -273,7 +273,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             **facts._asdict(),
             of_ranks=held.of_ranks,
             layout=held.layout,
-            unread=tuple(not_read),
+            unsupported=tuple(unsupported_states),
             states_inferred=False,
         )
         return proven, held.contents
@@ -295,11 +295,11 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
             raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
-def _with_tensors(item: _Unread, entries: dict[str, Entry]) -> Unread:
+def _with_tensors(item: _Unsupported, entries: dict[str, Entry]) -> Unsupported:
     """The state with its tensors, which are no entries then."""
     tensors = tuple(entries.pop(name) for name in item.tensors if name in entries)
     content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
-    return Unread(item.key, item.parameters, item.reason, content, tensors)
+    return Unsupported(item.key, item.parameters, item.reason, content, tensors)
 
 
 def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..core.description import Report
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
-from ..core.states import State, harmless, lost, untouched, with_frozen
+from ..core.states import State, harmless, missing_in, untouched, with_frozen
 from ..errors import Notice, counted, joined, listed, note
 from .states import by_keys, engine_name
 
@@ -99,7 +99,7 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
     return lines
 
 
-def lacking(
+def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
     """States of the optimizer that one side lacks, or that could not be read; and harmless ones.
@@ -109,7 +109,7 @@ def lacking(
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
-        for state in _lost(owner, other, reported):
+        for state in _missing(owner, other, reported):
             if reason := harmless(state, owner):
                 owners = counted(state.count, "parameter")
                 message = f"{state.key} of {owners}: only in {owner.root}; {reason}"
@@ -126,8 +126,8 @@ def lacking(
     return lines, notes
 
 
-def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterator[State]:
-    for state in lost(owner, other):
+def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterator[State]:
+    for state in missing_in(owner, other):
         tensors = {
             name: own for name, own in state.tensors.items() if not own or {*own} - {*reported}
         }
@@ -138,15 +138,15 @@ def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterat
         yield State("step", dict.fromkeys(stepped, ()))
 
 
-def not_read(manifest: Manifest) -> list[Notice]:
+def unsupported_states(manifest: Manifest) -> list[Notice]:
     """Notes on states of the optimizer that the files have and that were not read."""
     return [
         note(
-            "state-unread",
+            "state-unsupported",
             f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}",
             subject=item.key,
         )
-        for item in manifest.unread
+        for item in manifest.unsupported
     ]
 
 

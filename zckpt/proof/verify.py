@@ -13,13 +13,13 @@ from ..core import compare, keys
 from ..core.compare import Result
 from ..core.description import Report, line_of, said
 from ..core.manifest import Manifest
-from ..core.missing_states import lacking
+from ..core.missing_states import missing_states
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed, note, problem
-from . import damage, unread, values
+from . import damage, unsupported, values
 from .beside import siblings
 from .file_digest import same_files
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
@@ -45,7 +45,7 @@ def verify_alone(
         matches, manifest, manifest, copying, everything=everything, begin=begin
     )
     report = findings(outcome, manifest, manifest)
-    lost, stateless = lacking(manifest)
+    lost, stateless = missing_states(manifest)
     problems = [
         *said(damage.overlapping(manifest)),
         *damage.unused(manifest),
@@ -62,7 +62,7 @@ def verify_alone(
                 (
                     *damage.not_zero(outcome, manifest),
                     *stateless,
-                    *values.not_read(manifest),
+                    *values.unsupported_states(manifest),
                     *manifest.notes,
                 )
             ),
@@ -155,11 +155,11 @@ def diff(
         report = {key: report[key] for key in of_tensors} | {"results": lines}
     one_sided = any(report.get(key) for key in ("only_a", "only_b"))
     rounded = report["rounded"]
-    lost = _lacks_masters(a, b, rounded["a"]) or _lacks_masters(b, a, rounded["b"])
+    lost = _is_missing_masters(a, b, rounded["a"]) or _is_missing_masters(b, a, rounded["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
 
 
-def _lacks_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
+def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
     """Whether the optimizer of `wide` updates one of these weights, by their names in `narrow`.
 
     Others have the type of their engine.
@@ -252,9 +252,9 @@ def with_values(
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
-    a, b, not_read, as_they_are = unread.rest(a, b)
+    a, b, unsupported_states, as_they_are = unsupported.rest(a, b)
     a, b, of_empty = values.without_empty_groups(a, b)
-    lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
+    lacking, afresh = values.missing_states(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
         **report,
@@ -265,7 +265,7 @@ def with_values(
         "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
-        "states": lines + not_read + of_files,
+        "states": lines + unsupported_states + of_files,
         "not_compared": said(
             (*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided)
         ),

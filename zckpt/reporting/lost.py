@@ -112,11 +112,11 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
                 if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
                     source["step_policy"] = _most_stated(found, error)
                 elif not _stand_in(found, error, temporary):
-                    kind, paths = _lost_in(found, error)
+                    kind, paths = _missing_in(found, error)
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
                     if found.lost and not paths:  # what stands in does not fit
-                        found.faults.append(_left_out(found, error))
+                        found.faults.append(_omitted(found, error))
                     named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
@@ -133,7 +133,7 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
     return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
-def _left_out(found: Found, error: ZckptError | OSError) -> Report:
+def _omitted(found: Found, error: ZckptError | OSError) -> Report:
     """What could not be read because of a lost file: no fault of its own."""
     notice = notice_of(error)
     message = f"more is not read without the files above: {found.real(notice.message)}"
@@ -171,7 +171,7 @@ def file_in(where: str, folder: str) -> str | None:
 
 def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool:
     """Whether another file stands in for one that the error names, so that reading may go on."""
-    kind, paths = _lost_in(found, error)
+    kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
     others = {path: other for path in paths if (other := _alike(path, gone)) is not None}
     if not others:
@@ -188,7 +188,7 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
     return True
 
 
-def _lost_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
+def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
     """Whether files are missing or unreadable according to an error, and which: real paths."""
     known = {found.real(path) for path in found.lost}
     paths = [notice.file for notice in error.notices] if isinstance(error, ZckptError) else []

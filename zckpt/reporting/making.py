@@ -21,7 +21,7 @@ from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
 from .lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
 from .measuring import measured
-from .parts import begun, places_in, unread
+from .parts import begun, metadata_sections, places_in
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -66,7 +66,7 @@ def report(
         [
             *shown["faults"],
             *run.faults_of(strip),
-            *run.gone(os.fspath(path), gone),
+            *run.missing_checkpoints(os.fspath(path), gone),
             *run.notes_of(chosen),
         ]
     )
@@ -111,7 +111,7 @@ def _document(
             raise
         except (ZckptError, OSError) as error:
             lines.append(line_of(notice_of(error), kind="unreadable"))
-            document |= unread(found)
+            document |= metadata_sections(found)
         if against is not None:
             document |= _against(found, path, against, source, copying, begin, lines)
         document["faults"] = faults.section(found, lines)

@@ -36,7 +36,7 @@ def begun(found: Found, command: str) -> Report:
     }
 
 
-def unread(found: Found) -> Report:
+def metadata_sections(found: Found) -> Report:
     """The sections for which no tensor is read."""
     manifest = found.manifest
     assert manifest is not None
@@ -56,7 +56,7 @@ def places_in(manifest: Manifest) -> Places:
 def of_inspect(manifest: Manifest) -> Report:
     found = Found(manifest.root, manifest)
     lines = faults.section(found, faults.warnings(manifest))
-    return begun(found, "inspect") | unread(found) | {"faults": lines}
+    return begun(found, "inspect") | metadata_sections(found) | {"faults": lines}
 
 
 def of_stats(report: Report, source: Mapping[str, Any]) -> Report:

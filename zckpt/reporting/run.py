@@ -99,7 +99,7 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
     ]
 
 
-def gone(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
+def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
     """Checkpoints that the run names, and that are not there."""
     return [
         {

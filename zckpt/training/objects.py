@@ -156,7 +156,7 @@ def without_others(
         state=state,
         groups=groups,
         engine=engine,
-        left_out=(*manifest.left_out, *filtered.left_out),
+        omitted=(*manifest.omitted, *filtered.omitted),
     )
 
 
@@ -250,7 +250,7 @@ class _Filter(Struct, eq=False):
     named: _Names = field(default_factory=_Names)
     lost: dict[int, frozenset[str]] = field(default_factory=dict)  # by the identity of a value
     kept: dict[int, Any] = field(default_factory=dict)
-    left_out: list[Notice] = field(default_factory=list)
+    omitted: list[Notice] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         """The dictionary without the keys whose values, or which themselves, are not allowed."""
@@ -259,7 +259,7 @@ class _Filter(Struct, eq=False):
             where = inside(path, key) if path else str(key)
             if names := _sorted({*self._wrong(key), *self._lost(item)}):
                 message = f"{where}: {_refusal(names)}"
-                self.left_out.append(note("state-omitted", message, subject=where))
+                self.omitted.append(note("state-omitted", message, subject=where))
             else:
                 kept[key] = self._kept(item, where)
         return kept

@@ -60,7 +60,7 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
     return next(programs, None)
 
 
-def lacking_state(siblings: Iterable[Sibling]) -> list[Notice]:
+def missing_trainer_state(siblings: Iterable[Sibling]) -> list[Notice]:
     """A warning if the Trainer's own state is not among the files that it saved beside others."""
     names = [item.name for item in siblings]
     own = [name for name in names if _OF_TRAINER.fullmatch(name)]
@@ -219,7 +219,7 @@ def beside(
         else:
             message = f"{item.name}/: a folder that is not part of the checkpoint"
             folders.append(note("file-omitted", message, file=item.path))
-    return siblings.files, folders + siblings.left_out
+    return siblings.files, folders + siblings.omitted
 
 
 def inside(
@@ -247,7 +247,7 @@ def inside(
 
     siblings.add_below(os.path.join(root, folder), is_other, root)
     siblings.files.sort(key=lambda file: file.name.split("/"))
-    return siblings.files, lines + siblings.left_out
+    return siblings.files, lines + siblings.omitted
 
 
 def once_more(folder: str, source: str) -> list[Sibling]:

@@ -123,7 +123,7 @@ class Keeping(Struct, frozen=True):
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
-        asks = self.has_states or _numbers(self.source) or any(self._lost_of_groups)
+        asks = self.has_states or _numbers(self.source) or any(self._unsupported_in_groups)
         if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
@@ -133,7 +133,7 @@ class Keeping(Struct, frozen=True):
         return not self.options.weights_only and bool(states.states_of(self.source))
 
     @property
-    def _lost_of_groups(self) -> list[dict[str, Any]]:
+    def _unsupported_in_groups(self) -> list[dict[str, Any]]:
         """By group, the hyper-parameters that are objects of classes that are not admitted."""
         if self.options.weights_only:
             return []
@@ -153,7 +153,7 @@ class Keeping(Struct, frozen=True):
 
     def _keep_groups(self) -> None:
         """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
-        values = self._lost_of_groups
+        values = self._unsupported_in_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
             return
         hint = "write --weights-only"
@@ -170,9 +170,11 @@ class Keeping(Struct, frozen=True):
         """States that the target lacks without harm; raises for others."""
         if not self.has_states:
             return []
-        renamed = () if self.named is self.source else states.lost(self.source, self.named)
+        renamed = () if self.named is self.source else states.missing_in(self.source, self.named)
         unfit = states.of_vectors(self.source, shells) + states.of_numbers(self.source, shells)
-        lost = {state.key: state for state in (*unfit, *states.lost(self.named, shells), *renamed)}
+        lost = {
+            state.key: state for state in (*unfit, *states.missing_in(self.named, shells), *renamed)
+        }
         reasons = {key: states.harmless(state, self.source) for key, state in lost.items()}
         if needed := [state for key, state in lost.items() if not reasons[key]]:
             self._refuse(needed)
@@ -207,7 +209,7 @@ class Keeping(Struct, frozen=True):
         ]
 
     def _refuse(self, lost: Sequence[State]) -> None:
-        filtered = states.lost(self.named, self.admitted)
+        filtered = states.missing_in(self.named, self.admitted)
         of_objects = {state.key for state in filtered if state.form != "unread"}
         reasons = by_key(
             (OBJECTS if state.key in of_objects else state.reason or self.format.states, state)

@@ -126,7 +126,7 @@ def lay_out(
         layouts[0],
         shells=lambda: chain.from_iterable(each.shells() for each in layouts),
         siblings=[(name, item) for name, item in layouts[0].siblings if name in kept],
-        left_out=_joined(whole, parts, [each.left_out for each in layouts], lambda m: m.left_out),
+        omitted=_joined(whole, parts, [each.omitted for each in layouts], lambda m: m.omitted),
         warnings=_joined(whole, parts, [each.warnings for each in layouts], lambda m: m.warnings),
         about=f"{layouts[0].about} ({', '.join(whole.roots)})",
     )

@@ -53,7 +53,7 @@ def report_on(
         "files": list(files),
         "bytes": sum(files.values()),
         "copied": [name for name, _ in layout.siblings],
-        "left_out": said(layout.left_out),
+        "left_out": said(layout.omitted),
         "warnings": said(warnings),
         "inferred": list(manifest.inferred),
     }

@@ -119,13 +119,13 @@ def laid_out(
         layout = _with_files(layout, files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
-    known = (*manifest.left_out, *layout.left_out)
-    own = [line for line in admitted.left_out if line not in known]
+    known = (*manifest.omitted, *layout.omitted)
+    own = [line for line in admitted.omitted if line not in known]
     # a folder for inference lacks much else of a run, which is not listed
-    weights = [line for line in manifest.left_out if line.code == "weights-omitted"]
+    weights = [line for line in manifest.omitted if line.code == "weights-omitted"]
     layout = replace(
         layout,
-        left_out=[*dict.fromkeys((*layout.left_out, *weights, *own))],
+        omitted=[*dict.fromkeys((*layout.omitted, *weights, *own))],
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout

@@ -286,7 +286,7 @@ class TestFiles:
     def test_client_state_of_other_ranks_is_named(self, run: Path) -> None:
         (path,) = run.glob("*/mp_rank_03_*")
         edit(path, lambda model: model.update(own=torch.arange(3)))
-        assert texts(zckpt.read(run).left_out) == ["client_state 'own' of model ranks other than 0"]
+        assert texts(zckpt.read(run).omitted) == ["client_state 'own' of model ranks other than 0"]
 
 
 def apart_of(run: Path) -> dict[tuple[int, str], int]:
@@ -363,8 +363,8 @@ class TestCopies:
         assert own[0].keys() == own[1].keys()
         assert [name for name in own[0] if own[0][name] != own[1][name]] == []
         assert own[0][0, "4.norm.weight/exp_avg"] != own[0][1, "4.norm.weight/exp_avg"]
-        left_out = zckpt.reshard(bare, tmp_path / "again", dp=1)["left_out"]
-        assert all("recover" in line or "zero_to" in line for line in texts(left_out))
+        omitted = zckpt.reshard(bare, tmp_path / "again", dp=1)["left_out"]
+        assert all("recover" in line or "zero_to" in line for line in texts(omitted))
 
     def test_tied_copies_that_differ_are_a_warning(self, run: Path, tmp_path: Path) -> None:
         name = "tied_modules.embed.weight/exp_avg"

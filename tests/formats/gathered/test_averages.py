@@ -30,7 +30,7 @@ def fsdp2(once: Once) -> Path:
 def test_are_joined_as_the_models(name: str, place: str, front: str, fsdp2: Path) -> None:
     manifest = zckpt.read(fsdp2 / name)
     assert any("joined as the model's DTensors are" in line for line in texts(manifest.warnings))
-    assert not any(line.startswith("ema") for line in texts(manifest.left_out))
+    assert not any(line.startswith("ema") for line in texts(manifest.omitted))
     for weight, whole in torch.load(fsdp2 / "averages.pt").items():
         keys = [key for key in manifest.entries if key.endswith(f"{front}{weight}'/state")]
         (key,) = keys or [f"{place.format(front + weight)}/state"]
@@ -42,7 +42,7 @@ def test_others_are_left_out_as_a_whole(name: str, fsdp2: Path) -> None:
     manifest = zckpt.read(fsdp2 / name)
     assert sum(line.startswith("ema is left out") for line in texts(manifest.warnings)) == 1
     assert not any("ema" in key for key in manifest.entries)
-    assert not any(line.startswith("ema") for line in texts(manifest.left_out))
+    assert not any(line.startswith("ema") for line in texts(manifest.omitted))
     assert "ema" not in (manifest.state.get("client_state") or {})
 
 

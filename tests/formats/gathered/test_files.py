@@ -221,7 +221,7 @@ def test_accelerates_ranks(tmp_path: Path) -> None:
         torch.save(pair[1].state_dict(), tmp_path / f"optimizer_0_rank{rank}.bin")
     torch.save({"last_epoch": 1}, tmp_path / "scheduler.bin")
     manifest = zckpt.read(tmp_path)
-    assert (manifest.step, len(manifest.files), manifest.left_out) == (3, 4, ())
+    assert (manifest.step, len(manifest.files), manifest.omitted) == (3, 4, ())
     assert [sibling.name for sibling in manifest.siblings] == ["scheduler.bin"]
 
 

@@ -87,7 +87,7 @@ class TestLocalStates:
             zckpt.read(folder)
         assert "--weights-only" in raised.value.hint
         manifest = zckpt.read(folder, weights_only=True)
-        assert manifest.left_out[0].startswith("optim: ")
+        assert manifest.omitted[0].startswith("optim: ")
         assert manifest.groups is None
 
     def test_one_rank_alone_may_be_all_that_there_was(self, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ class TestRanks(FormatContract):
 
     def test_random_states_are_left_out(self, manifest: Manifest) -> None:
         assert manifest.source["dp"] == 2
-        assert all("rank 0's is taken" in line for line in texts(manifest.left_out))
+        assert all("rank 0's is taken" in line for line in texts(manifest.omitted))
 
 
 class TestFiles(FormatContract):
@@ -330,7 +330,7 @@ class TestNamesOfNumbers:
         optim = self.stepped(model)
         optim["state"][7] = {"exp_avg": torch.ones(3)}
         manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
-        assert [item.key for item in manifest.unread] == ["7"]
+        assert [item.key for item in manifest.unsupported] == ["7"]
 
 
 class TestStepsOfRanks:

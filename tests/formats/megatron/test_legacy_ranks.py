@@ -230,7 +230,7 @@ def test_experts_of_transformer_engine(
 
     _changed(spread, change)
     assert "decoder.layers.0.mlp.experts.linear_fc1._extra_state" in texts(
-        package.read(spread).left_out
+        package.read(spread).omitted
     )
     ended = zckpt("reshard", spread, tmp_path / "scales", "--json")
     assert "8-bit floats of several experts" in ended.document["message"]

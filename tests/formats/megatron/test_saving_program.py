@@ -75,8 +75,8 @@ def test_bridges_files_go_along(bridge: Path, tmp_path: Path, zckpt: Callable[..
         written = package.read(target)
         assert "rng_state/shard_0.1_1.2" in written.state["megatron"]["objects"]
         assert package.verify(target, ITEMS)["differences"] == []
-    left_out = package.read(bridge).left_out
-    assert texts(left_out) == ["modelopt_state, a file of the directory"]
+    omitted = package.read(bridge).omitted
+    assert texts(omitted) == ["modelopt_state, a file of the directory"]
 
 
 def test_bridges_sizes(bridge: Path, tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def test_random_states_of_another_grid_stay_behind() -> None:
     del objects["rng_state/shard_0.1_1.2"]
     source = replace(source, state={"megatron": {**kept, "objects": objects}})
     writer = MegatronWriter(source, Options())
-    assert writer.left_out[-1].code == "rank-state-omitted"
-    assert "rng_state/shard_0.0.0_1.2.1" in writer.left_out[-1].message
+    assert writer.omitted[-1].code == "rank-state-omitted"
+    assert "rng_state/shard_0.0.0_1.2.1" in writer.omitted[-1].message
     assert writer.common["args"].state["no_save_rng"] is True
     assert all("_extra_state" in key for key in writer.objects)
 

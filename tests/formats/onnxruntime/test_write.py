@@ -216,9 +216,9 @@ class TestSteps:
 class TestFromOthers:
     def test_what_has_no_place_is_named(self, tmp_path: Path) -> None:
         report = zckpt.convert(EXAMPLE, tmp_path / "ort", to="onnxruntime", dp=3)
-        left_out = " ".join(texts(report["left_out"]))
+        omitted = " ".join(texts(report["left_out"]))
         for word in ("hyper-parameters", "tied", "head.weight"):
-            assert word in left_out
+            assert word in omitted
         manifest = zckpt.read(tmp_path / "ort")
         assert (manifest.step, manifest.dp, manifest.optimizer) == (7, 3, "Adam")
         zckpt.convert(tmp_path / "ort", tmp_path / "again")

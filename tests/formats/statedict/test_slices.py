@@ -112,7 +112,7 @@ def test_averages_beside_whole_weights(fsdp2: Path) -> None:
         "ema is left out: each rank's tensors in it are slices of the model's weights, and nothing "
         "shows how to join them",
     )
-    assert not manifest.left_out
+    assert not manifest.omitted
     assert {*manifest.parameters} == {"emb.weight", "fc.weight", "fc.bias"}
 
 
@@ -126,7 +126,7 @@ class TestSound:
         manifest = zckpt.read(fsdp2 / name)
         assert manifest.parameters["emb.weight"].shape == (37, 8)
         assert manifest.entries["emb.weight/exp_avg"].shape == (37, 8)
-        own = {line.partition(":")[0] for line in texts(manifest.left_out)}
+        own = {line.partition(":")[0] for line in texts(manifest.omitted)}
         if name != "dcp_sound":
             assert {"model.seen", "model.bn.running_mean"} <= own
         is_fed_back = name in ("feedback", "dcp_apart_sound")
@@ -134,15 +134,15 @@ class TestSound:
 
     @pytest.mark.parametrize("name", ["both", "frozen"])
     def test_buffers_of_ranks_beside_their_optimizer(self, name: str, ddp: Path) -> None:
-        left_out = zckpt.read(ddp / name).left_out
-        assert [line.partition(":")[0] for line in texts(left_out)] == [
+        omitted = zckpt.read(ddp / name).omitted
+        assert [line.partition(":")[0] for line in texts(omitted)] == [
             "model.seen",
             "model.bn.running_mean",
             "model.bn.running_var",
         ]
 
     def test_statistics_without_an_optimizer(self, ddp: Path) -> None:
-        assert len(zckpt.read(ddp / "weights").left_out) == 2
+        assert len(zckpt.read(ddp / "weights").omitted) == 2
 
 
 class TestBuffers:

@@ -208,7 +208,7 @@ class TestNotices:
                 "note",
                 "two",
             )
-            assert texts(manifest.left_out) == ["three"]
+            assert texts(manifest.omitted) == ["three"]
 
     @pytest.mark.parametrize(
         "notices",
@@ -230,11 +230,11 @@ class TestNotices:
         assert [notice.code for notice in manifest.warnings] == ["said-by-source"] * 2
         assert [notice.severity for notice in manifest.warnings] == ["warning"] * 2
         assert texts(manifest.warnings) == ["one", "two"]
-        (left_out,) = manifest.left_out
-        assert (left_out.code, left_out.severity) == ("said-by-source", "note")
+        (omitted,) = manifest.omitted
+        assert (omitted.code, omitted.severity) == ("said-by-source", "note")
 
     def test_an_older_manifest_states_none(self) -> None:
         older = ROOT / "tests" / "data" / "universal" / "06-0.1.0" / "megatron"
-        (notice,) = zckpt.read(older).left_out
+        (notice,) = zckpt.read(older).omitted
         assert notice.code == "said-by-source"
         assert notice.message == "random states (rng_state), which every data-parallel rank has"

@@ -98,21 +98,21 @@ def test_a_nameless_tensor_has_the_name_of_its_place() -> None:
     )
     named = Whole("known/exp_avg", "F32", (4,), at(64))
     unknown = [nameless(0), nameless(32), nameless(16, (1,)), nameless(116, (4, 2))]
-    parts, of_reader, unread = with_names([named, *unknown], manifest)
+    parts, of_reader, unsupported = with_names([named, *unknown], manifest)
     names = ["w/exp_avg", "copy/exp_avg", "one/exp_avg", "matrix/exp_avg"]
     tensors = [replace(part.tensor, name=name) for part, name in zip(unknown, names, strict=True)]
     assert parts == [named, *tensors]
     assert of_reader == names
-    assert unread == []
+    assert unsupported == []
 
 
 def test_empty_tensors_have_a_name_each() -> None:
     """They have no place; those of one shape take the names in turn."""
     manifest = checkpoint(*(entry(f"{name}/exp_avg", (0, 4), EMPTY) for name in "ab"))
-    parts, of_reader, unread = with_names([nameless(0, (0, 4)), nameless(8, (0, 4))], manifest)
+    parts, of_reader, unsupported = with_names([nameless(0, (0, 4)), nameless(8, (0, 4))], manifest)
     assert [part.name for part in parts if isinstance(part, Whole)] == of_reader
     assert of_reader == ["a/exp_avg", "b/exp_avg"]
-    assert unread == []
+    assert unsupported == []
 
 
 def test_a_name_is_given_once() -> None:
@@ -128,9 +128,9 @@ def test_a_name_is_given_once() -> None:
 def test_what_the_reader_does_not_read(shape: tuple[int, ...], is_unread: bool) -> None:
     """A number may be left out of the manifest, a tensor may not."""
     manifest = checkpoint(entry("w/exp_avg", (9,), solid(9, at(64, 9))))
-    parts, of_reader, unread = with_names([nameless(0, shape)], manifest)
+    parts, of_reader, unsupported = with_names([nameless(0, shape)], manifest)
     assert (parts, of_reader) == ([], [])
-    assert unread == ([nameless(0, shape)] if is_unread else [])
+    assert unsupported == ([nameless(0, shape)] if is_unread else [])
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_what_the_reader_does_not_read(shape: tuple[int, ...], is_unread: bool) 
     ids=["slot", "dtype", "shape"],
 )
 def test_a_place_alone_gives_no_name(there: Entry) -> None:
-    parts, _, unread = with_names([nameless(0)], checkpoint(there))
-    assert (parts, unread) == ([], [nameless(0)])
+    parts, _, unsupported = with_names([nameless(0)], checkpoint(there))
+    assert (parts, unsupported) == ([], [nameless(0)])
 
 
 def test_tensors_of_the_state_are_read() -> None:
@@ -152,7 +152,7 @@ def test_tensors_of_the_state_are_read() -> None:
     state = entry("step/state", (4,), solid(4, at(0)))
     both = state, entry("w/exp_avg_sq", (4,), solid(4, at(0)))
     for there in ([state], both):
-        assert with_names([nameless(0)], checkpoint(*there)).unread == []
+        assert with_names([nameless(0)], checkpoint(*there)).unsupported == []
 
 
 def test_a_tensor_whose_first_element_is_in_no_file_has_no_name() -> None:

@@ -53,7 +53,7 @@ from ..statedict.tree import (
     identities,
     leads_to_step,
     leaves,
-    lost_number,
+    missing_number,
     number_of,
     piece_of,
     put,
@@ -118,10 +118,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 files = {*saved.files, *own_files(folder, [folder])}
                 lists.append(inside(root, os.path.basename(folder), files, path))
         for folder in dict.fromkeys((root, *parts)):
-            saved.uncopied += once_more(folder, path)
-        for siblings, left_out in lists:
+            saved.omitted_files += once_more(folder, path)
+        for siblings, omitted in lists:
             saved.siblings += siblings
-            saved.left_out += left_out
+            saved.omitted += omitted
         return manifest(saved, reading)
     except MissingData as error:
         if whole := whole_of(root):
@@ -190,7 +190,7 @@ class _FolderReader:
                 if not _are_equal(value, known):
                     name = os.path.relpath(table.folder, saved.root)
                     message = f"{name}: {dotted(path)}, which {MODEL}/ has otherwise"
-                    saved.left_out.append(note("state-omitted", message, subject=dotted(path)))
+                    saved.omitted.append(note("state-omitted", message, subject=dotted(path)))
                 continue
             room = put(saved.tree, path, value, room)
             if self.table.copies and item is not None:
@@ -240,7 +240,7 @@ class _FolderReader:
             saved.warnings.append(warning("version-unsupported", message, file=name))
         unused = self.files.unused(table)
         saved.unused += unused
-        saved.left_out += [
+        saved.omitted += [
             note(
                 "bytes-unknown",
                 f"{os.path.relpath(extent.file, saved.root)}: {extent.length} bytes at "
@@ -337,10 +337,10 @@ class _FolderReader:
             if box.is_empty:
                 continue
             location = self.table.location(key, box)
-            lost = self.files.lost(location, key, dtype, box.sizes)
+            lost = self.files.missing(location, key, dtype, box.sizes)
             if lost is not None:
                 pieces.append(solid_piece(lost, box.offsets))
-                number = lost_number
+                number = missing_number
                 continue
             stored = self.files.stored(location, key)
             if stored is not None:

@@ -39,7 +39,7 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
         return []
     name = os.path.basename(file.path)
     values = leaves(file, file.value, iter((saved.stated or {}).get("names", {}).get(name, ())))
-    saved.left_out += [
+    saved.omitted += [
         note("state-omitted", f"{name}: {key}, which is an item", subject=str(key), file=file.path)
         for key in values
         if key in saved.tree

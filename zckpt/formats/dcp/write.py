@@ -54,7 +54,7 @@ from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
 from ..statedict.tree import TreePath, dotted
-from ..statedict.write import BlankTensor, StateDicts, left_out
+from ..statedict.write import BlankTensor, StateDicts, omitted
 from . import hf
 from .files import ADAPTER as PEFT_FILE
 from .files import MODEL, PARTS, folders, has_items, is_pair
@@ -93,7 +93,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     return Layout(
         writer.shells,
         siblings,
-        writer.left_out,
+        writer.omitted,
         writer.warnings,
         about=about,
         loading=lightning.resuming(source, loading) if of_trainer or writer.rest else loading,
@@ -122,20 +122,20 @@ class DcpWriter(Struct, eq=False, dict=True):
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
         self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
-        self.left_out = self.dicts.left_out
-        self.left_out += [
+        self.omitted = self.dicts.omitted
+        self.omitted += [
             note(
                 "state-omitted",
                 f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint "
                 "would make an item each",
                 subject=str(key),
             )
-            for key, count in ([] if self.rest else self.dicts.leave_out_larger(MOST_VALUES))
+            for key, count in ([] if self.rest else self.dicts.omit_larger(MOST_VALUES))
         ]
-        self.left_out += [*left_out(source, options), *self.dicts.collisions()]
+        self.omitted += [*omitted(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
         if self.storage:
-            self.left_out += self._values()
+            self.omitted += self._values()
         self._metadata: dict[str, bytes] = {}
 
     def _of_ranks(self) -> list[Notice]:
@@ -225,7 +225,7 @@ class DcpWriter(Struct, eq=False, dict=True):
                 lost[path[0]] = None
             else:
                 parts.setdefault(root, []).append((path, value))
-        self.left_out += [
+        self.omitted += [
             note(
                 "state-omitted",
                 f"{key}: Accelerate keeps such things in other files",
@@ -263,7 +263,7 @@ class DcpWriter(Struct, eq=False, dict=True):
                 lost[path[0]] = None
             for name in names:
                 parts.setdefault(name, []).append((in_folder(path), value))
-        self.left_out += [
+        self.omitted += [
             note(
                 "state-omitted",
                 f"{key}: the folders are state dicts, which have no other keys",

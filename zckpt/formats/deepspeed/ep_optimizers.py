@@ -308,6 +308,6 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
-        unread=tuple(strangers_of(states)[1]),
+        unsupported=tuple(strangers_of(states)[1]),
         state={**first.state, "optimizer": {**first.state["optimizer"], OTHER: other}},
     )

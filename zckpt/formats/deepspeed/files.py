@@ -284,10 +284,10 @@ def need_files(
     # a damaged number may be huge: only the first missing files are listed
     if files and (missing := list(islice((p for p in places if p not in files), MOST))):
         example = os.path.basename(files[min(files)])
-        raise lacking(directory, [at_place(kind, example, place) for place in missing])
+        raise missing_files(directory, [at_place(kind, example, place) for place in missing])
 
 
-def lacking(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoint:
+def missing_files(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoint:
     """The error for a directory without the files of these names."""
     return IncompleteCheckpoint(
         "missing-rank-file",

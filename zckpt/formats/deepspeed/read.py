@@ -22,7 +22,7 @@ from ...core.grid import Place
 from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest
 from ...core.merge import agreed_steps, numbered_alike, united, with_steps
-from ...core.states import as_unread
+from ...core.states import as_unsupported
 from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
@@ -117,7 +117,7 @@ def of_model_ranks(
         place = Place(number, files.grid, tuple(own.buffer_names), keys)
         manifests.append(replace(manifest(reading.step_policy), place=place))
     if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
-        manifests = [as_unread(each, OF_MODEL_RANKS) for each in manifests]
+        manifests = [as_unsupported(each, OF_MODEL_RANKS) for each in manifests]
     return manifests
 
 
@@ -185,8 +185,8 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
         parameters={},
         buffers=(),
         replicas=(),
-        unread=(),
-        left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
+        unsupported=(),
+        omitted=tuple(dict.fromkeys(chain.from_iterable(m.omitted for m in manifests))),
     )
 
 

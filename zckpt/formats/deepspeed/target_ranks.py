@@ -47,7 +47,7 @@ from ..deepspeed_states.directories import LAYER, TagDirectory
 from ..deepspeed_states.model_files import module_weights
 from ..deepspeed_states.options import CONFIG, STAGE
 from ..deepspeed_states.target import DeepSpeedTarget
-from ..vocabulary import lost_rows, resized
+from ..vocabulary import omitted_rows, resized
 from .files import grid_files, locate
 from .layer_names import prefix_of
 from .model_ranks.stage_bounds import STAGES, is_cut, refuse_without_stages
@@ -81,7 +81,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     table: Table | None = None
     """How parameters are cut over tensor ranks, if the source does not have these ranks."""
     inferred: Sequence[Notice] = ()
-    left_out: Sequence[Notice] = ()
+    omitted: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
         """The files that were laid out; those of layers that are copied are not there yet."""
@@ -207,10 +207,10 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     """Model ranks of the whole model, at so many tensor ranks."""
     pipeline = _pipeline_of(source)
     rows = rows_of(source, tp, options)
-    model, lost = resized(source, rows), lost_rows(source, rows)
+    model, lost = resized(source, rows), omitted_rows(source, rows)
     if pipeline is None and tp == 1:
         own = model if model.tensor_parallel is None else sized(model, 1)
-        return TargetRanks(source=model, ranks=[own], left_out=lost)
+        return TargetRanks(source=model, ranks=[own], omitted=lost)
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(
@@ -242,7 +242,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
         pipeline=pipeline,
         table=table,
         inferred=[*inferred, *more],
-        left_out=lost,
+        omitted=lost,
     )
 
 

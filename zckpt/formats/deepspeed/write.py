@@ -51,7 +51,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     replaced = {item.name for item in schedulers}
     siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
-    left_out = dict.fromkeys(line for target in targets for line in target.left_out)
+    omitted = dict.fromkeys(line for target in targets for line in target.omitted)
     scripts = recovery_scripts(source.root) if source.format == "deepspeed" else []
     about = counted(first.dp, "rank" if grid is None else "data-parallel rank")
     about += "" if grid is None else f", pp {grid.pp}, tp {grid.tp}"
@@ -68,7 +68,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         shells,
         [*siblings, *ranks.layer_siblings(first.tag)],
-        [*left_out, *ranks.left_out, *scripts],
+        [*omitted, *ranks.omitted, *scripts],
         list(dict.fromkeys(_warnings(ranks, first))),
         about=f"a DeepSpeed run of {about}, tag {first.tag}",
         loading=loading if options.weights_only else lightning.resuming(source, loading),

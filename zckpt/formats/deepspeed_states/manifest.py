@@ -65,7 +65,7 @@ def manifest_of(
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside, around = siblings(ranks.directory), trainer_around(ranks.directory)
     place = step_place(ranks, buffers)
-    partitions, unread = states_of_partitions(ranks, buffers, tensors.entries)
+    partitions, unsupported = states_of_partitions(ranks, buffers, tensors.entries)
     numbers, strange = strangers_of(ranks)
     differing_values = of_ranks(ranks)
     return Manifest(
@@ -97,10 +97,10 @@ def manifest_of(
         records=tuple(record for file in _files(ranks) for record in file.records.values()),
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
-        unread=(*unread, *strange),
-        left_out=(
+        unsupported=(*unsupported, *strange),
+        omitted=(
             *own_client_state(differing_values),
-            *beside.left_out,
+            *beside.omitted,
             *map(_second_name, alone),
         ),
         warnings=(

@@ -15,8 +15,8 @@ from ...core import agreement
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
-from ...core.manifest import Entry, Sighting, Unread
-from ...core.states import unread
+from ...core.manifest import Entry, Sighting, Unsupported
+from ...core.states import unsupported
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
@@ -166,8 +166,8 @@ class EngineStates(Struct, frozen=True):
         """
         if self.stage < 2 or "frozen_param_fragments" not in self.model:
             return None
-        left_out = self.model["frozen_param_fragments"] is None
-        return None if left_out and self.frozen_shapes is not None else left_out
+        omitted = self.model["frozen_param_fragments"] is None
+        return None if omitted and self.frozen_shapes is not None else omitted
 
     @property
     def round_robin(self) -> bool:
@@ -409,7 +409,7 @@ class FlatBuffer(Struct, frozen=True):
 
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[str, Entry]
-) -> tuple[list[dict[str, Any]], list[Unread]]:
+) -> tuple[list[dict[str, Any]], list[Unsupported]]:
     """States of the ranks' parts of flat buffers that no parameter has a part of.
 
     SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
@@ -417,7 +417,7 @@ def states_of_partitions(
     `entries` gets the tensors of the others.
     """
     partitions: list[dict[str, Any]] = []
-    others: list[Unread] = []
+    others: list[Unsupported] = []
     kind = "a run with experts" if ranks.model.get("num_experts") else ""
     kind = "an elastic save" if ranks.elastic else kind
     reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
@@ -431,7 +431,9 @@ def states_of_partitions(
                 for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))
             ]
             if kind:
-                others.append(unread(key, buffer.starts, reason, states[key], tensors.values()))
+                others.append(
+                    unsupported(key, buffer.starts, reason, states[key], tensors.values())
+                )
             else:
                 entries |= tensors
         if states and not kind:

@@ -105,7 +105,7 @@ class DeepSpeedTarget:
         _refuse_grid(source)
         self.source = source
         self.options = options
-        self.left_out: list[Notice] = list(source.left_out)
+        self.omitted: list[Notice] = list(source.omitted)
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
         if not options.weights_only:
@@ -356,7 +356,7 @@ class DeepSpeedTarget:
         for key in client_state:
             if key in ENGINE_KEYS:
                 message = f"client_state {key!r}: DeepSpeed's files use this key"
-                self.left_out.append(note("state-omitted", message, subject=str(key)))
+                self.omitted.append(note("state-omitted", message, subject=str(key)))
         return {key: value for key, value in client_state.items() if key not in ENGINE_KEYS}
 
     def take_siblings(self) -> list[tuple[str, Sibling]]:
@@ -372,10 +372,10 @@ class DeepSpeedTarget:
         for sibling in self.source.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
                 message = f"{sibling.name}: the target has its own"
-                self.left_out.append(note("file-omitted", message, file=sibling.path))
+                self.omitted.append(note("file-omitted", message, file=sibling.path))
             elif sibling.name in of_ranks and self.dp != ranks:
                 message = f"{sibling.name}: random state of one of {ranks} ranks"
-                self.left_out.append(note("rank-state-omitted", message, file=sibling.path))
+                self.omitted.append(note("rank-state-omitted", message, file=sibling.path))
             else:
                 taken.append((sibling.name, sibling))
         return taken

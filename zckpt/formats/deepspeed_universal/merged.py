@@ -124,14 +124,14 @@ class MergedStates:
         return "F32"
 
     @property
-    def left_out(self) -> list[Notice]:
+    def omitted(self) -> list[Notice]:
         if self.is_whole or not any(top.get("module") for top in self.tops):
             return []
         message = (
             f"the weights in the modules of {len(self.tops)} model-parallel ranks, and frozen "
             "weights and buffers that differ between ranks: masters are whole, these are not"
         )
-        return [note("state-unread", message)]
+        return [note("state-unsupported", message)]
 
     # -- the parameters
 

@@ -77,15 +77,15 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
         tensor_parallel=cuts_of(merged.states.first.get(CUTS), merged.patterns, shapes),
         state=state,
         layout={**manifest.layout, **folders.layout},
-        left_out=(*manifest.left_out, *merged.left_out, *folders.left_out),
+        omitted=(*manifest.omitted, *merged.omitted, *folders.omitted),
         warnings=(
-            *manifest.warnings, *merged.warnings(), *merged.unclear, *_lost_steps(manifest)
+            *manifest.warnings, *merged.warnings(), *merged.unclear, *_missing_steps(manifest)
         ),
         notes=tuple(merged.notes),
     )  # fmt: skip
 
 
-def _lost_steps(manifest: Manifest) -> list[Notice]:
+def _missing_steps(manifest: Manifest) -> list[Notice]:
     """Converters before 0.14.1 wrote the step only of optimizers that keep it in the group."""
     names = {entry.parameter for entry in manifest.slots.get("exp_avg_sq", ())}
     if not any(not manifest.parameters[name].step for name in names):
@@ -105,7 +105,7 @@ class ParameterFolders:
         self.shapes = merged.shapes()
         self.infos: dict[str, SliceInfo] = {}
         self.layout: dict[str, dict[str, Any]] = {}
-        self.left_out: list[Notice] = []
+        self.omitted: list[Notice] = []
         names = [name for shapes in self.shapes for name in shapes]
         self.paths = {name: self._listed(name) for name in names}
         paths = [path for files in self.paths.values() for path in files]
@@ -268,7 +268,7 @@ class ParameterFolders:
                 )
             self.merged.states.module.pop(name, None)  # still has the rows
             message = f"rows of {name} that fill up the vocabulary"
-            self.left_out.append(note("state-omitted", message, subject=name))
+            self.omitted.append(note("state-omitted", message, subject=name))
         return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
 
     # -- steps

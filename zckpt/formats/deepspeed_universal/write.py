@@ -44,7 +44,7 @@ from ..deepspeed_states.optimizer_values import (
 )
 from ..deepspeed_states.states import version_numbers
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
-from ..vocabulary import lost_rows, resized
+from ..vocabulary import omitted_rows, resized
 from .files import COMMON, CUTS, MASTER, OURS, POINTER, ZERO, SliceInfo, is_name
 from .slicing import keeps_padding, slice_info, used_rows
 
@@ -83,7 +83,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         _check_loader(target)
     warnings += [*_warnings_of_loading(target), *_warnings_of_layout(target, infos)]
     warnings += _warnings_of_grid(source, target)
-    target.left_out += lost_rows(source, rows)
+    target.omitted += omitted_rows(source, rows)
 
     def shells() -> Iterator[Shell]:
         yield Shell.of(POINTER, target.tag.encode())
@@ -105,7 +105,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         shells,
         siblings,
-        target.left_out,
+        target.omitted,
         warnings,
         about=about,
         loading=loading,

@@ -21,7 +21,7 @@ from ...core.inert import nested
 from ...errors import Notice, warning
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.finding import DEPTH, is_optimizer, without
-from ..statedict.slices import entry_of, left_out
+from ..statedict.slices import entry_of, omitted
 from ..statedict.tree import Difference, Leaf, TreePath, dotted
 from .distributed import (
     DistributedTensor,
@@ -102,7 +102,7 @@ def joined(
             entry = entry_of(place, kept)
             tree = without(tree, {entry})
             settled.append(entry)
-            warnings.append(left_out(dotted(entry)))
+            warnings.append(omitted(dotted(entry)))
     return tree, warnings, lambda path: any(path[: len(done)] == done for done in settled)
 
 

@@ -91,7 +91,7 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
         if (mesh := reader.rows_mesh(result)) is not None:
             result = replace(result, origin=replace(result.origin, mesh=mesh))
         if reader.has_local_states:
-            _refuse_lost(result, reading.param_names)
+            _refuse_missing(result, reading.param_names)
         if reader.saved.orders is not None:
             result = _in_order(result, reading.param_names)
         engine = replace(keys_of(result.engine), whole=True, dialect=reader.dialect)
@@ -117,7 +117,7 @@ def _slices(path: str, reading: Reading) -> list[str]:
     return files
 
 
-def _refuse_lost(manifest: Manifest, names: Sequence[str] | None) -> None:
+def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
     """Raises IncompleteCheckpoint if the last ranks may be missing, which no file shows."""
     trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     if names is not None and len(names) != len(trained):
@@ -192,14 +192,14 @@ class _TreeReader:
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
                 own.add(of_ranks)
                 message = f"{METADATA}: where the parts of the source's ranks are"
-                self.saved.left_out.append(note("file-omitted", message, subject=METADATA))
+                self.saved.omitted.append(note("file-omitted", message, subject=METADATA))
             if files.world is not None and sources.is_file(config := os.path.join(path, CONFIG)):
                 own.add(config)
                 message = f"{CONFIG}: the number of the source's ranks"
-                self.saved.left_out.append(note("file-omitted", message, subject=CONFIG))
-            siblings, left_out = beside(path, own)
+                self.saved.omitted.append(note("file-omitted", message, subject=CONFIG))
+            siblings, omitted = beside(path, own)
             self.saved.siblings += siblings
-            self.saved.left_out += left_out
+            self.saved.omitted += omitted
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """All trees as one; what is beside model and optimizer keeps its keys."""
@@ -286,7 +286,7 @@ class _TreeReader:
                     raise
                 if self.weights_only:
                     message = f"{key}: {error.message}"
-                    self.saved.left_out.append(note("missing-rank-file", message, subject=key))
+                    self.saved.omitted.append(note("missing-rank-file", message, subject=key))
                     return {}
                 if local.is_local(files):
                     message = f"{error.message}, which has its own share of ZeroRedundancyOptimizer"

@@ -46,7 +46,7 @@ from ...training.options import DIALECT, DP, Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
 from ..statedict.tree import TreePath, dotted
-from ..statedict.write import BlankTensor, StateDicts, left_out
+from ..statedict.write import BlankTensor, StateDicts, omitted
 from .read import STATED
 
 Make = Callable[[BlankTensor], Any]
@@ -135,7 +135,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     # a trainer's own files are written anew; any other file of such a name is lost
     replaced = own - {writer.file_names.extra} if program_of(source.siblings) else ()
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
-    writer.left_out += [
+    writer.omitted += [
         note("file-omitted", f"{item.name}: a file of the target has this name", file=item.path)
         for item in source.siblings
         if item.name in own and item.name not in replaced
@@ -160,7 +160,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     return Layout(
         writer.shells,
         siblings,
-        writer.left_out,
+        writer.omitted,
         writer.warnings,
         from_masters=True,
         about=about,
@@ -175,7 +175,7 @@ class StateDictWriter(StateDicts):
     def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         super().__init__(source, options, "gathered")
         self.file_names = file_names(source, options).of_model(number)
-        self.left_out += left_out(source, options)
+        self.omitted += omitted(source, options)
         if self.file_names.weights in peft.WEIGHTS:
             self.save_adapter_alone()
         self.weights = self._model_state()
@@ -250,7 +250,7 @@ class StateDictWriter(StateDicts):
 
     def _check_safetensors(self) -> None:
         lost = [name for name, w in self.weights.items() if not isinstance(w, BlankTensor)]
-        self.left_out += [
+        self.omitted += [
             note(
                 "state-omitted",
                 f"{name}: not a tensor, and safetensors store only these",
@@ -290,7 +290,7 @@ class StateDictWriter(StateDicts):
         for path, value in own.items():
             if _placed(tree, path, value) is not None:
                 message = f"client_state {dotted(path)}: a state dict has this key"
-                self.left_out.append(note("state-omitted", message, subject=dotted(path)))
+                self.omitted.append(note("state-omitted", message, subject=dotted(path)))
         stated = self._stated([(keys.file, tree)])
         return {**tree, STATED: {**stated, "model": list(keys.model)}}
 
@@ -303,7 +303,7 @@ class StateDictWriter(StateDicts):
         for key, value in (source.state.get("client_state") or {}).items():
             if key in (*taken, *extra):
                 message = f"client_state {key!r}: a file of the target has this name"
-                self.left_out.append(note("state-omitted", message, subject=str(key)))
+                self.omitted.append(note("state-omitted", message, subject=str(key)))
             else:
                 extra[key] = value
         return extra

@@ -62,7 +62,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         writer.shells,
         [(item.name, item) for item in source.siblings],
-        writer.left_out,
+        writer.omitted,
         writer.warnings,
         from_masters=True,
         about=f"files of {counted(ranks, 'rank')} with FSDP2: {writer.name('model', 0)} and others",
@@ -87,7 +87,7 @@ class RanksWriter(StateDictWriter):
         for key, value in self.files.get(self.file_names.extra, {}).items():
             if key != STATED:
                 self.trees[key] = value
-        self.left_out = [line for line in self.left_out if line.subject != CONFIG]
+        self.omitted = [line for line in self.omitted if line.subject != CONFIG]
         if others_of(source):
             raise WrongOption(
                 "option-not-applicable",

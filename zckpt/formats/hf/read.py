@@ -29,7 +29,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         {"model": {name: leaf for file in files for name, leaf in weights_of(file)[0].items()}},
         files=[weights, *files] if weights.endswith(INDEX) else files,
     )
-    siblings, left_out = beside(path, set(saved.files))
+    siblings, omitted = beside(path, set(saved.files))
     saved.siblings += siblings
-    saved.left_out += left_out
+    saved.omitted += omitted
     return manifest(saved)

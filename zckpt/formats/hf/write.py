@@ -55,7 +55,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         writer.shells,
         writer.siblings,
-        writer.left_out,
+        writer.omitted,
         writer.warnings,
         about=writer.about,
         loading=loading,
@@ -101,14 +101,14 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
         names = [item.name for item in source.siblings]
         others = [name for name in names if without_folder(name) not in kept]
-        self.left_out = [item for item in source.left_out if item.code == "file-omitted"]
-        self.left_out += self.refused
+        self.omitted = [item for item in source.omitted if item.code == "file-omitted"]
+        self.omitted += self.refused
         if others:
             message = f"{', '.join(others)}: not needed to load the weights"
-            self.left_out.insert(0, note("file-omitted", message, subject=others[0]))
+            self.omitted.insert(0, note("file-omitted", message, subject=others[0]))
         if base := [name for name in self.names if not self._is_exported(name)]:
             message = f"{listed(base, 4)}: weights of the base model, not the adapter"
-            self.left_out.append(note("weights-omitted", message, subject=base[0]))
+            self.omitted.append(note("weights-omitted", message, subject=base[0]))
 
     # -- what loads the weights
 
@@ -137,7 +137,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
                 inside.add(name, os.path.join(path, name))
             files |= {item.name: item for item in inside.files}
-            self.refused = inside.left_out
+            self.refused = inside.omitted
         elif sources.is_file(path):
             files[self._config_name] = Sibling(self._config_name, path, sources.size(path))
         else:

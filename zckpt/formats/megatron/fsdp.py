@@ -136,7 +136,7 @@ class FsdpReader:
             records=self.files.records,
             keys=known,
             objects=objects | self._random_states(),
-            left_out=strangers(self.table),
+            omitted=strangers(self.table),
             group_of=group_of,
         )
         return manifest_of(content, step_policy)

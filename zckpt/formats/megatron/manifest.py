@@ -71,7 +71,7 @@ class Content(Struct, eq=False):
     replicas: list[Entry] = field(default_factory=list)
     keys: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    left_out: list[Notice] = field(default_factory=list)
+    omitted: list[Notice] = field(default_factory=list)
     siblings: Sequence[Sibling] = ()
     group_of: dict[str, int] | None = None
     steps: list[FileStep] = field(default_factory=list)
@@ -177,7 +177,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         records=tuple(content.records),
         replicas=tuple(content.replicas),
         files=tuple(dict.fromkeys(content.files)),
-        left_out=tuple(content.left_out),
+        omitted=tuple(content.omitted),
         siblings=tuple(content.siblings),
         warnings=tuple(warnings),
         states_inferred=False,

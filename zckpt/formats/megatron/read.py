@@ -161,7 +161,7 @@ class _Reader:
         content.files = [*self.table.files, *sorted(self.files.sizes), *own]
         content.siblings = siblings.files
         own += (os.path.join(self.folder, each.name.split("/")[0]) for each in siblings.files)
-        content.left_out = [*strangers(self.table, own), *siblings.left_out]
+        content.omitted = [*strangers(self.table, own), *siblings.omitted]
         content.records = self.files.records
         return manifest_of(content, step_policy)
 

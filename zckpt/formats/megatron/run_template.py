@@ -107,17 +107,17 @@ class RunTemplate(Template):
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
         # it counts RUN's steps
         beside = [item for item in like.siblings if item.name != TRAIN_STATE]
-        left_out = [
+        omitted = [
             replace(notice, message=f"--like: {notice.message}")
-            for notice in like.left_out
+            for notice in like.omitted
             if not is_stranger(notice)
         ]
         if lost := strange_to_adam(source.groups or ()) if self.states else []:
             message = f"{listed(lost)} of the optimizer's groups: Adam has no such thing"
-            left_out.append(note("state-omitted", message, subject=lost[0]))
+            omitted.append(note("state-omitted", message, subject=lost[0]))
         if "megatron" in source.state:
             message = "megatron: the arguments and objects of the source, for those of --like"
-            left_out.append(note("state-omitted", message, subject="megatron"))
+            omitted.append(note("state-omitted", message, subject="megatron"))
         return replace(
             source,
             origin=replace(source.origin, tag=None),
@@ -128,7 +128,7 @@ class RunTemplate(Template):
             replicas=(),
             siblings=(*source.siblings, *beside),
             state=state,
-            left_out=(*source.left_out, *left_out),
+            omitted=(*source.omitted, *omitted),
             warnings=(*source.warnings, *self.warnings),
             fingerprints={**like.fingerprints, **source.fingerprints},
         )

@@ -99,7 +99,7 @@ def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> La
     return Layout(
         writer.shells,
         list(placed(source.siblings, writer.program, writer.folder)),
-        writer.left_out,
+        writer.omitted,
         writer.warnings,
         about="a directory of Megatron-Core, from which runs of any tp, pp and dp resume",
         loading=writer.loading,
@@ -135,7 +135,7 @@ class MegatronWriter:
         self.source = source
         self.options = options
         self.types = types
-        self.left_out = list(source.left_out)
+        self.omitted = list(source.omitted)
         self.warnings = list(source.warnings)
         kept = source.state.get("megatron")
         self.kept: dict[str, Any] = kept if isinstance(kept, dict) else {}
@@ -161,7 +161,7 @@ class MegatronWriter:
         self._text: bytes | None = None
         everything = source.state_with_cuts.items()
         others = {key for key, value in everything if key != "megatron" and value}
-        self.left_out += [
+        self.omitted += [
             note("state-omitted", f"{key}: Megatron-Core has no place for it", subject=key)
             for key in sorted(others)
         ]
@@ -269,7 +269,7 @@ class MegatronWriter:
             reason = "states of single ranks, which a run of other sizes could not load"
             if self.options.weights_only:
                 code, reason = "state-omitted", "only the weights are written"
-            self.left_out.append(note(code, f"{listed(lost)}: {reason}", subject=lost[0]))
+            self.omitted.append(note(code, f"{listed(lost)}: {reason}", subject=lost[0]))
         return objects
 
     def _grid(self, args: Mapping[str, Any]) -> str:
@@ -287,7 +287,7 @@ class MegatronWriter:
         result = dict(common)
         if result.pop(RERUN, None) is not None:
             message = f"{RERUN}: it has states of single ranks"
-            self.left_out.append(note("rank-state-omitted", message, subject=RERUN))
+            self.omitted.append(note("rank-state-omitted", message, subject=RERUN))
         if self.states:
             own = optimizers(self.source, common, self.options)
             result["optimizer"] = [own] if self.kept.get("program") == NEMO else own
@@ -295,7 +295,7 @@ class MegatronWriter:
             for key in ("optimizer", "opt_param_scheduler"):
                 if result.pop(key, None):
                     message = f"{key}: only the weights are written"
-                    self.left_out.append(note("state-omitted", message, subject=key))
+                    self.omitted.append(note("state-omitted", message, subject=key))
         content = common.get("content_metadata")
         result["content_metadata"] = {
             "distrib_optim_fully_reshardable_mem_efficient": False,

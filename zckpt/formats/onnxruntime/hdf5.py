@@ -163,7 +163,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             for name, tensor in file.tensors.items()
             if _is_known(name)
         ],
-        left_out=_left_out(files),
+        omitted=_omitted(files),
         warnings=[
             warning(
                 "bytes-unknown",
@@ -178,22 +178,22 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
     )
 
 
-def _left_out(files: Sequence[RankFile]) -> list[Notice]:
+def _omitted(files: Sequence[RankFile]) -> list[Notice]:
     """What the files have and the manifest does not."""
-    left_out = []
+    omitted = []
     for name, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),
         ("train_step_info", [file.under("train_step_info") for file in files]),
     ):
         if any(value != by_rank[0] for value in by_rank):
             message = f"{name} of ranks other than 0"
-            left_out.append(note("rank-state-omitted", message, subject=name))
+            omitted.append(note("rank-state-omitted", message, subject=name))
     others = {name for file in files for name in file.tensors if not _is_known(name)}
     others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
     for group, known in (("trainer_options", OPTIONS), ("train_step_info", STEP_INFO)):
         inside = {name for file in files for name in file.under(group)} - {*known}
         others |= {f"{group}/{name}" for name in inside}
-    return [*left_out, *(note("state-unread", name, subject=name) for name in sorted(others))]
+    return [*omitted, *(note("state-unsupported", name, subject=name) for name in sorted(others))]
 
 
 def _is_known(name: str) -> bool:

@@ -91,7 +91,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     suffix = mixed.pop() if mixed else ""
     known = _weights(models, suffix)
     ranks = [_rank(*pair, suffix, known) for pair in zip(files, models, strict=True)]
-    state, kept, copies, left_out = _client_state(files)
+    state, kept, copies, omitted = _client_state(files)
     # before 1.7 the owners of a shared weight store it whole
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
     is_l1 = bool(suffix) and shared and not any(rank.pieces for rank in ranks)
@@ -105,7 +105,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
         kept=kept,
         copies=copies,
         records=[record for file in files for record in file.records.values()],
-        left_out=left_out,
+        omitted=omitted,
         notes=nameless(names),
     )
 
@@ -256,7 +256,7 @@ def _client_state(
     """
     kept: dict[str, Entry] = {}
     copies: list[Entry] = []
-    state, omitted = {}, list[str]()
+    state, differing = {}, list[str]()
     for key, value in _user(files[0]).items():
         path = inside("client_state", key)
         state[key] = files[0].kept(value, path, kept)
@@ -266,14 +266,14 @@ def _client_state(
                 own: dict[str, Entry] = {}
                 file.kept(_user(file)[key], path, own)
                 copies += own.values()
-            elif str(key) not in omitted:
-                omitted.append(str(key))
-    omitted += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))
-    left_out = [
+            elif str(key) not in differing:
+                differing.append(str(key))
+    differing += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))
+    omitted = [
         note("rank-state-omitted", f"client_state {key!r} of ranks other than 0", subject=key)
-        for key in omitted
+        for key in differing
     ]
-    return state, kept, copies, left_out
+    return state, kept, copies, omitted
 
 
 def _user(file: TorchFile) -> dict[Any, Any]:

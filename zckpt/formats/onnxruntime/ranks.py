@@ -65,7 +65,7 @@ class Save(Struct, eq=False):
     kept: dict[str, Entry] = field(default_factory=dict)
     copies: list[Entry] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    left_out: list[Notice] = field(default_factory=list)
+    omitted: list[Notice] = field(default_factory=list)
     warnings: list[Notice] = field(default_factory=list)
     notes: list[Notice] = field(default_factory=list)
 

@@ -86,7 +86,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
     for name in names:
         add = collected.add_sharded if name in apart else collected.add_whole
         add(name)
-    collected.refuse_lost()
+    collected.refuse_missing()
     sightings = list(_sightings(save, owned)) if save.has_moments else []
     # ORTTrainer's own counters, which drive its schedule of learning rates
     counted = save.state.get("train_step_info") or {}
@@ -113,7 +113,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         records=tuple(save.records),
         replicas=(*collected.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
-        left_out=tuple(save.left_out),
+        omitted=tuple(save.omitted),
         warnings=tuple(save.warnings),
         notes=tuple(save.notes),
         states_inferred=False,
@@ -247,7 +247,7 @@ class _Entries:
     def _enter(self, entry: Entry) -> None:
         self.entries[entry.name] = entry
 
-    def refuse_lost(self) -> None:
+    def refuse_missing(self) -> None:
         """Raises if an owner of a weight holds nothing of it."""
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
         if self.lost and self.save.dialect == "hdf5":

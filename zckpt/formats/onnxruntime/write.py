@@ -4,7 +4,7 @@ ORTTrainer.load_checkpoint merges HDF5 files and cuts them anew, so any number o
 from them. Each rank loads its own legacy file (L2), with the names and sizes of its partition.
 
 The files hold little beside the tensors of weights: counters (one more than the updates); HDF5
-files also ORTTrainer's own counters and the user's dictionary. `left_out` names everything else.
+files also ORTTrainer's own counters and the user's dictionary. `omitted` names everything else.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         writer.shells,
         [],
-        writer.left_out,
+        writer.omitted,
         writer.warnings,
         from_masters=writer.half is not None,
         about="files of ONNX Runtime Training for " + counted(writer.dp, "rank"),
@@ -114,7 +114,7 @@ class OnnxRuntimeWriter:
         self.dp = options[DP] or source.dp
         self.dialect = options[DIALECT] or "hdf5"
         self.dtype_before = source.engine.dtype if source.engine else None
-        self.left_out = list(source.left_out)
+        self.omitted = list(source.omitted)
         self.warnings = list(source.warnings)
         self.half = self._half()
         self.states = not options.weights_only and any(
@@ -251,10 +251,10 @@ class OnnxRuntimeWriter:
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "
                 "not store them; set them in the program that resumes"
             )
-            self.left_out.append(note("state-omitted", message, subject="param_groups"))
+            self.omitted.append(note("state-omitted", message, subject="param_groups"))
         if tied := [*source.owners]:
             message = f"second names of tied weights: {', '.join(tied[:8])}"
-            self.left_out.append(note("name-omitted", message, subject=tied[0]))
+            self.omitted.append(note("name-omitted", message, subject=tied[0]))
         if source.buffers:
             names = ", ".join(source.buffers[:8])
             message = f"buffers are written as frozen weights: {names}"
@@ -266,14 +266,14 @@ class OnnxRuntimeWriter:
             if key not in known and key != "optimizer" and value not in (None, {}, [], "", False):
                 names = ", ".join(own_names(key, value))
                 message = f"{names}: ONNX Runtime's files cannot hold it"
-                self.left_out.append(note("state-omitted", message, subject=key))
-        self.left_out += [
+                self.omitted.append(note("state-omitted", message, subject=key))
+        self.omitted += [
             note("file-omitted", f"{item.name}: not part of the checkpoint", file=item.path)
             for item in source.siblings
         ]
         if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
             message = f"client_state {MODEL!r}: ONNX Runtime's files use this key themselves"
-            self.left_out.append(note("state-omitted", message, subject=MODEL))
+            self.omitted.append(note("state-omitted", message, subject=MODEL))
         if self.half == "BF16":
             message = (
                 "ONNX Runtime's Python trainer supports mixed precision with fp16, not bf16: add "

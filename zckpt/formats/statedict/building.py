@@ -28,7 +28,7 @@ from ..strangers import Stranger, sorted_out
 from .equal_tensors import second_names
 from .finding import OptimizerState, is_buffer, is_extra, matches_any, merged, value_at, without
 from .roots import Root
-from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, lost_number
+from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, missing_number
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
 LISTED = "lr_schedulers"
@@ -83,7 +83,7 @@ class ManifestBuilder:
             )
             for (key, kind), own in self.in_pieces.items()
         )
-        numbers, unread = sorted_out([*saved.strangers, *in_pieces], self._kept)
+        numbers, unsupported = sorted_out([*saved.strangers, *in_pieces], self._kept)
         state, engine = self._state(numbers)
         return Manifest(
             root=saved.root,
@@ -102,16 +102,16 @@ class ManifestBuilder:
             replicas=tuple(self.replicas),
             files=tuple(saved.files),
             siblings=tuple(saved.siblings),
-            uncopied=tuple(saved.uncopied),
+            omitted_files=tuple(saved.omitted_files),
             likely=tuple(saved.likely),
             of_ranks=saved.of_ranks,
-            left_out=tuple(saved.left_out),
+            omitted=tuple(saved.omitted),
             warnings=tuple(self.warnings),
             inferred=tuple(saved.inferred),
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
             else {},
-            unread=tuple(unread),
+            unsupported=tuple(unsupported),
             unused=tuple(saved.unused),
             buffers_named=saved.buffers_named,
             uncompared=saved.uncompared,
@@ -241,7 +241,7 @@ class ManifestBuilder:
                 continue
             is_named = isinstance(key, str)  # zckpt names a tensor whose key was no text
             is_slot = isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
-            if _is_lost(value) and not is_slot:
+            if _is_missing(value) and not is_slot:
                 continue
             if is_named and key in scalars and is_number(value, Leaf):
                 parameter.scalars[key] = _number(value)
@@ -308,7 +308,7 @@ class ManifestBuilder:
 
     def _hyper(self, value: Any, path: str) -> Any:
         """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them."""
-        if _is_lost(value):
+        if _is_missing(value):
             return None
         by_value = isinstance(value, Leaf) and is_number(value, Leaf)
         return _number(value) if by_value else self._kept(value, path)
@@ -391,9 +391,9 @@ class ManifestBuilder:
         return map_values(value, lambda item, key: self._kept(item, inside(path, key), entries))
 
 
-def _is_lost(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     """Whether a number lay in a lost file: nothing of it is known."""
-    return isinstance(value, Leaf) and value.number is lost_number and is_number(value, Leaf)
+    return isinstance(value, Leaf) and value.number is missing_number and is_number(value, Leaf)
 
 
 def _number(value: Any) -> Scalar:

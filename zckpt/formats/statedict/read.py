@@ -36,7 +36,7 @@ from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unna
 from .roots import SOLE, Root, Roots, roots_of
 from .slices import (
     leave_out_parts,
-    leave_out_slices,
+    omit_slices,
     refuse_states,
     refuse_weights,
     taken_of_rank_0,
@@ -67,14 +67,14 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
-    every = leave_out_slices(saved, find_models(saved.tree, optimizers), optimizers)
+    every = omit_slices(saved, find_models(saved.tree, optimizers), optimizers)
     name = (reading.root or "").partition("=")[0]
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
     others = beside(every, paths)
     gone = leave_out_parts(saved, models, optimizers)
     taken = [item for item in different if not any(item.path[: len(p)] == p for p in gone)]
-    saved.left_out[:0] = taken_of_rank_0(taken)
+    saved.omitted[:0] = taken_of_rank_0(taken)
     if not reading.weights_only:
         refuse_flat_states(saved, [*models.values()], optimizers)
     _settle_averages(saved, paths[0])
@@ -96,7 +96,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         ]
     if reading.weights_only:
         left = [dotted(path) for path in others if path not in models]
-        saved.left_out += [
+        saved.omitted += [
             note(
                 "weights-omitted",
                 f"{key}: tensors beside the model; --root {key} takes them",
@@ -137,7 +137,7 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
         return
     saved.tree = {key: value for key, value in saved.tree.items() if key not in averages}
     message = f"{listed(averages)}: --root takes {trained}"
-    saved.left_out.append(note("weights-omitted", message, subject=averages[0]))
+    saved.omitted.append(note("weights-omitted", message, subject=averages[0]))
 
 
 def _separate(saved: SavedTree) -> None:
@@ -187,11 +187,11 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
             f"has {listed(lost)}, too, does not resume from what is written"
         )
         saved.warnings.append(warning("program-must-set", message, subject=lost[0]))
-    saved.left_out += roots.left_out(chosen)
+    saved.omitted += roots.omitted(chosen)
     if saved.models:
         saved.siblings, others = of_model(saved.siblings, number_of(chosen.name))
         message = f"{listed(others)}: --root takes {chosen.name}"
-        saved.left_out += [note("weights-omitted", message, subject=others[0])] if others else []
+        saved.omitted += [note("weights-omitted", message, subject=others[0])] if others else []
     saved.tree = without(saved.tree, roots.paths - {chosen.model, *chosen.optimizers})
     if chosen.by_words:
         message = (

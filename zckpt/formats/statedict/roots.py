@@ -144,7 +144,7 @@ class Roots(Struct, frozen=True):
         by_words = root.by_words and not wanted and bool(own)
         return Root(root.name, root.model, tuple(own), by_words=by_words)
 
-    def left_out(self, chosen: Root) -> list[Notice]:
+    def omitted(self, chosen: Root) -> list[Notice]:
         """A note on what `--root` leaves out."""
         others = [root.model for root in self.roots if root.model != chosen.model]
         others += [path for root in self.roots for path in root.optimizers]

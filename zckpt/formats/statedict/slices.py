@@ -163,7 +163,7 @@ def _is_kept_apart(
 # -- averages beside the model
 
 
-def left_out(key: str) -> Notice:
+def omitted(key: str) -> Notice:
     """The warning for averages of slices that nothing shows how to join."""
     return warning(
         "rank-slices",
@@ -179,7 +179,7 @@ def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
 
 
-def leave_out_slices(
+def omit_slices(
     saved: SavedTree,
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Collection[TreePath],
@@ -212,7 +212,7 @@ def leave_out_slices(
     kept = [path for path in (*models, *optimizers) if path not in gone]
     entries = {entry_of(path, kept) for path in gone}
     saved.tree = without(saved.tree, entries) if entries else saved.tree
-    saved.warnings += [left_out(dotted(path)) for path in entries]
+    saved.warnings += [omitted(dotted(path)) for path in entries]
     return {path: models[path] for path in kept if path in models}
 
 
@@ -240,7 +240,7 @@ def leave_out_parts(
         if called in shapes and not {*(item.shapes or ())} <= {*shapes[called]}
     )
     saved.tree = without(saved.tree, {*entries}) if entries else saved.tree
-    saved.warnings += [left_out(dotted(path)) for path in entries]
+    saved.warnings += [omitted(dotted(path)) for path in entries]
     return [*entries]
 
 

@@ -160,9 +160,9 @@ class SavedTree(Struct, eq=False):
     records: list[Record] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
-    uncopied: list[Sibling] = field(default_factory=list)
+    omitted_files: list[Sibling] = field(default_factory=list)
     likely: list[str] = field(default_factory=list)
-    left_out: list[Notice] = field(default_factory=list)
+    omitted: list[Notice] = field(default_factory=list)
     strangers: list[Stranger] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[Notice] = field(default_factory=list)
@@ -252,7 +252,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
     return map_values(value, lambda item, _: leaves(file, item, names))
 
 
-def lost_number() -> Any:
+def missing_number() -> Any:
     """What is known of a number in a lost file."""
 
 

@@ -62,7 +62,7 @@ class StateDicts:
         # numbers are usual in whole files: they do not say which names items should have
         self.layout = layout or (None if self.keys.whole else self.keys.layout) or "nested"
         self.warnings = list(source.warnings)
-        self.left_out = list(source.left_out)
+        self.omitted = list(source.omitted)
         self.aliases = source.owners
         self.groups: list[dict[str, Any]] = []
         self.adapter = False
@@ -120,7 +120,7 @@ class StateDicts:
             if key not in self._too_large:
                 yield from flattened((str(key),), value)
 
-    def leave_out_larger(self, most: int) -> list[tuple[Any, int]]:
+    def omit_larger(self, most: int) -> list[tuple[Any, int]]:
         """Leaves out what has more than `most` values of the program's own state: its keys, and the
         number of values of each."""
         if self.options.weights_only:
@@ -192,7 +192,7 @@ class StateDicts:
         others = [name for name, _ in self._weights() if not self.is_saved(name)]
         if others:
             message = f"{listed(others, 4)}: weights of the base model, not the adapter"
-            self.left_out.append(note("weights-omitted", message, subject=others[0]))
+            self.omitted.append(note("weights-omitted", message, subject=others[0]))
 
     def _weights(self) -> Iterator[tuple[str, Any]]:
         source = self.source
@@ -325,7 +325,7 @@ def _is_entered(value: Any) -> bool:
     return isinstance(value, (dict, BlankTensor, Scalar, TensorName))
 
 
-def left_out(source: Manifest, options: Options) -> list[Notice]:
+def omitted(source: Manifest, options: Options) -> list[Notice]:
     """The parts of the source's state that torch's programs have no place for."""
     if options.weights_only:
         return []

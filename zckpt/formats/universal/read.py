@@ -84,9 +84,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 STATED = (
     *("origin", "parameters", "buffers", "groups", "optimizer"),
     *Facts._fields,
-    *("steps", "left_out", "warnings", "inferred"),
+    *("steps", "omitted", "warnings", "inferred"),
 )
-"""The fields of a manifest that manifest.json has as they are."""
+"""The fields of a manifest that manifest.json has as they are (`omitted` as "left_out")."""
 
 
 def shells_of(path: str, chosen: Manifest) -> Manifest:
@@ -167,7 +167,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         records=records,
         files=(os.path.join(path, MANIFEST), *files),
         siblings=tuple(siblings.files),
-        left_out=(*_notices(document, "left_out"), *siblings.left_out),
+        omitted=(*_notices(document, "left_out"), *siblings.omitted),
         warnings=warnings,
         inferred=texts_from_json(document.get("inferred", [])),
     )

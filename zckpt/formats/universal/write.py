@@ -85,7 +85,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """The files without tensors and digests; `seal` adds the digests."""
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
-    left_out = list(source.left_out)
+    omitted = list(source.omitted)
     if options.weights_only:
         loaded = files_to_load_by(
             source.siblings
@@ -96,7 +96,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         if others:
             names = ", ".join(item.name for item in others)
             message = f"{names}: not needed to load the weights"
-            left_out.append(note("file-omitted", message, file=others[0].path))
+            omitted.append(note("file-omitted", message, file=others[0].path))
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
     # with --family it is for another program than the source's engine
@@ -115,7 +115,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         lambda: iter(shells),
         siblings,
-        left_out,
+        omitted,
         source.warnings,
         about="weights as safetensors" if options.weights_only else "a universal checkpoint",
         loading=loading,
@@ -216,10 +216,10 @@ def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str,
         },
         "files": {},
         "steps": to_builtins(manifest.steps),
-        "left_out": [notice.message for notice in manifest.left_out],
+        "left_out": [notice.message for notice in manifest.omitted],
         "warnings": [notice.message for notice in manifest.warnings],
         "notices": {
-            "left_out": list(map(_without_text, manifest.left_out)),
+            "left_out": list(map(_without_text, manifest.omitted)),
             "warnings": list(map(_without_text, manifest.warnings)),
         },
         "inferred": list(manifest.inferred),

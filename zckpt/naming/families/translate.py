@@ -71,9 +71,9 @@ class _Translation(Struct, eq=False, dict=True):
 
     def __post_init__(self) -> None:
         source, family = self.source, self.family
-        left_out = re.compile("|".join(family.buffers))
+        omitted = re.compile("|".join(family.buffers))
         names = names_of(source)
-        self.buffers = [name for name in names if left_out.fullmatch(name)]
+        self.buffers = [name for name in names if omitted.fullmatch(name)]
         known = [name for name in names if name not in self.buffers]
         self.side, self.places = places_of(family, self.text, known)
         if wrong := [name for name in source.buffers if name in self.places]:
@@ -148,10 +148,10 @@ class _Translation(Struct, eq=False, dict=True):
             inferred=tuple(inferred),
             engine=None if source.engine is None else replace(source.engine, ordered=False),
             state=state,
-            left_out=(*source.left_out, *self._left_out(list(extra))),
+            omitted=(*source.omitted, *self._omitted(list(extra))),
         )
 
-    def _left_out(self, extra: Sequence[str]) -> Iterator[Notice]:
+    def _omitted(self, extra: Sequence[str]) -> Iterator[Notice]:
         if self.buffers:
             message = f"{listed(self.buffers, 4)}: buffers that {self.target} computes itself"
             yield note("state-omitted", message, subject=self.buffers[0])

@@ -33,7 +33,7 @@ from ...core.plan import match, of_copies
 from ...core.resources import Begin
 from ...core.states import Selection
 from ...errors import MissingExtra, listed, note, problem
-from .. import unread as of_unread
+from .. import unsupported as of_unread
 from ..file_digest import same_files
 from ..pairs import selected
 from ..report import findings, versions
@@ -87,7 +87,7 @@ def _verify(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    parts, of_reader, unread = with_names(parts, manifest)
+    parts, of_reader, unsupported = with_names(parts, manifest)
     parts, entries, copies = by_name(parts, manifest)
     names = [name for name in manifest.entries if name in entries]  # in the order of the model
     entries = {name: entries[name] for name in (*names, *entries)}
@@ -127,7 +127,7 @@ def _verify(
     compared_names = {item.a.name for _, item in matches}
     report["names_of_reader"] = [name for name in of_reader if name in compared_names]
     if pattern is None:
-        report["problems"] += _not_gathered(manifest, entries) + _not_read(unread)
+        report["problems"] += _not_gathered(manifest, entries) + _unsupported(unsupported)
         one_sided = [
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
@@ -176,7 +176,7 @@ def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]
     ]
 
 
-def _not_read(unread: Sequence[Nameless]) -> list[Report]:
+def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
     """Tensors without names that the engine would load, but our reader does not read."""
     return [
         line_of(
@@ -187,7 +187,7 @@ def _not_read(unread: Sequence[Nameless]) -> list[Report]:
                 file=begin.file,
             )
         )
-        for part in unread
+        for part in unsupported
         if (begin := first_extent(part.tensor))
     ]
 

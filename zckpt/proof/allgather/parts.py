@@ -52,7 +52,7 @@ class WithNames(NamedTuple):
 
     parts: list[Named]
     of_reader: list[str]
-    unread: list[Nameless]
+    unsupported: list[Nameless]
 
 
 def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
@@ -87,7 +87,7 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
             result.parts.append(replace(tensor, name=same[0].name))
             result.of_reader.append(same[0].name)
         elif prod(tensor.shape) > 1 and all(entry.slot != "state" for entry in there):
-            result.unread.append(part)
+            result.unsupported.append(part)
     return result
 
 

@@ -186,10 +186,10 @@ def test_one_tensor_rank_is_the_whole(tmp_path: Path) -> None:
     assert {name: own.shape for name, own in whole.parameters.items()} == {
         "embed": (2,), "norm": (1,),
     }  # fmt: skip
-    assert (whole.unread, whole.state["optimizer"]) == ((), states["optimizer"])
+    assert (whole.unsupported, whole.state["optimizer"]) == ((), states["optimizer"])
     both = joined_slices([first, second], rules, None)
     assert both.state["optimizer"] == {}
-    assert {item.key for item in both.unread} == {"factors"}
+    assert {item.key for item in both.unsupported} == {"factors"}
 
 
 def test_each_rank_states_how_it_was_cut(tmp_path: Path) -> None:

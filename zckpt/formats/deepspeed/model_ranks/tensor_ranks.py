@@ -20,7 +20,7 @@ from ....core.manifest import Manifest
 from ....core.merge import in_order, merge
 from ....core.placement import EP_RANK, TENSOR_RANK, Shapes, Sliced, Table
 from ....core.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
-from ....core.states import as_unread
+from ....core.states import as_unsupported
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -47,7 +47,7 @@ def joined_slices(
     """
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
-        ranks = [as_unread(rank, SLICES_ALONE) for rank in ranks]
+        ranks = [as_unsupported(rank, SLICES_ALONE) for rank in ranks]
     shapes = _on_ranks({name: own.shape for name, own in rank.parameters.items()} for rank in ranks)
     cut = decide(ranks[0].root, shapes, [*given, *_stated(ranks)], len(ranks))
     table = Table(TENSOR_RANK, {**cut, **_buffers(ranks, given)})

@@ -56,7 +56,7 @@ from ...deepspeed_states.states import (
 )
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.tensors import ManifestTensors
-from ..files import MOST, RankFiles, lacking
+from ..files import MOST, RankFiles, missing_files
 from ..flats import flat_buffers
 from .auto_ep import ROUTER, with_slices
 
@@ -105,7 +105,7 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     # a damaged number may be huge: only the first missing files are listed
     if missing := list(islice((place for place in wanted if place not in paths), MOST)):
         names = [file_name(*place, f"mp_rank_{files.number:02d}") for place in missing]
-        raise lacking(ranks.directory, names)
+        raise missing_files(ranks.directory, names)
     places = sorted(paths)
     if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(

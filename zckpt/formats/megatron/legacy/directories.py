@@ -96,12 +96,12 @@ class LegacyReader:
             require_states_by_parameter(self.folder, self.args)
             if isinstance(self.common.get("optimizer"), (dict, list)):
                 self._states()
-        content.left_out = strangers(self.folder, self.ranks)
+        content.omitted = strangers(self.folder, self.ranks)
         if self.ep > 1 and "rng_state" in self.common:
             message = "random states (rng_state), which every data-parallel rank has"
-            content.left_out.append(note("rank-state-omitted", message, subject="rng_state"))
+            content.omitted.append(note("rank-state-omitted", message, subject="rng_state"))
         grouped = filter(OF_GROUPED.fullmatch, self.modules)
-        content.left_out += [note("state-unread", name, subject=name) for name in grouped]
+        content.omitted += [note("state-unsupported", name, subject=name) for name in grouped]
         return manifest_of(content, step_policy)
 
     def _add(self, file: TorchFile) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ..core.description import Report
 from ..core.grouping import by_key
-from ..core.manifest import Manifest, Unread
+from ..core.manifest import Manifest, Unsupported
 from ..core.plan import Match
 from ..errors import Notice, listed, note
 
@@ -41,17 +41,20 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
         name = f"{key} of {listed(owners, 4)}"
         if _form(ours) == _form(theirs):
             message = f"{name}: not read, and compared as it is"
-            notes.append(note("state-unread", message, subject=key))
+            notes.append(note("state-unsupported", message, subject=key))
         else:
             lines.append({"key": name, "a": _text(ours), "b": _text(theirs)})
     a, b = (
-        replace(side, unread=tuple(i for i in side.unread if (i.key, i.parameters) not in shared))
+        replace(
+            side,
+            unsupported=tuple(i for i in side.unsupported if (i.key, i.parameters) not in shared),
+        )
         for side in (a, b)
     )
     return a, b, lines, notes
 
 
-def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[Unread], list[Unread]]]:
+def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[Unsupported], list[Unsupported]]]:
     """The states of both whose values are known; each model rank has its own."""
     ours, theirs = _by_owner(a), _by_owner(b)
     return {
@@ -61,17 +64,17 @@ def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[Unread], list[Un
     }
 
 
-def _by_owner(manifest: Manifest) -> dict[Owned, list[Unread]]:
-    return by_key(((item.key, item.parameters), item) for item in manifest.unread)
+def _by_owner(manifest: Manifest) -> dict[Owned, list[Unsupported]]:
+    return by_key(((item.key, item.parameters), item) for item in manifest.unsupported)
 
 
-def _form(states: list[Unread]) -> Form:
+def _form(states: list[Unsupported]) -> Form:
     return tuple(
         (item.content, tuple((each.dtype, each.shape) for each in item.tensors)) for item in states
     )
 
 
-def _text(states: list[Unread]) -> str:
+def _text(states: list[Unsupported]) -> str:
     """How a report shows it."""
     return ", ".join(
         " ".join([content, *(f"{dtype} {list(shape)}" for dtype, shape in tensors)])
