@@ -376,7 +376,7 @@ READS_TEXTS = {
     "formats/dcp/read.py": 1,
     "formats/deepspeed/stage_0/stages.py": 1,
     "formats/deepspeed_universal/merged.py": 1,
-    "formats/gathered/read.py": 1,
+    "formats/gathered/read.py": 4,
     "formats/megatron/run_template.py": 1,
     "formats/statedict/read.py": 1,
     "formats/universal/write.py": 3,  # a manifest keeps texts

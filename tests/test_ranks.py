@@ -182,7 +182,7 @@ def test_states_are_counted_by_name(files: Files) -> None:
     )
     own = without(source, 3, "b/exp_avg")
     bare = changed(own, 3, unsupported=(Unsupported("exp_avg", ("b",), "why"),))
-    assert states.states_of(bare)["exp_avg"].form == "unread"
+    assert states.states_of(bare)["exp_avg"].form == "unsupported"
     dropped = states.without(replace(source, models=source.ranks[:1]), ["exp_avg"])
     for rank in (*dropped.ranks, *dropped.models):
         assert "exp_avg" not in states.states_of(rank)

@@ -149,11 +149,12 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
         for name, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
-    known = {(notice.subject or "").partition(".")[0] for notice in manifest.omitted}
+    known = tuple(f"{notice.subject}." for notice in manifest.omitted)
     return [
         note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()
-        if key not in known and any(f"{name}/state" in values for name in tensors_in(value))
+        if any(f"{name}/state" in values for name in tensors_in(value))
+        and not any(subject.startswith(f"{key}.") for subject in known)
     ]
 
 

@@ -362,7 +362,7 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     for number, rank in enumerate(made.ranks):
         file = f"run/{number}-model_states.pt"
         lines = {
-            "left_out": (note("state-omitted", f"left_out {number}"),),
+            "omitted": (note("state-omitted", f"omitted {number}"),),
             "warnings": (warning("state-missing", f"warnings {number}"),),
             "inferred": (f"inferred {number}",),
         }
@@ -385,7 +385,7 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     assert texts(whole.warnings) == ["warnings 0", "warnings 1"]
     assert whole.inferred == ("inferred 0", "inferred 1")
     own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
-    assert texts(whole.omitted) == ["left_out 0", "left_out 1", own]
+    assert texts(whole.omitted) == ["omitted 0", "omitted 1", own]
     tensors = [tensor for item in whole.unsupported for tensor in item.tensors]
     assert [tensor.name for tensor in tensors] == ["rank 0: a/param", "rank 1: a/param"]
 

@@ -36,7 +36,7 @@ from zckpt.core.states import (
     as_unsupported,
     harmless,
     in_words,
-    lost,
+    missing_in,
     numbers_of,
     of_numbers,
     of_vectors,
@@ -85,7 +85,7 @@ FORMS = {
     "none": State("none", {"w": (), "v": ()}, "none"),
     "7": State("7", {"w": ()}, "other"),
     "kept": State("kept", {"w": ("p/state",), "v": ()}, "partition", BOUND),
-    "lost": State("lost", {"v": ()}, "unread", "why"),
+    "lost": State("lost", {"v": ()}, "unsupported", "why"),
 }
 
 
@@ -224,7 +224,7 @@ def test_states_that_are_no_loss() -> None:
 
 
 def lost_of(source: Manifest, target: Manifest) -> dict[str, list[str]]:
-    return {state.key: state.parameters for state in lost(source, target)}
+    return {state.key: state.parameters for state in missing_in(source, target)}
 
 
 def test_what_a_target_lacks() -> None:
@@ -232,7 +232,7 @@ def test_what_a_target_lacks() -> None:
     assert lost_of(both, both) == lost_of(one, both) == {}
     assert lost_of(both, one) == {"a": ["v"]}
     assert lost_of(both, none) == {"a": ["w", "v"]}
-    (state,) = lost(both, one)
+    (state,) = missing_in(both, one)
     assert state.tensors == {"v": ("v/a",)}
     unknown = manifest(unsupported=(Unsupported("a", ("w", "v"), "why"),))
     assert lost_of(both, unknown) == {"a": ["w", "v"]}

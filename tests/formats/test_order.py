@@ -227,7 +227,7 @@ def test_what_a_link_names_comes_first(
     first, second = candidates(str(run))
     assert (first.name, second.name) == names
     assert first.loaded == str(run / names[0])
-    assert f"names {names[0]} as its last checkpoint" in first.note
+    assert f"names {names[0]} as its last checkpoint" in first.note.message
     (run / "latest").unlink()
     assert newest(run) == [*names[::-1]]
     (run / "latest").symlink_to(tmp_path)  # out of the run: it names nothing
@@ -249,7 +249,7 @@ def test_check_and_report_say_why_one_is_the_newest(
         ("linked", "names step-5 as its last checkpoint, which is taken"),
     ):
         document = zckpt("check", tmp_path / run, "--dp", 2, "--json").document
-        assert any(word in line for line in document["warnings"])
+        assert any(word in line["message"] for line in document["warnings"])
         faults = zckpt("report", tmp_path / run, "--json").document["faults"]
         assert [line["fault"] for line in faults if word in line["message"]] == [False]
 

@@ -387,7 +387,7 @@ def test_hyper_parameters_of_one_side() -> None:
         (a, replace(other, optimizer="Adam")),
     ):
         assert values.hypers_of_one_side(*pair) == []
-    assert values.hypers_of_one_side(replace(a, optimizer="Adam"), b) == said
+    assert texts(values.hypers_of_one_side(replace(a, optimizer="Adam"), b)) == said
 
 
 def moments(*names: str, step: int | None = None, **fields: object) -> Manifest:

@@ -136,7 +136,7 @@ class Inspect(Document, kw_only=True):
     files: int
     bytes: int
     problems: list[Notice]
-    omitted: list[Notice]
+    left_out: list[Notice]
     inferred: list[str]
     objects: list[str]
     tensors: list[Json] | UnsetType = UNSET
@@ -155,7 +155,7 @@ class Conversion(Document, kw_only=True):
     files: list[str]
     bytes: int
     copied: list[str]
-    omitted: list[Notice]
+    left_out: list[Notice]
     dropped: list[State]
     computed_afresh: list[State]
     warnings: list[Notice]

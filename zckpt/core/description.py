@@ -85,7 +85,8 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             {
                 "state": state.key,
                 "parameters": state.count,
-                "form": FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else ""),
+                "form": FORMS[state.form]
+                + (f": {state.reason}" if state.form == "unsupported" else ""),
             }
             for state in states_of(manifest).values()
             if state.form in FORMS
@@ -111,7 +112,7 @@ FORMS = {
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
     "wrapper": "around the optimizer's state dict",
-    "unread": "not read",
+    "unsupported": "not read",
 }
 """How `inspect` calls states that no slot has."""
 

@@ -6,7 +6,7 @@
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
     wrapper      tensors around the optimizer's state dict: in `state.client_state`
-    unread       what is in the files, and has none of these forms: `Manifest.unread`
+    unsupported  what is in the files, and has none of these forms: `Manifest.unsupported`
 
 A state has the same key in all of these forms, so that a manifest and another one are compared
 whatever their formats are. The step is no such state: see training/steps.py.
@@ -33,7 +33,7 @@ from .wrapper import without_wrapped, wrapped
 
 OTHER, PARTITIONS, BESIDE, AMONG = "other", "partitions", "beside", "among"
 """Keys of `Manifest.state["optimizer"]`; the last two have numbers of no parameter."""
-FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unread")
+FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
 """What a state may be: of several, the last one says what can be done with it."""
 NO_PARAMETER = "no parameter"
 """Whose a state is that stands beside those of parameters."""
@@ -128,7 +128,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
         add(key, NO_PARAMETER, names, "wrapper", OF_WRAPPER)
     for item in manifest.unsupported:
         for name in item.parameters:
-            add(item.key, name, (), "unread", item.reason)
+            add(item.key, name, (), "unsupported", item.reason)
     return states
 
 
@@ -233,7 +233,7 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
     lacking = []
     for key, state in states_of(source).items():
         there = kept.get(key)
-        own = {} if there is None or there.form == "unread" else there.tensors
+        own = {} if there is None or there.form == "unsupported" else there.tensors
         if state.tensors.keys() <= own.keys():
             continue
         known = known or {n: n for own in target.each for n in own.parameters} | target.owners

@@ -99,7 +99,9 @@ def about(manifest: Manifest) -> Report:
             "format": manifest.format,
             "source": plain_facts(manifest.origin),
             "states": {
-                state.key: state.parameters for state in _others(manifest) if state.form != "unread"
+                state.key: state.parameters
+                for state in _others(manifest)
+                if state.form != "unsupported"
             },
             "optimizer": manifest.optimizer,
             "state": description.state(manifest),

@@ -122,7 +122,7 @@ def missing_states(
                 "parameter": next(iter(state.tensors)),
                 "tensors": len({name for names in state.tensors.values() for name in names}),
             }
-            lines.append(line | ({"reason": state.reason} if state.form == "unread" else {}))
+            lines.append(line | ({"reason": state.reason} if state.form == "unsupported" else {}))
     return lines, notes
 
 

@@ -210,7 +210,7 @@ class Keeping(Struct, frozen=True):
 
     def _refuse(self, lost: Sequence[State]) -> None:
         filtered = states.missing_in(self.named, self.admitted)
-        of_objects = {state.key for state in filtered if state.form != "unread"}
+        of_objects = {state.key for state in filtered if state.form != "unsupported"}
         reasons = by_key(
             (OBJECTS if state.key in of_objects else state.reason or self.format.states, state)
             for state in lost

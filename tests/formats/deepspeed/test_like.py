@@ -62,7 +62,7 @@ def test_a_step_in_torch_between(
         tmp_path / "trained", tmp_path / "run", to="deepspeed", like=str(root / "run"),
         **options, **bounds,
     )  # fmt: skip
-    assert report["warnings"] == []
+    assert {line["code"] for line in report["warnings"]} <= {"frozen-inferred"}
     case = replace(case, steps=case.steps + 1, tp=options.get("tp", case.tp))
     engine = grids.resume(
         case, tmp_path / "run", tmp_path / "engine", options.get("dp", case.dp), options.get("pp")

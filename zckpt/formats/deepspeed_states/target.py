@@ -236,7 +236,7 @@ class DeepSpeedTarget:
         return frozenset(
             state.key
             for state in known
-            if state.form in ("other", "unread", "wrapper")
+            if state.form in ("other", "unsupported", "wrapper")
             or is_of_axis(state.key, [parameters[name].shape for name in state.parameters])
         )
 
