@@ -68,7 +68,8 @@ def test_the_engine_goes_on(stage: int, tmp_path: Path) -> None:
     frozen = [name for name, parameter in parameters if not parameter.trainable]
     first = held["param_groups"][0]
     first["param_names"] += frozen
-    first["params"] += [100 + number for number, _ in enumerate(frozen)]
+    last = max(number for group in held["param_groups"] for number in group["params"])
+    first["params"] += [last + number for number, _ in enumerate(frozen, 1)]
     torch.save(held, tmp_path / "state" / "optim.pt")
     to: dict[str, Any] = {"to": "deepspeed", "dp": 2, "stage": stage}
     with pytest.raises(MissingData, match="never updated"):
