@@ -221,7 +221,8 @@ def _named(
     def refuse_slices(listed: Collection[str] | None) -> None:
         refuse_weights(saved, root.model, names, model, own, listed, reading.buffers)
 
-    saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
+    if lightning.LIGHTNING not in saved.tree:  # its numbers are of all weights, frozen ones too
+        saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
     saved.is_numbered |= any(optimizer.is_numbered for optimizer in own.values())
     named: dict[TreePath, OptimizerState] = {}
     names_by_path: dict[TreePath, Mapping[Any, str]] = {path: {} for path in own}
