@@ -19,6 +19,7 @@ from ..conftest import EXAMPLE, ROOT
 DATA = ROOT / "tests" / "data"
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
 Words = Mapping[str, Any]
+OWN = Path(__file__).parent / "own-config"  # of a class that is not of transformers
 RESHARD = {"dp": 3, "stage": 3}
 
 
@@ -37,11 +38,11 @@ class Source(Struct, frozen=True):
 
 
 SOURCES: dict[str, Source] = {
-    "run": Source(EXAMPLE, reshard=RESHARD, export={"config": TRAINER}),
+    "run": Source(EXAMPLE, reshard=RESHARD, export={"config": OWN}),
     "tag": Source(EXAMPLE, within="global_step7", convert={"to": "dcp", "dp": 3}),
-    "universal": Source(made={"to": "universal"}, reshard=RESHARD, export={"config": TRAINER}),
+    "universal": Source(made={"to": "universal"}, reshard=RESHARD, export={"config": OWN}),
     "deepspeed-universal": Source(made={"to": "deepspeed-universal"}, reshard=RESHARD),
-    "dcp": Source(made={"to": "dcp", "dp": 2}, reshard={"dp": 3}, export={"config": TRAINER}),
+    "dcp": Source(made={"to": "dcp", "dp": 2}, reshard={"dp": 3}, export={"config": OWN}),
     "gathered": Source(made={"to": "gathered"}, convert={"to": "deepspeed", "dp": 2, "stage": 1}),
     "onnxruntime": Source(
         made={"to": "onnxruntime", "dp": 2, "dialect": "l2"},
