@@ -149,7 +149,7 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
         for name, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
-    known = tuple(f"{notice.subject}." for notice in manifest.omitted)
+    known = tuple(f"{notice.subject}." for notice in manifest.omitted if notice.subject)
     return [
         note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()

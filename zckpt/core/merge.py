@@ -66,7 +66,7 @@ def merge(
         groups=groups,
         state=state,
         replicas=tuple(copies),
-        unsupported=(*_unread(ranks, table.word), *whole.unsupported),
+        unsupported=(*_unsupported(ranks, table.word), *whole.unsupported),
         files=(*whole.files, *(() if beside is None else beside.files)),
         records=(*whole.records, *(() if beside is None else beside.records)),
     )
@@ -289,7 +289,7 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
     )
 
 
-def _unread(ranks: Sequence[Manifest], word: str) -> Iterator[Unsupported]:
+def _unsupported(ranks: Sequence[Manifest], word: str) -> Iterator[Unsupported]:
     """What ranks have that is not read: tensors of each, under names that no other rank's have."""
     for number, rank in enumerate(ranks):
         for item in rank.unsupported:

@@ -43,10 +43,10 @@ def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
     parameter has another one that its neighbors lack, or if most lack it.
     """
     groups = list(_groups(manifest))
-    return _lost(groups), _missing_all(groups)
+    return _missing_of_some(groups), _missing_all(groups)
 
 
-def _lost(groups: Sequence[list[_States]]) -> list[Notice]:
+def _missing_of_some(groups: Sequence[list[_States]]) -> list[Notice]:
     lost = by_key(
         (tuple(sorted(missing)), states.name)
         for group in groups

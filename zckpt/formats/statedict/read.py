@@ -35,7 +35,7 @@ from .own_facts import joined
 from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unnamed_parts
 from .roots import SOLE, Root, Roots, roots_of
 from .slices import (
-    leave_out_parts,
+    omit_parts,
     omit_slices,
     refuse_states,
     refuse_weights,
@@ -72,7 +72,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
     others = beside(every, paths)
-    gone = leave_out_parts(saved, models, optimizers)
+    gone = omit_parts(saved, models, optimizers)
     taken = [item for item in different if not any(item.path[: len(p)] == p for p in gone)]
     saved.omitted[:0] = taken_of_rank_0(taken)
     if not reading.weights_only:

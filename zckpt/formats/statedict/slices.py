@@ -216,7 +216,7 @@ def omit_slices(
     return {path: models[path] for path in kept if path in models}
 
 
-def leave_out_parts(
+def omit_parts(
     saved: SavedTree,
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Collection[TreePath],
