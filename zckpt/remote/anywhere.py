@@ -63,7 +63,7 @@ def anywhere(
                         words[name] = kept(path) if keep else stack.enter_context(local(path))
                         _more_jobs(signature.parameters, words)
                 if tell := words.get("tell"):
-                    words["tell"] = lambda lines: tell([*map(spelled, lines)])
+                    words["tell"] = lambda lines: tell(translated(lines))
                 if url is None or target is None:
                     return cast(Result, translated(function(**words)))  # type: ignore[call-arg]
                 run = outgoing.mark_of(function.__name__, words, sources)
@@ -140,8 +140,7 @@ def telling() -> Iterator[None]:
     try:
         yield
     except ZckptError as error:
-        error.message, error.hint = spelled(error.message), spelled(error.hint)
-        error.file = error.file and spelled(error.file)
+        vars(error).update(translated(vars(error)))
         error.args = (error.message,)
         raise
     except OSError as error:
