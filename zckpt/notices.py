@@ -115,6 +115,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The job ended while it saved.",
             "Use an earlier checkpoint.",
         ),
+        "unread-file-damaged": Code(
+            (),
+            "A file beside the checkpoint is damaged, and resuming does not read it.",
+            "Bytes have changed, or a copy was interrupted.",
+            "Take another copy of it, if you need it; the run goes on without.",
+        ),
         "unsafe-name": Code(
             (FAULT, REFUSAL),
             "A name or a link leads out of its folder.",

@@ -21,6 +21,8 @@ from .errors import (
     WrongOption,
 )
 from .formats.reading import Reading
+from .judging import verdict
+from .judging.verdict import Verdict
 from .proof import saved
 from .proof.verify import verify_against, verify_alone
 from .reading import alike, oddly_timed, read, read_both, read_other
@@ -137,7 +139,8 @@ def _verify(
                 about["warnings"] += said(duplicates.check_duplicates(manifest))
             if check_slices := format.functions.check_slices:
                 check_slices(manifest)
-            return about | verify_alone(manifest, selection.tensors, copying, begin)
+            found = verify_alone(manifest, selection.tensors, copying, begin)
+            return about | _judged(found, verdict.of(manifest))
         if contents is not None:
             root = (reading.root or "").partition("=")[0]
             found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
@@ -146,6 +149,13 @@ def _verify(
             about["warnings"] += said(oddly_timed(other))
             found = verify_against(manifest, other, selection, copying, begin)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
+
+
+def _judged(found: Report, own: Verdict) -> Report:
+    """The findings of one checkpoint, with what its files show without tensors."""
+    problems = [*said((*own.problems, *own.unread)), *found["problems"]]
+    notes = [*found["notes"], *said(replace(each, severity="note") for each in own.alone)]
+    return found | {"problems": problems, "notes": notes, "equal": found["equal"] and not problems}
 
 
 def _gather(

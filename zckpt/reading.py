@@ -45,7 +45,6 @@ from .naming.names import (
 from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
-from .training.trainers import missing_trainer_state
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
@@ -83,8 +82,6 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
         *stateless,
         *_unused(manifest, reading, format),
     ]
-    if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
-        lines += missing_trainer_state(manifest.siblings)
     omitted = [*manifest.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
     lines += [*oddly_timed(manifest), *_in_other_order(manifest, reading)]
     lines = [*dict.fromkeys(lines)]  # universal ones keep warnings

@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from ..core import agreement
 from ..core.folder import Folder
+from ..core.inventory import Role
 from ..core.layout import CopyOutcome, Layout, Shell
 from ..core.manifest import Manifest
 from ..core.partition import Partition
@@ -100,6 +101,8 @@ class Format(Struct, frozen=True, eq=False):
     removed, unless the source has this format too."""
     is_resumed: bool = True
     """A trainer resumes from what is written; it is not for inference only."""
+    roles: tuple[Role, ...] = ()
+    """What its files are for, by their names: in `files.py`."""
     of_ranks: tuple[str, ...] = ()
     """Parts of the names of files that all ranks write when they save."""
     written_last: str | None = None

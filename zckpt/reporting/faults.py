@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from ..core.description import Report, line_of
 from ..core.manifest import Manifest
 from ..errors import Notice, warning
+from ..judging import verdict
 from ..proof import damage
 from .lost import Found
 
@@ -68,6 +69,22 @@ def warnings(manifest: Manifest) -> Iterator[Report]:
     """The sentences of the reader for the user."""
     for line in manifest.warnings:
         yield line_of(line, kind="warning")
+
+
+def of_files(found: Found) -> Iterator[Report]:
+    """Files that are missing or damaged beside the engine's, or of another save."""
+    assert found.manifest is not None
+    own = verdict.of(found.manifest)
+    states = {row.path: row.state for row in own.rows}
+    for notice in own.whole:
+        kind = "missing" if states.get(notice.file or "", "missing") == "missing" else "unreadable"
+        yield line_of(notice, kind=kind)
+    for notice in own.unread:
+        yield line_of(notice, kind="unreadable")
+    for notice in own.of_one_save:
+        yield line_of(notice, kind=KIND_OF.get(notice.code, "impossible"))
+    for notice in own.alone:
+        yield line_of(notice, kind="warning")
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:

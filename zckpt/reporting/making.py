@@ -103,7 +103,7 @@ def _document(
         if found.manifest is None:
             found_faults = faults.section(found, ())
             return document | {"faults": found_faults, "map": owners.files_alone(found)}
-        lines: list[Report] = [*faults.warnings(found.manifest)]
+        lines: list[Report] = [*faults.warnings(found.manifest), *faults.of_files(found)]
         try:
             with unchanged(found.manifest.fingerprints):
                 document |= _read(found, copying, begin, lines)

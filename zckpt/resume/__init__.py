@@ -1,7 +1,6 @@
 """A run goes on by itself, at the number of processes that it has now: `zckpt.auto_resume`.
 
 runs.py             which checkpoints a run has, the newest first
-trainers_files.py   whether what a trainer has written beside its engine's files is whole
 fitting.py          whether the engine loads one at this size; `zckpt check`
 beside.py           the run for other sizes in RUN/.zckpt: locks, and what stays there
 ranks.py            all ranks do what rank 0 decides, or fail with its error

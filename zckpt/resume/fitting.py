@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from secrets import token_hex
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .. import api, formats
 from ..core.description import VERSION, line_of, said
 from ..core.facts import layers_of
 from ..core.manifest import Manifest
 from ..core.replicas import not_compared
-from ..core.unlisted import refuse_share
 from ..errors import (
     NotACheckpoint,
     Notice,
@@ -29,8 +29,7 @@ from ..errors import (
 )
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
-from .runs import Candidate, candidates
-from .trainers_files import read, step_of
+from .runs import Candidate, candidates, judged, step_of
 
 Words = dict[str, Any]
 GRID = ("tp", "pp")
@@ -154,12 +153,16 @@ def check(
 
     `files` are those in which the command found an option's value, for the proposed command.
     """
-    found = candidates(path)
-    if not found:
-        raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
-    newest = found[0]
     more = {k: v for k, v in reading.items() if v not in (None, ())}
-    manifest = read(newest, more)
+    found = candidates(path)
+    newest = found[0] if found else Candidate(path, os.path.basename(os.path.abspath(path)), path)
+    own = judged(newest, more)
+    if isinstance(own.error, NotACheckpoint) and not found:
+        raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
+    if own.error is not None:
+        raise own.error
+    manifest = own.manifest
+    assert manifest is not None
     words = asked.of(manifest)
     to = formats.named(engine).name if engine else manifest.format
     differs = f"format {manifest.format}, and not {to}"
@@ -168,12 +171,12 @@ def check(
     if to == manifest.format:
         unnamed = to_load(newest, manifest)
         try:
-            refuse_share(manifest)
             reasons = obstacles(manifest, words)
         except ZckptError as error:
             reasons = [*error.notices]
     if reasons:
         fixed |= _fix(newest, manifest, to, words | ({"like": like} if like else {}), more, files)
+    reasons = [*own.obstacles, *reasons]
     reasons += [problem("program-must-set", unnamed)] if unnamed else []
     reasons += _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
     return {
@@ -186,9 +189,19 @@ def check(
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": said(reasons),
-        "warnings": said([*([newest.note] if newest.note else []), *not_compared(manifest)]),
+        "warnings": said(
+            [
+                *([newest.note] if newest.note else []),
+                *not_compared(manifest),
+                *_as_warnings(own.unread),
+            ]
+        ),
         **fixed,
     }
+
+
+def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
+    return [replace(each, severity="warning") for each in notices]
 
 
 def _fix(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from functools import partial
+from shlex import quote
 from typing import Any
 
 from msgspec import Struct
@@ -20,37 +21,28 @@ from .. import api
 from ..core.description import VERSION, Report, line_of, said
 from ..core.replicas import not_compared
 from ..core.resources import Begin, Copying
-from ..core.unlisted import refuse_share
 from ..errors import (
-    CorruptCheckpoint,
     IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    NotACheckpoint,
+    MissingData,
     NotEnoughSpace,
     Notice,
-    SourceChanged,
     TargetExists,
     UnsupportedCheckpoint,
     WrongOption,
+    ZckptError,
     again,
     counted,
     note,
-    notice_of,
     problem,
     sized,
     warning,
 )
+from ..judging import verdict
 from . import beside
 from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
 from .ranks import Ranks, Told
-from .runs import Candidate, candidates
-from .trainers_files import read, step_of
+from .runs import Candidate, candidates, judged, step_of
 
-BROKEN = (
-    *(CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint),
-    *(NotACheckpoint, SourceChanged, UnsupportedCheckpoint, FileNotFoundError),
-)
-"""What the files of one checkpoint say of themselves: the one before may be whole."""
 READING = ("format", "root", "step_policy", "tp_rules", "buffers", "param_names")
 """The words that say how a checkpoint is read."""
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
@@ -114,7 +106,7 @@ class Resuming:
 
     def resumed(self) -> tuple[Resumed | None, list[Report]]:
         left: list[Words] = []
-        newest: Words = {}
+        broken: list[Words] = []
         found = self.ranks.told(self._candidates)
         for path, name, loaded, tag, said_of in found:
             notice = None if said_of is None else Notice(**said_of)
@@ -122,11 +114,14 @@ class Resuming:
             while "broken" not in (plan := self.planned(candidate)):
                 if taken := self.taken(candidate, plan, left):
                     return taken
-            newest = newest or plan
+            broken.append(plan)
             left.append({"path": candidate.where, "reason": plan["broken"]})
         if left:
-            if newest.get("is_unsupported"):
+            newest = broken[0]
+            if newest["is_unsupported"]:
                 raise Told(again(UnsupportedCheckpoint, newest["broken"]))
+            if all(each["is_alone"] for each in broken):
+                raise Told(self._without_optimizer(left))
             anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
             raise Told(
                 IncompleteCheckpoint(
@@ -140,6 +135,18 @@ class Resuming:
         is_there = self.is_elsewhere or os.path.isdir(self.run)
         message = f"{self.run} does not exist: nothing to resume"
         return None, said([] if is_there else [note("no-checkpoint", message, file=self.run)])
+
+    def _without_optimizer(self, left: list[Words]) -> MissingData:
+        """The error of a run in which all checkpoints have weights alone."""
+        return MissingData(
+            "optimizer-missing",
+            f"{self.run} has {counted(len(left), 'checkpoint')}, and none has an optimizer: no "
+            "training goes on from weights alone",
+            hint=f"`zckpt export {quote(left[0]['path'])} MODEL` writes the newest weights for "
+            "from_pretrained, with which another training may begin; for that choose another "
+            "directory",
+            file=self.run,
+        )
 
     def planned(self, candidate: Candidate) -> Words:
         """What is to be done with a checkpoint, after all bytes that count were checked."""
@@ -156,7 +163,7 @@ class Resuming:
             if not reason:
                 return plan
             if not target:
-                return {"broken": reason}
+                return {"broken": reason, "is_unsupported": False, "is_alone": False}
             self.damaged.add(target)  # it is removed, or another one is written beside it
             self.ranks.told(partial(self._discard, target))
 
@@ -167,7 +174,8 @@ class Resuming:
         report = api.verify(path, tag=tag, **reading, **more)
         self.records = report.get("records")  # none if the files contradict each other
         for line in report["problems"]:
-            return {key: line[key] for key in Notice.__struct_fields__}
+            if line["code"] != verdict.UNREAD:
+                return {key: line[key] for key in Notice.__struct_fields__}
         for line in report["differences"]:
             if not self.asked.words.get("accept_weights"):
                 message = f"{line['tensor']}: what is stored twice differs"
@@ -239,20 +247,30 @@ class Resuming:
     def _plan(self, candidate: Candidate) -> Words:
         """Whether the engine loads it, else where it is written; or why it is `broken`."""
         with api.local(candidate.path) as path:
-            plan = api.translated(self._plan_at(candidate, replace(candidate, path=path)))
+            try:
+                plan = api.translated(self._plan_at(candidate, replace(candidate, path=path)))
+            except ZckptError as error:  # no fact of this checkpoint, so that no older one is taken
+                if error.file is not None:
+                    raise
+                message = f"{candidate.where}: {error.message}"
+                raise error.again(message=message, file=candidate.where) from error
             return {**plan, "removed": self._removed}
 
     def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
         """The same; `here` is where this machine reads it."""
-        try:
-            manifest = read(here, self._reading)
-            refuse_share(manifest)
-        except BROKEN as error:
-            is_unsupported = isinstance(error, UnsupportedCheckpoint)
-            return {"broken": line_of(notice_of(error)), "is_unsupported": is_unsupported}
+        own = judged(here, self._reading)
+        manifest = own.manifest
+        if manifest is None or own.obstacles:
+            broken = line_of(own.obstacles[0])
+            kinds = {
+                "is_unsupported": isinstance(own.error, UnsupportedCheckpoint),
+                "is_alone": not own.problems,
+            }
+            return {"broken": broken, **kinds}
         words = self.asked.of(manifest)
         are_read = self.settings.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
+        unsure += [replace(each, severity="warning") for each in own.unread]
         plan: Words = {
             "step": step_of(here, manifest),
             "tag": manifest.origin.tag,
@@ -342,11 +360,8 @@ class Resuming:
 
     def _missing(self, target: str) -> Report | None:
         """What is missing in a complete directory by now."""
-        try:
-            api.read(target, nameless=True, by_checksums=True)
-        except BROKEN as error:
-            return line_of(notice_of(error))
-        return None
+        own = verdict.judged(lambda: api.read(target, nameless=True, by_checksums=True))
+        return line_of(own.problems[0]) if own.problems else None
 
     def _discard(self, target: str) -> None:
         beside.let_go(target)

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
-from .. import formats
+from .. import api, formats
 from ..core import sources
 from ..core.grouping import by_key
+from ..core.manifest import Manifest
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, Notice, ZckptError, listed, warning
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
+from ..judging import verdict
+from ..judging.verdict import Verdict
+from ..training import trainers
 
 FILE = ".ckpt"
 LATEST = "latest"
@@ -46,6 +51,25 @@ class Candidate(Struct, frozen=True):
     def where(self) -> str:
         """Its own folder, for a sentence."""
         return os.path.join(self.path, self.tag) if self.tag else self.path
+
+
+def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
+    """Whether a checkpoint is whole and of one save, by everything but tensors."""
+    # without the tag's folder it is the file that names it which is wrong
+    tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
+    return verdict.judged(
+        lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
+    )
+
+
+def step_of(candidate: Candidate, manifest: Manifest) -> int | float | None:
+    """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
+    iteration = str(manifest.origin.tag).rpartition("_")[2]
+    if formats.named(manifest.format).to_load and iteration.isdecimal():
+        return int(iteration)
+    if manifest.step is None and candidate.tag is None:  # no file says who has which step
+        return trainers.counter(candidate.path)
+    return manifest.step
 
 
 @sources.looks_again
@@ -158,7 +182,7 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
     by_shape = by_key((_shape(name), name) for name in names)
     found: list[str] = []
     for alike in by_shape.values():
-        if any(_is_one(os.path.join(folder, name)) for name in alike):
+        if any(_is_saved(os.path.join(folder, name)) for name in alike):
             found += alike
     return [os.path.join(folder, name) for name in found]
 
@@ -225,6 +249,13 @@ def _alike(run: str, tags: Iterable[str]) -> list[str]:
 
 def _shape(name: str) -> str:
     return re.sub(r"[0-9]+", "#", name)
+
+
+def _is_saved(path: str) -> bool:
+    """Whether there is a checkpoint, or weights that a trainer has saved alone, by its counter."""
+    if _is_one(path):
+        return True
+    return trainers.counter(path) is not None and any(f.detect_weak(path) for f in FORMATS)
 
 
 def _is_one(path: str, neutral: bool = False) -> bool:

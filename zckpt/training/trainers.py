@@ -24,7 +24,7 @@ from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
 from ..errors import Notice, literal, note, warning
 
-TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
+TRANSFORMERS, ACCELERATE, AUTOMODEL = "transformers", "accelerate", "automodel"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
@@ -46,10 +46,10 @@ LOADED = re.compile(
 STATE = "trainer_state.json"
 HEAD = 1 << 12  # bytes of it in which the counter is looked for first
 _COUNTER = re.compile(rb'(?s)\s*\{[^{}\[\]]*\n  "global_step": ([0-9]{1,18}),')
-_OF_TRAINER = re.compile(r"training_args\.bin|rng_state(?:_\d+)?\.pth")
 _MARKS = (
-    (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
+    (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin|rng_state(?:_\d+)?\.pth")),
     (ACCELERATE, re.compile(r"random_states_\d+\.pkl|scheduler\.bin|sampler\.bin")),
+    (AUTOMODEL, re.compile(r"step_scheduler\.pt|rng/rng_(?:global|dp)_rank_\d+\.pt")),
 )
 
 
@@ -58,22 +58,6 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
     names = [item.name for item in siblings]
     programs = (program for program, mark in _MARKS if any(map(mark.fullmatch, names)))
     return next(programs, None)
-
-
-def missing_trainer_state(siblings: Iterable[Sibling]) -> list[Notice]:
-    """A warning if the Trainer's own state is not among the files that it saved beside others."""
-    names = [item.name for item in siblings]
-    own = [name for name in names if _OF_TRAINER.fullmatch(name)]
-    if not own or STATE in names:
-        return []
-    return [
-        warning(
-            "trainer-file-damaged",
-            f"Hugging Face's Trainer saved {own[0]}, but its {STATE} is not there, without which "
-            "trainer.train(resume_from_checkpoint=...) fails",
-            subject=STATE,
-        )
-    ]
 
 
 def not_loaded(files: str, dialects: Iterable[str]) -> Notice:
@@ -89,7 +73,7 @@ def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Ca
     `otherwise` is for files of no program.
     """
     program = program_of(siblings)
-    if program is None:
+    if program not in RESUMING:
         return otherwise
     before, after = RESUMING[program]
     return lambda path: f"{before}{literal(path)}{after}"

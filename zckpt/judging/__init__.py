@@ -1,0 +1,10 @@
+"""Is a checkpoint whole, of one save, intact, and does it load here? Every command asks here.
+
+    inventory.py   which files there are, what each is for, and in which state it is
+    file_state.py  whether one file is empty, zeros, cut or unreadable
+    verdict.py     is it whole, and of one save? What is damaged without need?
+    contents.py    is it intact: masters, copies of ranks, files that were copied over others
+
+Whether an engine loads it at a size is what its format says (`Functions.obstacles`), and which file
+a program needs is a row of `training/needs.py`.
+"""

@@ -1,0 +1,92 @@
+"""Is one file empty, zeros alone, cut or unreadable? Its ending says what it should be."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from typing import BinaryIO
+
+from ..core import sources
+from ..core.inventory import State
+from ..core.manifest import Sibling
+
+OF_TORCH = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+OF_JSON, OF_TENSORS = ".json", ".safetensors"
+MOST = 64 << 20  # bytes of a file that is read whole
+BLOCK = 1 << 20
+OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""With this pickle of a number begins a file that torch.save wrote before 1.6."""
+PICKLE = b"\x80"
+MAX_HEADER = 100_000_000  # bytes, of safetensors 0.6
+
+
+def state_of(item: Sibling) -> State:
+    """The state of a file, as far as its bytes show it; of a large one, only its ends are read."""
+    if not item.name.endswith((*OF_TORCH, OF_JSON, OF_TENSORS)):
+        return "ok"
+    if item.size == 0:
+        return "empty"
+    with sources.opened(item.path) as file:
+        if _has_zeros_alone(file):
+            return "zeros"
+        file.seek(0)
+        if item.name.endswith(OF_JSON):
+            return _state_of_json(file) if item.size <= MOST else "ok"
+        if item.name.endswith(OF_TENSORS):
+            return _state_of_tensors(file, item.size)
+        return _state_of_torch(file, item.size)
+
+
+def _has_zeros_alone(file: BinaryIO) -> bool:
+    """Whether no byte was written, as a power loss leaves a file whose size is known already."""
+    while content := file.read(1 << 16):
+        if content.count(0) < len(content):
+            return False
+    return True
+
+
+def _state_of_json(file: BinaryIO) -> State:
+    try:
+        json.load(file)
+    except (ValueError, RecursionError):
+        return "unreadable"
+    return "ok"
+
+
+def _state_of_tensors(file: BinaryIO, size: int) -> State:
+    """Of safetensors: 8 bytes with the length of the header, the header, the tensors."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size - 8, MAX_HEADER):
+        return "cut" if length <= MAX_HEADER else "unreadable"
+    try:
+        header = json.loads(file.read(length))
+        ends = [each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"]
+        return "cut" if 8 + length + max(ends, default=0) > size else "ok"
+    except (ValueError, RecursionError, AttributeError, KeyError, IndexError, TypeError):
+        return "unreadable"
+
+
+def _state_of_torch(file: BinaryIO, size: int) -> State:
+    """Of torch.save: a zip, of which a member may have a CRC-32; a pickle before torch 1.6."""
+    head = file.read(len(OLD))
+    if not head.startswith(b"PK\3\4"):
+        if head.startswith(OLD):
+            return "ok"
+        if zipfile.is_zipfile(file) or not head.startswith(PICKLE):
+            return "unreadable"
+        file.seek(size - 1)
+        return "ok" if file.read(1) == b"." else "cut"
+    try:
+        parts = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, EOFError):
+        return "cut"  # the directory is behind the members
+    with parts:
+        for part in parts.infolist() if size <= MOST else ():
+            if part.CRC:  # a program may save without
+                try:
+                    with parts.open(part) as content:
+                        while content.read(BLOCK):
+                            pass
+                except (zipfile.BadZipFile, EOFError, NotImplementedError):
+                    return "unreadable"
+    return "ok"

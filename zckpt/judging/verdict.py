@@ -1,0 +1,180 @@
+"""Is a checkpoint whole, and of one save? `verify`, `report`, `check` and `auto-resume` ask here.
+
+    whole        each file is there and can be read without which resuming ends, or begins anew
+    of one save  files do not contradict each other about steps, ranks and names
+    intact       checksums, numbers and copies, for which all bytes are read: `proof.verify`
+    loads here   sizes, stage and engine: `Functions.obstacles` of its format
+
+A damaged file that resuming does not read is told, and sets nothing aside. Nothing here decides by
+a name which file is necessary: `training/needs.py` has the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from msgspec import Struct
+
+from .. import formats
+from ..core.inventory import Row, State
+from ..core.manifest import Manifest
+from ..core.unlisted import refuse_share
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    NotACheckpoint,
+    Notice,
+    SourceChanged,
+    UnsupportedCheckpoint,
+    ZckptError,
+    notice_of,
+    problem,
+)
+from ..training import needs
+from .inventory import has_optimizer, inventory, needs_of
+
+NOT_WHOLE = (CorruptCheckpoint, IncompleteCheckpoint, MissingData, NotACheckpoint)
+NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
+BROKEN = (*NOT_WHOLE, *NOT_ITS_OWN, UnsupportedCheckpoint, FileNotFoundError)
+"""What the files of one checkpoint say of themselves: another one of the run may be whole."""
+WORDS: Mapping[State, str] = {
+    "missing": "is missing",
+    "empty": "is empty",
+    "zeros": "has zeros alone",
+    "cut": "ends too early",
+    "unreadable": "is damaged",
+}
+ENDS = "without which the program cannot resume"
+ANEW = "without which the program begins optimizer and schedule anew, and says nothing"
+REMOVE = "remove it: the run goes on without it (rm {})"
+FAILS = "with which the program cannot resume"
+
+
+class Verdict(Struct, frozen=True):
+    """What is wrong with a checkpoint, as records; `manifest` is None if it could not be read.
+
+    `whole` and `of_one_save` answer these questions: nothing is wrong if they are empty. `unread`
+    are damaged files that resuming does not read, `alone` says that there are weights and no
+    optimizer. `rows` is the inventory.
+    """
+
+    manifest: Manifest | None = None
+    rows: tuple[Row, ...] = ()
+    whole: tuple[Notice, ...] = ()
+    of_one_save: tuple[Notice, ...] = ()
+    unread: tuple[Notice, ...] = ()
+    alone: tuple[Notice, ...] = ()
+    error: ZckptError | OSError | None = None
+    """Why it could not be read."""
+
+    @property
+    def problems(self) -> tuple[Notice, ...]:
+        """Why no program resumes from it as it was saved; but it may have been meant so."""
+        return (*self.whole, *self.of_one_save)
+
+    @property
+    def obstacles(self) -> tuple[Notice, ...]:
+        """Why no program resumes from it."""
+        return (*self.problems, *self.alone)
+
+
+def judged(read: Callable[[], Manifest]) -> Verdict:
+    """The verdict on what `read` gives, or fails with.
+
+    Raises what is no fact of the checkpoint: permissions, the network, a wrong option.
+    """
+    try:
+        manifest = read()
+    except BROKEN as error:
+        notices = (notice_of(error),) if isinstance(error, OSError) else error.notices
+        if isinstance(error, NOT_ITS_OWN):
+            return Verdict(of_one_save=notices, error=error)
+        return Verdict(whole=notices, error=error)
+    return of(manifest)
+
+
+def of(manifest: Manifest) -> Verdict:
+    """The verdict on a checkpoint that was read; reads no tensor."""
+    rows = tuple(inventory(manifest))
+    required = {need.role.name: need for need in needs_of(manifest)}
+    whole = [*_pointer(manifest)]
+    unread = []
+    for row in rows:
+        if row.state == "ok":
+            continue
+        need = required.get(row.role)
+        if row.state == "missing":
+            assert need is not None
+            whole.append(_wrong(row, ENDS if need.missing == "ends" else ANEW))
+        elif need is not None and need.damaged in needs.LOST:
+            hint = REMOVE.format(row.path) if need.missing == "goes on" else ""
+            whole.append(_wrong(row, FAILS, hint))
+        else:
+            unread.append(_unread(row))
+    try:
+        refuse_share(manifest)
+    except IncompleteCheckpoint as error:
+        whole += error.notices
+    lost, alone = _without_optimizer(manifest, rows)
+    return Verdict(
+        manifest, rows, (*lost, *whole), of_one_save(manifest), tuple(unread), tuple(alone)
+    )
+
+
+def of_one_save(manifest: Manifest) -> tuple[Notice, ...]:
+    """Contradictions between a program's files and the engine's about how far the training was."""
+    return ()
+
+
+def _pointer(manifest: Manifest) -> Iterable[Notice]:
+    """The file that names the engine's folder inside of a program's, if the loader needs it."""
+    tag, format = manifest.origin.tag, formats.named(manifest.format)
+    folder = os.path.dirname(manifest.root)
+    if format.pointer is None or format.to_load or not tag or not needs.reads_pointer(manifest):
+        return
+    if format.pointer(folder) is None:
+        yield problem(
+            "unfinished-save",
+            f"{folder} has no file that names {tag}, which a save writes last, and without which "
+            "the program loads nothing",
+            file=folder,
+        )
+
+
+def _without_optimizer(
+    manifest: Manifest, rows: Iterable[Row]
+) -> tuple[list[Notice], list[Notice]]:
+    """An optimizer that was lost, and one that was not saved; at most one of these."""
+    if has_optimizer(manifest) or not formats.named(manifest.format).is_resumed:
+        return [], []
+    scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
+    what = "has weights and no optimizer"
+    if scheduler is None or scheduler.state == "missing":
+        message = f"{manifest.root} {what}: no run goes on from it"
+        hint = "weights are all that `zckpt export` needs, and a new training"
+        return [], [problem("optimizer-missing", message, hint=hint, file=manifest.root)]
+    message = f"{manifest.root} {what}, though {scheduler.name} was saved with one: it was lost"
+    return [problem("optimizer-missing", message, file=manifest.root)], []
+
+
+def _wrong(row: Row, why: str, hint: str = "") -> Notice:
+    message = f"{row.path} {WORDS[row.state]}, {why}"
+    hint = hint or "take another copy of it, or an earlier checkpoint"
+    return problem("trainer-file-damaged", message, hint=hint, subject=row.role, file=row.path)
+
+
+UNREAD = "unread-file-damaged"
+"""The code of damage that sets no checkpoint aside."""
+
+
+def _unread(row: Row) -> Notice:
+    return problem(
+        UNREAD,
+        f"{row.path} {WORDS[row.state]}; resuming does not read it",
+        hint="take another copy of it",
+        subject=row.role,
+        file=row.path,
+    )

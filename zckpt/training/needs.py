@@ -1,0 +1,142 @@
+"""Which files beside an engine's does each program read when it resumes, and what if one is lost?
+
+A row is what the program's source does, in the version that was looked at; tests/resume/
+test_needs.py lets the programs themselves say it. Only this table makes a file necessary: to add
+one that a new trainer needs, add its row.
+
+    ends      an error: the run does not begin
+    anew      the program says nothing, and begins the optimizer or the schedule anew
+    goes on   the run goes on soundly, with other random numbers or without a convenience
+    unread    resuming does not read the file
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal
+
+from msgspec import Struct
+
+from ..core.inventory import Role
+from ..core.manifest import Manifest
+from .lightning import META as META_FILE
+from .lightning import NAME as LIGHTNING
+from .lightning import TAG
+from .trainers import ACCELERATE, AUTOMODEL, LOADED, TRANSFORMERS, program_of
+
+Outcome = Literal["ends", "anew", "goes on", "unread"]
+LOST: tuple[Outcome, ...] = ("ends", "anew")
+"""What makes a file necessary."""
+DEEPSPEED = "deepspeed"
+ENDING = ".ckpt"
+
+
+class Need(Struct, frozen=True):
+    """A file that a program may read: what it does if it is `missing`, and if it is `damaged`.
+
+    `name` is the usual name of such a file, `read_by` the function that reads it. A row applies to
+    an `engine`'s format, and to a scheduler that is the "program"'s or the "engine"'s own, or to
+    all.
+    """
+
+    role: Role
+    name: str
+    missing: Outcome
+    damaged: Outcome
+    read_by: str
+    engine: str = ""
+    scheduler_of: str = ""
+
+
+def _role(name: str, names: str, *axes: str) -> Role:
+    return Role(name, re.compile(names, re.ASCII), axes)
+
+
+TRAINER_STATE = _role("trainer state", r"trainer_state\.json")
+SCHEDULER = _role("scheduler", r"scheduler(?:_(\d+))?\.(?:pt|bin)", "model")
+SCALER = _role("scaler", r"scaler\.pt")
+RANDOM_STATE = _role(
+    "random state",
+    r"rng_state(?:_(\d+))?\.pth|random_states_(\d+)\.pkl|rng/rng_(?:global|dp)_rank_(\d+)\.pt",
+    *("rank", "rank", "rank"),
+)
+DATALOADER = _role(
+    "dataloader", r"dl_state_dict(?:_(\d+))?\.bin|dataloader/dataloader_dp_rank_(\d+)\.pt",
+    "model", "rank",
+)  # fmt: skip
+CUSTOM = _role("registered object", r"custom_checkpoint_(\d+)\.pkl", "number")
+CONFIGURATION = _role("configuration", r"config\.json")
+ARGUMENTS = _role("arguments", r"training_args\.bin")
+STEP_SCHEDULER = _role("trainer state", r"step_scheduler\.pt")
+META = _role("metadata", re.escape(META_FILE))
+WEIGHTS = _role(
+    "weights", r".*\.safetensors(?:\.index\.json)?|.*pytorch_model.*\.bin(?:\.index\.json)?"
+)
+TOKENIZER = _role("tokenizer", LOADED.pattern)
+ROLES = (
+    *(TRAINER_STATE, STEP_SCHEDULER, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, CUSTOM),
+    *(CONFIGURATION, ARGUMENTS, META, WEIGHTS, TOKENIZER),
+)
+"""What the name of a file beside an engine's says, in this order."""
+OTHER = "other"
+
+SCHEDULERS = "_load_optimizer_and_scheduler"
+NEEDS: dict[str, tuple[Need, ...]] = {
+    TRANSFORMERS: (  # Trainer of transformers 5.24
+        Need(TRAINER_STATE, "trainer_state.json", "ends", "ends", "train"),
+        Need(SCHEDULER, "scheduler.pt", "ends", "ends", SCHEDULERS, DEEPSPEED, "program"),
+        Need(SCHEDULER, "scheduler.pt", "unread", "unread", SCHEDULERS, DEEPSPEED, "engine"),
+        Need(SCHEDULER, "scheduler.pt", "anew", "ends", SCHEDULERS),
+        Need(SCALER, "scaler.pt", "goes on", "ends", "_load_scaler"),
+        Need(RANDOM_STATE, "rng_state_0.pth", "goes on", "ends", "_load_rng_state"),
+        Need(CONFIGURATION, "config.json", "goes on", "unread", "train", DEEPSPEED),
+        Need(CONFIGURATION, "config.json", "goes on", "ends", "_load_from_checkpoint"),
+    ),
+    ACCELERATE: (  # accelerate 1.15
+        Need(SCHEDULER, "scheduler.bin", "goes on", "ends", "load_accelerator_state"),
+        Need(SCALER, "scaler.pt", "goes on", "ends", "load_accelerator_state"),
+        Need(DATALOADER, "dl_state_dict.bin", "goes on", "ends", "load_accelerator_state"),
+        Need(CUSTOM, "custom_checkpoint_0.pkl", "goes on", "ends", "load_custom_state"),
+        Need(RANDOM_STATE, "random_states_0.pkl", "goes on", "goes on", "load_accelerator_state"),
+    ),
+    AUTOMODEL: (  # NeMo AutoModel 0.5
+        Need(STEP_SCHEDULER, "step_scheduler.pt", "ends", "ends", "_load_checkpoint_tracked_state"),
+        Need(RANDOM_STATE, "rng/rng_global_rank_0.pt", "ends", "ends", "load_on_global_ranks"),
+        Need(
+            *(DATALOADER, "dataloader/dataloader_dp_rank_0.pt", "goes on", "ends"),
+            "load_on_dp_ranks",
+        ),
+    ),
+    LIGHTNING: (  # lightning 2.6
+        Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),
+    ),
+}
+"""By program. The first row of a role that applies says what the program does."""
+
+
+def of_program(manifest: Manifest) -> list[Need]:
+    """What the program that saved a checkpoint needs beside the engine's files, each role once."""
+    rows: dict[str, Need] = {}
+    has_scheduler = manifest.state.get("lr_scheduler") is not None
+    scheduler_of = "engine" if has_scheduler else "program"
+    for need in NEEDS.get(_program(manifest) or "", ()):
+        if need.engine in ("", manifest.format) and need.scheduler_of in ("", scheduler_of):
+            rows.setdefault(need.role.name, need)
+    return [*rows.values()]
+
+
+def _program(manifest: Manifest) -> str | None:
+    """The program that saved a checkpoint, by the files beside it, or by the folder's name."""
+    is_lightnings = manifest.format == "dcp" and manifest.root.endswith(ENDING)
+    return LIGHTNING if is_lightnings else program_of(manifest.siblings)
+
+
+def reads_pointer(manifest: Manifest) -> bool:
+    """Whether the program loads an engine's folder by the file that names it (`latest`).
+
+    Accelerate names the folder itself (1.15), and so may a program without files of its own.
+    """
+    folder, tag = os.path.split(manifest.root)
+    of_lightning = tag == TAG and folder.endswith(ENDING)
+    return of_lightning or _program(manifest) == TRANSFORMERS
