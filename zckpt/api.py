@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from . import formats
 from .copying.sharing import Part as Part
 from .core import description, loading, sources
@@ -25,6 +27,7 @@ from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords as NamedKeywords
 from .formats.reading import Reading, SourceKeywords
+from .judging import verdict
 from .proof import health
 from .proof import verify as proof
 from .proving import prove
@@ -120,6 +123,8 @@ def read(
 
 def inspect(manifest: Manifest) -> Report:
     """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
+    warnings = (*manifest.warnings, *verdict.of(manifest).warnings())
+    manifest = replace(manifest, warnings=warnings)
     return dict(translated(description.inspect(manifest, formats.other_objects(manifest))))
 
 

@@ -154,8 +154,7 @@ def _verify(
 def _judged(found: Report, own: Verdict) -> Report:
     """The findings of one checkpoint, with what its files show without tensors."""
     problems = [*said((*own.problems, *own.unread)), *found["problems"]]
-    notes = [*found["notes"], *said(replace(each, severity="note") for each in own.alone)]
-    return found | {"problems": problems, "notes": notes, "equal": found["equal"] and not problems}
+    return found | {"problems": problems, "equal": found["equal"] and not problems}
 
 
 def _gather(

@@ -14,6 +14,7 @@ from .core import agreement, covering, duplicates, masters, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.folder import JOURNAL
+from .core.inventory import known
 from .core.manifest import Manifest, fitting_roots
 from .core.missing_states import missing_states
 from .core.states import tensors_in
@@ -186,21 +187,18 @@ def oddly_timed(manifest: Manifest) -> list[Notice]:
     """Warnings about files of ranks that were not written when their siblings were."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
-    lasts = {
-        os.path.dirname(path): manifest.fingerprints[path].mtime
-        for path in manifest.files
-        if os.path.basename(path) == format.written_last
-    }
-    for path in manifest.files:
-        folder, name = os.path.split(path)
-        if any(part in name for part in format.of_ranks):
-            own = times.setdefault(folder if folder in lasts else "", {})
-            own[path] = manifest.fingerprints[path].mtime
+    roles = {path: own.role for path in manifest.files if (own := known(format.roles, path))}
+    lasts = {os.path.dirname(path): path for path, role in roles.items() if role.is_last}
+    for path in (path for path, role in roles.items() if role.axes):
+        folder = os.path.dirname(path)
+        together = times.setdefault(folder if folder in lasts else "", {})
+        together[path] = manifest.fingerprints[path].mtime
     lines = []
-    for folder, own in times.items():
-        odd = odd_times(own, lasts.get(folder))
+    for folder, together in times.items():
+        last = lasts.get(folder)
+        odd = odd_times(together, None if last is None else manifest.fingerprints[last].mtime)
         lines += _odd(odd.early, "before the other files")
-        lines += _odd(odd.late, f"after {format.written_last}, which is written last")
+        lines += _odd(odd.late, f"after {os.path.basename(last or '')}, which is written last")
     return lines
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from .. import display
 from ..core import description
@@ -14,6 +15,7 @@ from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized, warning
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
+from ..judging import verdict
 from ..remote.anywhere import jobs_for, local, telling, translated
 from ..remote.mirror import spelled
 from . import documents, launched, output, pages, signals
@@ -102,6 +104,9 @@ def inspect(
     pages.check(html)
     with local(path) as path, telling():
         manifest = read(path, Reading(**reading, inspected=True, nameless=True))
+        manifest = replace(
+            manifest, warnings=(*manifest.warnings, *verdict.of(manifest).warnings())
+        )
         if html:
             from ..reporting import parts
 

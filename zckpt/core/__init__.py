@@ -25,6 +25,7 @@ What a checkpoint is:
 How a source is read:
     sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
     times.py          files whose times are not those of their save
+    inventory.py      the rows of an inventory: role, rank and state of a file
     siblings.py       the files beside it that are copied along
     unfinished.py     is a target that was being sent to a store complete?
     filenames.py      numbers in the names of files, and names that lead out of a folder

@@ -186,7 +186,8 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any
     for line in report["left_out"]:
         print(f"left out: {spoken(line)}")
     unchecked(report)
-    print(f"next: {safe(report['next'])}")
+    if report["next"]:
+        print(f"next: {safe(report['next'])}")
 
 
 def _copied(names: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ recognizing it and `--help` need. Its `functions.py` has what zckpt does with it
 `Functions`; it is imported when the format is used. The functions are in modules with the same
 names in every folder:
 
-    files.py     which files make the checkpoint            detect, detect_weak
+    files.py     which files make the checkpoint            detect, detect_weak, ROLES
     options.py   what a user may ask of a target            OPTIONS, REASONS
     read.py      the manifest of these files                read, check
     write.py     the files of a target                      lay_out, seal
@@ -102,11 +102,7 @@ class Format(Struct, frozen=True, eq=False):
     is_resumed: bool = True
     """A trainer resumes from what is written; it is not for inference only."""
     roles: tuple[Role, ...] = ()
-    """What its files are for, by their names: in `files.py`."""
-    of_ranks: tuple[str, ...] = ()
-    """Parts of the names of files that all ranks write when they save."""
-    written_last: str | None = None
-    """The name of the file that a program writes in a folder when all ranks have written theirs."""
+    """What its files are for, by their names; those with axes are written by each rank."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     states: str = ""

@@ -13,27 +13,32 @@ from itertools import chain
 from typing import Any
 
 from .. import formats
-from ..core.inventory import Role, Row, role_of
+from ..core.inventory import Role, Row, State, known
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
 from ..training import needs
-from ..training.trainers import without_folder
 from .file_state import state_of
 
-ENGINE = "engine"
-"""The role of an engine's file whose name says nothing more."""
+OTHER = "other"
+"""The role of a file whose name says nothing."""
 
 
 def inventory(manifest: Manifest) -> list[Row]:
     """The rows of a checkpoint that was read: the engine's files, then those beside them.
 
-    Small files beside them are read, and the ends of large ones. What a program needs and is not
-    there has a row of its own, unless there are weights alone.
+    Small files beside them are read, and the ends of large ones; not those behind links that lead
+    out of the folder. What a program needs and is not there has a row of its own, unless there are
+    weights alone.
     """
     rows = [*of_engine(manifest), *_beside(manifest)]
     there = {row.role for row in rows}
     required = needs_of(manifest) if has_optimizer(manifest) else []
-    lost = (need for need in required if need.missing in needs.LOST)
+    lost = [
+        need
+        for need in required
+        if need.missing in needs.LOST
+        and not os.path.lexists(os.path.join(folder_of(manifest), need.name))
+    ]
     return rows + [_missing(manifest, need) for need in lost if need.role.name not in there]
 
 
@@ -61,29 +66,17 @@ def needs_of(manifest: Manifest) -> list[needs.Need]:
 def of_engine(manifest: Manifest) -> list[Row]:
     """The rows of the engine's own files."""
     roles = formats.named(manifest.format).roles
-    return [
-        row_of(roles, path, os.path.relpath(path, manifest.root), size=_size(manifest, path))
-        for path in manifest.files
-    ]
+    return [_row(roles, os.path.relpath(path, manifest.root), path) for path in manifest.files]
 
 
-def row_of(roles: Iterable[Role], path: str, name: str, size: int | None = None) -> Row:
-    """The row of an engine's file, by its name below the checkpoint."""
-    known = role_of(roles, name.replace(os.sep, "/"))
-    role, rank = (ENGINE, ()) if known is None else (known[0].name, known[1])
-    return Row(role, name, path, rank, size)
-
-
-def _size(manifest: Manifest, path: str) -> int | None:
-    own = manifest.fingerprints.get(path)
-    return None if own is None else own.size
+def _row(roles: Iterable[Role], name: str, path: str, state: State = "ok") -> Row:
+    own = known(roles, name)
+    return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state)
 
 
 def _beside(manifest: Manifest) -> Iterable[Row]:
     for item in chain(manifest.siblings, manifest.omitted_files):
-        known = role_of(needs.ROLES, without_folder(item.name))
-        role, rank = (needs.OTHER, ()) if known is None else (known[0].name, known[1])
-        yield Row(role, item.name, item.path, rank, item.size, state_of(item))
+        yield _row(needs.ROLES, item.name, item.path, state_of(item))
 
 
 def _missing(manifest: Manifest, need: needs.Need) -> Row:

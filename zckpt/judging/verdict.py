@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from shlex import quote
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .. import formats
 from ..core.inventory import Row, State
@@ -36,9 +38,9 @@ from ..errors import (
 from ..training import needs
 from .inventory import has_optimizer, inventory, needs_of
 
-NOT_WHOLE = (CorruptCheckpoint, IncompleteCheckpoint, MissingData, NotACheckpoint)
+MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
 NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
-BROKEN = (*NOT_WHOLE, *NOT_ITS_OWN, UnsupportedCheckpoint, FileNotFoundError)
+BROKEN = (*MISSING, *NOT_ITS_OWN, CorruptCheckpoint, UnsupportedCheckpoint)
 """What the files of one checkpoint say of themselves: another one of the run may be whole."""
 WORDS: Mapping[State, str] = {
     "missing": "is missing",
@@ -56,14 +58,15 @@ FAILS = "with which the program cannot resume"
 class Verdict(Struct, frozen=True):
     """What is wrong with a checkpoint, as records; `manifest` is None if it could not be read.
 
-    `whole` and `of_one_save` answer these questions: nothing is wrong if they are empty. `unread`
-    are damaged files that resuming does not read, `alone` says that there are weights and no
-    optimizer. `rows` is the inventory.
+    `missing` and `damaged` are files that a program needs to resume, `of_one_save` contradictions
+    between files. `unread` are damaged files that resuming does not read, and `alone` says that
+    there are weights and no optimizer. `rows` is the inventory.
     """
 
     manifest: Manifest | None = None
     rows: tuple[Row, ...] = ()
-    whole: tuple[Notice, ...] = ()
+    missing: tuple[Notice, ...] = ()
+    damaged: tuple[Notice, ...] = ()
     of_one_save: tuple[Notice, ...] = ()
     unread: tuple[Notice, ...] = ()
     alone: tuple[Notice, ...] = ()
@@ -71,14 +74,24 @@ class Verdict(Struct, frozen=True):
     """Why it could not be read."""
 
     @property
+    def whole(self) -> tuple[Notice, ...]:
+        """Why it is not whole."""
+        return (*self.missing, *self.damaged)
+
+    @property
     def problems(self) -> tuple[Notice, ...]:
-        """Why no program resumes from it as it was saved; but it may have been meant so."""
+        """What was not meant so: it is not whole, or not of one save."""
         return (*self.whole, *self.of_one_save)
 
     @property
     def obstacles(self) -> tuple[Notice, ...]:
         """Why no program resumes from it."""
         return (*self.problems, *self.alone)
+
+    def warnings(self, resumes: bool = True) -> list[Notice]:
+        """The same for a command that goes on; of a target that no run resumes, damage alone."""
+        found = self.problems if resumes else self.damaged
+        return [replace(each, severity="warning") for each in (*found, *self.unread)]
 
 
 def judged(read: Callable[[], Manifest]) -> Verdict:
@@ -92,35 +105,40 @@ def judged(read: Callable[[], Manifest]) -> Verdict:
         notices = (notice_of(error),) if isinstance(error, OSError) else error.notices
         if isinstance(error, NOT_ITS_OWN):
             return Verdict(of_one_save=notices, error=error)
-        return Verdict(whole=notices, error=error)
+        if isinstance(error, MISSING):
+            return Verdict(missing=notices, error=error)
+        return Verdict(damaged=notices, error=error)
     return of(manifest)
 
 
 def of(manifest: Manifest) -> Verdict:
     """The verdict on a checkpoint that was read; reads no tensor."""
-    rows = tuple(inventory(manifest))
+    rows = inventory(manifest)
     required = {need.role.name: need for need in needs_of(manifest)}
-    whole = [*_pointer(manifest)]
-    unread = []
+    missing, alone = _without_optimizer(manifest, rows)
+    missing += _pointer(manifest)
+    damaged, unread = list[Notice](), list[Notice]()
     for row in rows:
-        if row.state == "ok":
-            continue
         need = required.get(row.role)
-        if row.state == "missing":
-            assert need is not None
-            whole.append(_wrong(row, ENDS if need.missing == "ends" else ANEW))
-        elif need is not None and need.damaged in needs.LOST:
-            hint = REMOVE.format(row.path) if need.missing == "goes on" else ""
-            whole.append(_wrong(row, FAILS, hint))
-        else:
+        if row.state == "missing" and need is not None:
+            missing.append(_wrong(row, ENDS if need.missing == "ends" else ANEW))
+        elif row.state != "ok" and need is not None and need.damaged in needs.LOST:
+            hint = REMOVE.format(quote(row.path)) if need.missing == "goes on" else ""
+            damaged.append(_wrong(row, FAILS, hint))
+        elif row.state != "ok":
             unread.append(_unread(row))
     try:
         refuse_share(manifest)
     except IncompleteCheckpoint as error:
-        whole += error.notices
-    lost, alone = _without_optimizer(manifest, rows)
+        missing += error.notices
     return Verdict(
-        manifest, rows, (*lost, *whole), of_one_save(manifest), tuple(unread), tuple(alone)
+        manifest,
+        tuple(rows),
+        tuple(missing),
+        tuple(damaged),
+        of_one_save(manifest),
+        tuple(unread),
+        tuple(alone),
     )
 
 

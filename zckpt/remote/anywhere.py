@@ -91,7 +91,8 @@ def _sent(
             report["already_complete"] = True
         else:
             report |= sending.send(path, url, run, words)
-            if url.scheme in FETCHING and not report["next"].startswith("zckpt "):
+            is_loaded = bool(report["next"]) and not report["next"].startswith("zckpt ")
+            if url.scheme in FETCHING and is_loaded:
                 report["next"] = FETCHING[url.scheme].format(quote(str(url)))
             report["warnings"] = [*report["warnings"], *said(report.pop("store_notes"))]
         return report | {"seconds": round(time.monotonic() - started, 3)}

@@ -75,16 +75,14 @@ def of_files(found: Found) -> Iterator[Report]:
     """Files that are missing or damaged beside the engine's, or of another save."""
     assert found.manifest is not None
     own = verdict.of(found.manifest)
-    states = {row.path: row.state for row in own.rows}
-    for notice in own.whole:
-        kind = "missing" if states.get(notice.file or "", "missing") == "missing" else "unreadable"
-        yield line_of(notice, kind=kind)
-    for notice in own.unread:
+    for notice in own.missing:
+        # the optimizer of a checkpoint that lacks a file was left out by this command
+        if not (found.faults and notice.code == "optimizer-missing"):
+            yield line_of(notice, kind="missing")
+    for notice in (*own.damaged, *own.unread):
         yield line_of(notice, kind="unreadable")
     for notice in own.of_one_save:
         yield line_of(notice, kind=KIND_OF.get(notice.code, "impossible"))
-    for notice in own.alone:
-        yield line_of(notice, kind="warning")
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:

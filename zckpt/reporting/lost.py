@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from tempfile import TemporaryDirectory
@@ -27,6 +27,7 @@ from ..api import read
 from ..core import sources
 from ..core.description import Report, line_of
 from ..core.grouping import by_key
+from ..core.inventory import nearest
 from ..core.manifest import Manifest
 from ..core.sources import standing_in
 from ..errors import (
@@ -45,15 +46,14 @@ from ..errors import (
     problem,
     warning,
 )
+from ..formats import FORMATS
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
 NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
 """Errors that say nothing about the checkpoint."""
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
-NUMBER = re.compile(r"\d+")
-RANK = "mp_rank_"  # so Megatron calls the folder of a model rank
-LAYER = "layer_"  # so DeepSpeed's pipelines call a layer's files: layer_03-model_00-model_states.pt
+ROLES = [role for format in FORMATS for role in format.roles]
 
 
 class Found(Struct, eq=False):
@@ -173,7 +173,8 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
     """Whether another file stands in for one that the error names, so that reading may go on."""
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
-    others = {path: other for path in paths if (other := _alike(path, gone)) is not None}
+    there = [path for path in files_below(found.path) if path not in gone]
+    others = {path: other for path in paths if (other := nearest(ROLES, path, there)) is not None}
     if not others:
         return False
     for path in others:
@@ -209,36 +210,6 @@ def files_below(path: str) -> Iterator[str]:
         return
     files = (entry.path for entry in sources.walk(path) if entry.is_file())
     yield from islice(files, MOST_FILES)
-
-
-def _alike(path: str, lost: Collection[str]) -> str | None:
-    """The file of the nearest rank, whose name differs in one number alone, which is no layer's.
-
-    Where each rank has a folder, that is the number of the folder.
-    """
-    folder, name = os.path.split(path)
-    above, own = os.path.split(folder)
-    if own.startswith(RANK):
-        return _nearest(above, own, lost, name)
-    return _nearest(folder, name, lost)
-
-
-def _nearest(folder: str, name: str, lost: Collection[str], inside: str = "") -> str | None:
-    """What is in the folder under the most similar name, or the file `inside` of that."""
-    numbers, best = [int(number) for number in NUMBER.findall(name)], None
-    is_layer = name.startswith(LAYER)
-    for other in os.listdir(folder) if os.path.isdir(folder) else ():
-        own = os.path.join(folder, other, inside) if inside else os.path.join(folder, other)
-        if NUMBER.sub("#", other) != NUMBER.sub("#", name) or own in lost:
-            continue
-        apart = [abs(a - int(b)) for a, b in zip(numbers, NUMBER.findall(other), strict=True)]
-        if sum(map(bool, apart)) == 1 and not (is_layer and apart[0]) and os.path.isfile(own):
-            # the last rank's file differs in its padding, so those before are more alike
-            place = next(place for place, far in enumerate(apart) if far)
-            is_behind = numbers[place] < int(NUMBER.findall(other)[place])
-            distance = (place, is_behind, sum(apart), own)
-            best = distance if best is None else min(best, distance)
-    return None if best is None else best[-1]
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 from ..core.description import Report
 from ..core.fragments import boxes_of
+from ..core.inventory import Row
 from ..core.layers import Places
 from ..core.manifest import Entry, Manifest, slot_key
+from ..judging.inventory import of_engine
 from .lost import Found, files_below
 
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
 Key = tuple[int | None, int | None, str]
 """The number of a file, that of a layer, and a slot: pieces are summed by these."""
+AXES = ("dp", "mp", "tp", "pp", "ep")
+"""The axes of ranks among the numbers that names of files have."""
 Piece = tuple[str, int, int, int, int]
 """The file, elements [start, stop), the first byte and how many bytes."""
-
-RANKS = {
-    "dp": re.compile(
-        r"zero_pp_rank_(\d+)_|^__(\d+)_\d+\.distcp|(?:^|(?<!mp)[_/-])rank[_-]?(\d+)(?=[._-])"
-    ),
-    "mp": re.compile(r"(?:^|_)mp_rank_(\d+)"),
-}
-"""What the names of engines' files say of ranks; `mp` counts tensor ranks within stages."""
 
 
 def section(
@@ -46,12 +41,12 @@ def section(
     return {
         "files": [
             {
-                "name": found.name(path),
-                "bytes": _bytes(found.real(path)),
-                "rank": rank_of(manifest, os.path.basename(path)),
-                "state": states.get(path, "ok"),
+                "name": found.name(row.path),
+                "bytes": _bytes(found.real(row.path)),
+                "rank": rank_of(manifest, row),
+                "state": states.get(row.path, "ok"),
             }
-            for path in manifest.files
+            for row in of_engine(manifest)
         ],
         "groups": list(places.rows),
         "of_tensor": groups,
@@ -87,13 +82,9 @@ def _bytes(path: str) -> int | None:
     return os.path.getsize(path) if os.path.isfile(path) else None
 
 
-def rank_of(manifest: Manifest, name: str) -> Report | None:
-    """The rank whose file it is, as far as its name says it."""
-    numbers = {
-        axis: int(next(filter(None, match.groups())))
-        for axis, pattern in RANKS.items()
-        if (match := pattern.search(name))
-    }
+def rank_of(manifest: Manifest, row: Row) -> Report | None:
+    """The rank whose file it is, as far as its name says it; an engine may count them by model."""
+    numbers = {axis: number for axis, number in row.rank if axis in AXES}
     tp, pp = manifest.origin.tp or 1, manifest.origin.pp or 1
     if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
         numbers |= {"tp": model % tp, "pp": model // tp}

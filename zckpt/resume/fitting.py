@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from secrets import token_hex
 from typing import Any
@@ -193,15 +193,11 @@ def check(
             [
                 *([newest.note] if newest.note else []),
                 *not_compared(manifest),
-                *_as_warnings(own.unread),
+                *(replace(each, severity="warning") for each in own.unread),
             ]
         ),
         **fixed,
     }
-
-
-def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
-    return [replace(each, severity="warning") for each in notices]
 
 
 def _fix(

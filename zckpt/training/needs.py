@@ -18,7 +18,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ..core.inventory import Role
+from ..core.inventory import Role, role
 from ..core.manifest import Manifest
 from .lightning import META as META_FILE
 from .lightning import NAME as LIGHTNING
@@ -49,37 +49,32 @@ class Need(Struct, frozen=True):
     scheduler_of: str = ""
 
 
-def _role(name: str, names: str, *axes: str) -> Role:
-    return Role(name, re.compile(names, re.ASCII), axes)
-
-
-TRAINER_STATE = _role("trainer state", r"trainer_state\.json")
-SCHEDULER = _role("scheduler", r"scheduler(?:_(\d+))?\.(?:pt|bin)", "model")
-SCALER = _role("scaler", r"scaler\.pt")
-RANDOM_STATE = _role(
+TRAINER_STATE = role("trainer state", r"trainer_state\.json")
+SCHEDULER = role("scheduler", r"scheduler(?:_(\d+))?\.(?:pt|bin)", "model")
+SCALER = role("scaler", r"scaler\.pt")
+RANDOM_STATE = role(
     "random state",
     r"rng_state(?:_(\d+))?\.pth|random_states_(\d+)\.pkl|rng/rng_(?:global|dp)_rank_(\d+)\.pt",
     *("rank", "rank", "rank"),
 )
-DATALOADER = _role(
+DATALOADER = role(
     "dataloader", r"dl_state_dict(?:_(\d+))?\.bin|dataloader/dataloader_dp_rank_(\d+)\.pt",
     "model", "rank",
 )  # fmt: skip
-CUSTOM = _role("registered object", r"custom_checkpoint_(\d+)\.pkl", "number")
-CONFIGURATION = _role("configuration", r"config\.json")
-ARGUMENTS = _role("arguments", r"training_args\.bin")
-STEP_SCHEDULER = _role("trainer state", r"step_scheduler\.pt")
-META = _role("metadata", re.escape(META_FILE))
-WEIGHTS = _role(
+CUSTOM = role("registered object", r"custom_checkpoint_(\d+)\.pkl", "number")
+CONFIGURATION = role("configuration", r"config\.json")
+ARGUMENTS = role("arguments", r"training_args\.bin")
+STEP_SCHEDULER = role("trainer state", r"step_scheduler\.pt")
+META = role("metadata", re.escape(META_FILE))
+WEIGHTS = role(
     "weights", r".*\.safetensors(?:\.index\.json)?|.*pytorch_model.*\.bin(?:\.index\.json)?"
 )
-TOKENIZER = _role("tokenizer", LOADED.pattern)
+TOKENIZER = role("tokenizer", LOADED.pattern)
 ROLES = (
     *(TRAINER_STATE, STEP_SCHEDULER, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, CUSTOM),
     *(CONFIGURATION, ARGUMENTS, META, WEIGHTS, TOKENIZER),
 )
 """What the name of a file beside an engine's says, in this order."""
-OTHER = "other"
 
 SCHEDULERS = "_load_optimizer_and_scheduler"
 NEEDS: dict[str, tuple[Need, ...]] = {

@@ -29,6 +29,7 @@ from ..formats.deepspeed_states import estimates
 from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
+from ..judging import verdict
 from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
 from ..reading import check_tensors, read
@@ -99,10 +100,13 @@ def write(
     format = formats.named(to)
     if format.options is None:
         raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
+    resumes = format.is_resumed and not options.weights_only
+    own = verdict.of(manifest)
+    manifest = replace(manifest, warnings=(*manifest.warnings, *own.warnings(resumes)))
     if manifest.buffers_named:  # when it was read
         options = _without_unknown(options, BUFFERS, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
-    if format.is_resumed and not options.weights_only:
+    if resumes:
         refuse_share(manifest)
     parts = models.parts_of(format, manifest, reading, options)
     if not parts:
@@ -121,6 +125,8 @@ def write(
     files = convert.files_of(layout)
     size = sum(files.values())
     report = report_on(command, source, target, format, layout, files, options)
+    if resumes and not format.is_neutral and own.problems:
+        report["next"] = ""  # its program cannot load it
     report["dropped"] = dropped if format.is_resumed else []
     if has_plain_names(format, manifest, options):
         change = without_words if options[RENAME] or bool(parts) else plain_names

@@ -14,7 +14,7 @@ Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
-from .files import counter, detect, detect_weak, steps
+from .files import ROLES, counter, detect, detect_weak, steps
 from .options import OPTIONS
 
 FORMAT = Format(
@@ -28,7 +28,6 @@ FORMAT = Format(
     options=OPTIONS,
     numbers=True,
     keeps_steps=True,
-    of_ranks=(".distcp",),
-    written_last=".metadata",
+    roles=ROLES,
     objects=frozenset(),
 )

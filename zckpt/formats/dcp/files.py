@@ -21,6 +21,7 @@ from typing import Any
 from ...core import sources
 from ...core.filenames import by_counting
 from ...core.grouping import by_key
+from ...core.inventory import role
 from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...files.beginning import number_in
 from ...files.dcpfile import ITEMS, METADATA, names_any
@@ -35,6 +36,12 @@ MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 COUNTER = "global_step"
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
+ROLES = (
+    role("items", r"__(\d+)_(\d+)\.distcp", "dp", "part"),
+    role("model", r"shard-(\d+)-model-(\d+)-of-\d+\.safetensors", "dp", "part"),
+    role("metadata", r"\.metadata", is_last=True),
+)
+"""What its files are for."""
 ADAPTER = peft.WEIGHTS[0]
 
 

@@ -32,6 +32,7 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 """
 
 from ..deepspeed_states import OBJECTS, options
+from ..deepspeed_states.directories import ROLES
 from ..format import Format
 from .files import counter, detect, pointer, tags
 
@@ -51,6 +52,6 @@ FORMAT = Format(
     "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
     "FusedAdam",
     keeps_estimates=True,
-    of_ranks=("_states.pt",),
+    roles=ROLES,
     objects=OBJECTS,
 )

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ...core import sources
 from ...core.filenames import by_counting, file_names, number_of
+from ...core.inventory import Role
 from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, listed
 from ...files.torchfile import peek
@@ -28,6 +29,15 @@ OF_EP = file_names(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
 LAYER = file_names(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
+ROLES = (
+    Role("model", MODEL, ("mp",)),
+    Role("model", MODEL_3, ("dp", "mp")),
+    Role("optimizer", OPTIMIZER, ("dp", "mp")),
+    Role("optimizer", OF_EP, ("ep", "mp")),
+    Role("expert", EXPERT, ("layer", "expert", "mp"), fixed="layer"),
+    Role("layer", LAYER, ("layer", "tp"), fixed="layer"),
+)
+"""What these files are for; `mp` counts tensor ranks within stages."""
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = file_names(
     r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"

@@ -12,13 +12,14 @@ The model files are those of formats/deepspeed; both share formats/deepspeed_sta
 
 from ..deepspeed_states import OBJECTS, options
 from ..format import Format
-from .files import KIND
+from .files import KIND, ROLES
 
 FORMAT = Format(
     name="deepspeed-universal",
     about="DeepSpeed's own universal checkpoints, for load_universal",
     family="deepspeed",
     detect=KIND.detect,
+    roles=ROLES,
     options=options.OPTIONS,
     compares="beginnings",
     states="it has place for tensors of the parameters' shapes, and for numbers that all "

@@ -21,6 +21,7 @@ import os
 from typing import Any
 
 from ...core.filenames import numbers_of
+from ...core.inventory import role
 from ...core.missing_ranks import missing_ranks
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.directories import (
@@ -31,6 +32,7 @@ from ..deepspeed_states.directories import (
     holds_universal,
     universal_tags,
 )
+from ..deepspeed_states.directories import ROLES as OF_RUN
 
 POINTER = "latest_universal"
 KIND = TagKind("universal checkpoint of DeepSpeed", POINTER, holds_universal, universal_tags)
@@ -40,6 +42,9 @@ OURS = "zckpt"  # in optimizer_state.pt: these files are not the converter's
 CUTS = "zckpt_tensor_parallel"  # there too: by which rules the source's tensor ranks were joined
 MASTER = "fp32"
 VIEW = "sub_param_shape"  # beside a tensor: a view of several parts, maybe of more dimensions
+
+ROLES = (*OF_RUN, role("optimizer", r"zero/.+"))
+"""What its files are for: those of the run that was converted, and the tensors."""
 
 SliceInfo = dict[str, Any]
 """What a tensor's file says beside the tensor: how it is cut for tensor parallelism."""

@@ -27,7 +27,7 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import counter, detect, detect_weak, updates
+from .files import ROLES, counter, detect, detect_weak, updates
 
 FORMAT = Format(
     name="gathered",
@@ -50,6 +50,6 @@ FORMAT = Format(
     is_plain=True,
     keeps_steps=True,
     fits_any_dp=True,
-    of_ranks=("rank",),
+    roles=ROLES,
     objects=frozenset(),
 )

@@ -26,6 +26,7 @@ from msgspec import Struct, field
 from ...core import sources
 from ...core.filenames import by_counting, counted, number_of, numbered
 from ...core.inert import Scalar
+from ...core.inventory import role
 from ...core.saved_names import Place
 from ...errors import (
     AmbiguousCheckpoint,
@@ -71,6 +72,15 @@ OTHER_NAMES = (
 )
 DEPTH = 4
 COUNTER = "global_step"
+OF_RANK = r"(?:world_size_\d+_)?(?<![a-z])rank_?(\d+)\.(?:pt|pth|bin|ckpt)"
+ROLES = (
+    role("optimizer", rf".*optim.*?{OF_RANK}|.*optim.*?_(\d+)\.pt", "dp", "dp"),
+    role("model", rf".*(?:model|weights).*?{OF_RANK}|.*model.*?_(\d+)\.pt", "dp", "dp"),
+    role("state of a rank", rf".*?{OF_RANK}", "dp"),
+    role("optimizer", r".*optim[^/]*"),
+    role("model", r".*(?:model|weights)[^/]*"),
+)
+"""What its files are for, as far as their names say it."""
 
 
 class StateDictFiles(Struct, eq=False):

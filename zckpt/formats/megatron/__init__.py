@@ -36,7 +36,7 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import counter, detect, iterations, latest, to_load
+from .files import ROLES, counter, detect, iterations, latest, to_load
 
 FORMAT = Format(
     name="megatron",
@@ -57,8 +57,7 @@ FORMAT = Format(
     fits_any_dp=True,
     overrides_groups=True,
     states="Megatron-Core's optimizer keeps exp_avg and exp_avg_sq",
-    of_ranks=(".distcp", "model_optim_rng.pt", "distrib_optim.pt"),
-    written_last=".metadata",
+    roles=ROLES,
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list

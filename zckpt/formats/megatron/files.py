@@ -19,6 +19,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.filenames import by_counting
+from ...core.inventory import role
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -38,6 +39,15 @@ BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+ROLES = (
+    role("items", r"__(\d+)_(\d+)\.distcp", "dp", "part"),
+    role("model", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt", "tp", "pp", "ep"),
+    role("optimizer", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/distrib_optim\.pt", "tp", "pp", "ep"),
+    role("common state", r"common\.pt"),
+    role("marker", r"metadata\.json"),
+    role("metadata", r"\.metadata", is_last=True),
+)
+"""What its files are for."""
 KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
-from .files import detect
+from .files import ROLES, detect
 
 FORMAT = Format(
     name="onnxruntime",
@@ -37,6 +37,6 @@ FORMAT = Format(
     compares="all",
     keeps_steps=True,
     states="ONNX Runtime keeps the moments of Adam and Lamb",
-    of_ranks=("",),
+    roles=ROLES,
     objects=frozenset(),
 )

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ...core import sources
 from ...core.filenames import by_counting
+from ...core.inventory import role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -22,6 +23,13 @@ from .ranks import Save
 
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
+
+
+ROLES = (
+    role("all states", r"[^/]*\.ZeRO\.(\d+)\.\d+\.ort\.pt", "dp"),
+    role("all states", r"[^/]*?rank[_-]?(\d+)(?=[._-])[^/]*", "dp"),
+)
+"""What its files are for; the names of HDF5 files are the program's own."""
 
 
 class CheckpointFiles(Struct, frozen=True):

@@ -9,13 +9,14 @@ functions.py  what zckpt does with them
 
 from ...training.options import DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, WEIGHTS_ONLY
 from ..format import Format
-from .files import detect
+from .files import ROLES, detect
 
 FORMAT = Format(
     name="universal",
     about="zckpt's own: whole tensors as safetensors",
     family="universal",
     detect=detect,
+    roles=ROLES,
     options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE),
     reasons={"dp": "a universal checkpoint has no ranks"},
     is_neutral=True,

@@ -16,7 +16,14 @@ import os
 import re
 
 from ...core import sources
+from ...core.inventory import role
 
+ROLES = (
+    role("metadata", r"manifest\.json", is_last=True),
+    role("model", r"model[^/]*\.safetensors"),
+    role("optimizer", r"[^/]*\.safetensors"),
+)
+"""What its files are for."""
 VERSION = 1
 MANIFEST = "manifest.json"
 SIBLINGS = "siblings"
