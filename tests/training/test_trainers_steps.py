@@ -154,6 +154,15 @@ class TestSightings:
         torch.save(states, run.with_name("checkpoint-9") / "model.pt")
         assert seen(run.with_name("checkpoint-9")) == []
 
+    def test_a_scheduler_alone(self, tmp_path: Path) -> None:
+        """A program of plain torch has saved it: the number of its folder may be an epoch's."""
+        folder = tmp_path / "checkpoint-1"
+        states = trained(folder)
+        torch.save(states["model"], folder / "model.pt")
+        torch.save(states["optimizer"], folder / "optimizer.pt")
+        torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+        assert seen(folder) == [("scheduler.pt, last_epoch", 3)]
+
     def test_the_folder_in_which_the_user_is(
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

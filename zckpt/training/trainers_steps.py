@@ -55,10 +55,8 @@ def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
 
 
 def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
-    """The counters of a program's files, and of the folder in which they lie."""
-    if program_of(manifest.siblings) is None:
-        return
-    name = os.path.basename(_folder(manifest))
+    """The counters of files, and of the folder in which a trainer has saved."""
+    name = os.path.basename(_folder(manifest)) if program_of(manifest.siblings) else ""
     if match := CHECKPOINT.fullmatch(name):
         yield Sighting(f"name of the folder {name}", int(match[1]), False, FOLDER)
     for item in manifest.siblings:
