@@ -179,7 +179,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "steps-disagree": Code(
             (FAULT,),
-            "Files state different steps of the optimizer.",
+            "Files state different steps of the optimizer, or of the trainer and its engine.",
             "Files of two saves are mixed.",
             "Copy all files of one save again, or choose with `--step-policy`.",
         ),

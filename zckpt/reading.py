@@ -86,7 +86,8 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     omitted = [*manifest.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
     lines += [*oddly_timed(manifest), *_in_other_order(manifest, reading)]
     lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
-    return replace(manifest, warnings=tuple(lines), omitted=tuple(omitted))
+    seen = (*manifest.steps, *formats.trainers_counters(manifest))
+    return replace(manifest, warnings=tuple(lines), omitted=tuple(omitted), steps=seen)
 
 
 def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[Notice]:

@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from ..errors import Notice, WrongOption, listed, note
 from .facts import layers_of, with_facts
 from .inert import plain_group, to_json
-from .manifest import Entry, Manifest
+from .manifest import Entry, Manifest, steps_to_json
 from .states import states_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
-        "steps": to_builtins(list(manifest.steps)),
+        "steps": steps_to_json(manifest.steps),
         "files": len(manifest.files),
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
         "problems": said(manifest.warnings),

@@ -169,11 +169,20 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
 
 
 class Sighting(Struct, frozen=True):
-    """One place that holds a step; `truth` is True if this optimizer reads its step there."""
+    """One place that holds a step; `truth` is True if this optimizer reads its step there.
+
+    `counter` says which counter of a trainer program it is; "" for all other places.
+    """
 
     where: str
     step: float | int
     truth: bool
+    counter: str = ""
+
+
+def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
+    """Places of steps as JSON, as reports and a universal manifest state them."""
+    return [{"where": each.where, "step": each.step, "truth": each.truth} for each in steps]
 
 
 class Sibling(Struct, frozen=True):

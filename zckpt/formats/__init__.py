@@ -25,11 +25,12 @@ from contextlib import suppress
 
 from ..core import sources
 from ..core.inert import Foreign
-from ..core.manifest import Manifest
+from ..core.manifest import Manifest, Sighting
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, ZckptError, listed, meant
 from ..files import hdf5file
+from ..files.beginning import number_in
 from ..files.torchfile import Tensor, peek
-from ..training import objects, trainers
+from ..training import objects, trainers, trainers_steps
 from ..training.best import CHECKPOINT
 from . import (
     dcp,
@@ -99,6 +100,11 @@ def engine_objects() -> frozenset[str]:
 def other_objects(manifest: Manifest) -> list[str]:
     """Classes and functions that a checkpoint names, and that no engine needs."""
     return objects.others_of(manifest, engine_objects())
+
+
+def trainers_counters(manifest: Manifest) -> list[Sighting]:
+    """The steps that trainer programs state beside a checkpoint of any format; raises OSError."""
+    return trainers_steps.sightings(manifest, number_in)
 
 
 def family_of(name: str) -> str:

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine, TensorParallel, Vocabulary
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Sighting
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption, ZckptError
 from zckpt.formats.deepspeed.run_template import as_in_run
 from zckpt.formats.options import options_of
+from zckpt.training import trainers_steps
 
 from ...conftest import texts
 from . import made
@@ -211,6 +212,15 @@ def test_counters_of_as_many_steps(
     expected = {"global_steps": 5, "skipped_steps": 0, "global_samples": samples}
     assert result.state["counters"] == expected
     assert ("the samples of a step are unknown" in said(result, run)) == (not samples)
+
+
+def test_counters_of_the_trainer(source: Manifest, run: Manifest) -> None:
+    """It has counted updates that the optimizer has skipped."""
+    counted = Sighting("x", 6, False, trainers_steps.TRAINER)
+    source = replace(with_state(at_step_5(source), counters=None), steps=(counted,))
+    result = in_run(source, with_state(run, counters={"global_steps": 3, "global_samples": 24}))
+    expected = {"global_steps": 6, "skipped_steps": 0, "global_samples": 48}
+    assert result.state["counters"] == expected
 
 
 def test_counters_of_the_source(source: Manifest, run: Manifest) -> None:

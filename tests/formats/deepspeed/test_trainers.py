@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.training.trainers_steps import disagreements
 
 from ...conftest import Once, texts
 from ...engines import trainers
@@ -21,6 +22,15 @@ SIBLINGS = {
     "hf_trainer": {"trainer_state.json", "scheduler.pt", "rng_state_0.pth", "config.json"},
     "accelerate": {"random_states_0.pkl", "scheduler.bin"},
     "lightning": set(),
+}
+COUNTED = {
+    "hf_trainer": {
+        "name of the folder checkpoint-3": 3,
+        "scheduler.pt, last_epoch": 3,
+        "trainer_state.json, global_step": 3,
+    },
+    "accelerate": {"random_states_0.pkl, step": 0, "scheduler.bin, last_epoch": 3},
+    "lightning": {"Lightning, global_step": 3},
 }
 PER_RANK = {"hf_trainer": "rng_state_1.pth", "accelerate": "random_states_1.pkl", "lightning": None}
 
@@ -59,6 +69,10 @@ class TestTrainer:
         names = {path.name for path in siblings.rglob("*")} if siblings.exists() else set()
         assert names >= SIBLINGS[trainer]
         assert not {"latest", "zero_to_fp32.py"} & names
+        manifest = zckpt.read(directory)
+        counted = {each.where: each.step for each in manifest.steps if each.counter}
+        assert counted == COUNTED[trainer]
+        assert disagreements(manifest) == []
 
     @pytest.mark.parametrize(
         ("trainer", "stage", "dp", "through"),

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 import zckpt
 from zckpt.files.torchfile import TorchFile
 
-from ...conftest import EXAMPLE, Result, texts
+from ...conftest import EXAMPLE, ROOT, Result, texts
 from ...engines import deepspeed
 from ...engines.cases import CASES, Case
 from ...manifests import changed
@@ -31,6 +31,7 @@ from ..equality import load, same_bits
 
 Zckpt = Callable[..., Result]
 Trained = Callable[[Case], Path]
+TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
 
 
 def reshard(source: Path, target: Path, **options: Any) -> Path:
@@ -478,6 +479,46 @@ class TestRefusals:
         ended = zckpt("reshard", EXAMPLE, tmp_path / "run", "--dp", "3")
         assert (ended.code, "are free" in ended.err) == (1, True)
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        {"to": "dcp", "dialect": "accelerate", "dp": 2},
+        {"to": "gathered", "dialect": "accelerate"},
+        {"to": "gathered", "dialect": "safetensors"},
+    ],
+    ids=lambda words: "-".join(map(str, words.values())),
+)
+@pytest.mark.parametrize("universal", [False, True])
+@pytest.mark.parametrize("stated", [6, None])
+def test_the_engine_counts_on_where_the_trainer_was(
+    between: dict[str, Any], universal: bool, stated: int | None, tmp_path: Path
+) -> None:
+    """Without DeepSpeed only the Trainer counts updates that fp16 skips: the optimizer has 4."""
+    source, target = tmp_path / "checkpoint-6", tmp_path / "target"
+    zckpt.convert(TRAINER, source, **between)
+    state = {"global_step": stated} if stated else {}
+    (source / "trainer_state.json").write_text(json.dumps(state))
+    if universal:
+        zckpt.convert(source, tmp_path / "universal")
+        source = tmp_path / "universal"
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    zckpt.convert(source, target, to="deepspeed", dp=2, config=config)
+    counted = stated or 4
+    assert (target / "latest").read_text() == f"global_step{counted}"
+    model = target / f"global_step{counted}" / "mp_rank_00_model_states.pt"
+    content = TorchFile(str(model)).value
+    assert (content["global_steps"], content["skipped_steps"]) == (counted, 0)
+    assert zckpt.read(target).step == 4
+
+
+def test_the_engines_own_counter_comes_first(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(TRAINER, tmp_path / "checkpoint-4"))
+    (run / "trainer_state.json").write_text('{"global_step": 6}')
+    zckpt.reshard(run, tmp_path / "target", dp=4)
+    model = tmp_path / "target" / "global_step4" / "mp_rank_00_model_states.pt"
+    assert TorchFile(str(model)).value["global_steps"] == 4
 
 
 def test_auto_in_a_trainers_config_is_no_answer(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, warning
 from ...naming.patterns import INFO
 from ...training.options import Options
+from ...training.trainers_steps import counted_updates
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
 from ..template import Group, Template
 
@@ -166,7 +167,7 @@ class _Run(Template):
 
     def _counters(self) -> dict[str, Any]:
         """Those of a run of as many steps, each with as many samples as one of the run's."""
-        step, before = int(self.source.step or 0), self.run.state.get("counters") or {}
+        step, before = counted_updates(self.source), self.run.state.get("counters") or {}
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
         rate, rest = divmod(int(samples), int(steps)) if steps else (0, 1)
         if rest:

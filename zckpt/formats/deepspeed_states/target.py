@@ -38,6 +38,7 @@ from ...training import lightning, steps
 from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
+from ...training.trainers_steps import counted_updates
 from .. import zero
 from .directories import OF_MODELS, POINTERS
 from .engine import TargetEngine
@@ -405,10 +406,10 @@ class DeepSpeedTarget:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The engine's counters; where the source has none, those of a run of as many steps."""
+        """The engine's counters; where the source has none, those of a run of as many updates."""
         stated = (self.source.state.get("counters") or {}).items()
         kept = {key: value for key, value in stated if value is not None}
-        fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": int(self.source.step or 0)}
+        fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": counted_updates(self.source)}
         return {key: kept.get(key, fresh[key]) for key in COUNTERS}
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import Any
 
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ...core import description
@@ -19,7 +18,7 @@ from ...core.fileio import write_all
 from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Manifest, parameters_to_json
+from ...core.manifest import Entry, Manifest, parameters_to_json, steps_to_json
 from ...core.sources import pread
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note
 from ...files import safefile
@@ -215,7 +214,8 @@ def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str,
             name: _entry(entry, digests.get(name)) for name, entry in manifest.entries.items()
         },
         "files": {},
-        "steps": to_builtins(manifest.steps),
+        # a trainer's counters are in its files, which the target has, and are found there again
+        "steps": steps_to_json(each for each in manifest.steps if not each.counter),
         "left_out": [notice.message for notice in manifest.omitted],
         "warnings": [notice.message for notice in manifest.warnings],
         "notices": {

@@ -1,0 +1,151 @@
+"""Which steps do trainer programs state beside an engine's checkpoint, and which must be equal?
+
+    file or name           counter        program
+    trainer_state.json     global_step    transformers: updates, also those that fp16 has skipped
+    folder checkpoint-N    N              transformers: the same; it resumes from the largest N
+    scheduler.pt, .bin     last_epoch     torch's schedulers; accelerate steps them in each process
+    random_states_0.pkl    step           accelerate: batches since an epoch began
+    Lightning's state      global_step    Lightning: updates of all its optimizers together
+
+None of them is the optimizer's step. Only DeepSpeed's `global_steps` counts what `global_step` does
+(accelerate 1.15, transformers 5.24): all others count something else, and are only listed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from ..core import sources
+from ..core.facts import FlatBufferEngine
+from ..core.manifest import Manifest, Sibling, Sighting, is_step
+from ..errors import Notice, ZckptError, problem, warning
+from . import lightning
+from .best import CHECKPOINT
+from .trainers import MAX_JSON, STATE, counter, program_of
+
+Number = Callable[[str, tuple[str]], int | None]
+"""Gives the whole number that a file of torch.save has under one of the keys."""
+
+TRAINER, FOLDER, SCHEDULER = "trainer", "folder", "scheduler"
+ACCELERATE, LIGHTNING = "accelerate", "lightning"
+"""The counters of trainers (`Sighting.counter`), beside which an engine's own have none."""
+
+_COUNTED = (
+    (SCHEDULER, re.compile(r"scheduler(?:\.pt|(?:_\d+)?\.bin)"), "last_epoch"),
+    (TRAINER, re.compile(re.escape(STATE)), "global_step"),
+    (ACCELERATE, re.compile(r"random_states_0\.pkl"), "step"),  # other ranks' have the same
+)
+"""Files with a counter, and its key."""
+
+
+def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
+    """The counters in the files beside a checkpoint, in its folder's name and in Lightning's state.
+
+    A damaged file states none. Raises OSError.
+    """
+    found = [*_of_files(manifest, number_in)]
+    if lightning.is_in(manifest):
+        step = manifest.state["client_state"].get("global_step")
+        if is_step(step):
+            found.append(Sighting("Lightning, global_step", step, False, LIGHTNING))
+    return found
+
+
+def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
+    """The counters of files, and of the folder in which a trainer has saved."""
+    name = os.path.basename(_folder(manifest)) if program_of(manifest.siblings) else ""
+    if match := CHECKPOINT.fullmatch(name):
+        yield Sighting(f"name of the folder {name}", int(match[1]), False, FOLDER)
+    for item in manifest.siblings:
+        for kind, pattern, key in _COUNTED:
+            if pattern.fullmatch(item.name):
+                step = _number(item, key, number_in)
+                if step is not None and is_step(step):
+                    yield Sighting(f"{item.name}, {key}", step, False, kind)
+
+
+def _number(item: Sibling, key: str, number_in: Number) -> int | None:
+    """The number in a file; None if the file is damaged, too large, or not this user's to read."""
+    if sources.is_denied(item.path):
+        return None
+    if item.name == STATE:
+        return counter(os.path.dirname(item.path))
+    if item.size > MAX_JSON:
+        return None
+    with suppress(ZckptError):  # whoever loads the file says that it is damaged
+        return number_in(item.path, (key,))
+    return None
+
+
+def _folder(manifest: Manifest) -> str:
+    """The folder of the files beside a checkpoint."""
+    paths = [item.path for item in manifest.siblings if "/" not in item.name]
+    return os.path.dirname(os.path.abspath(paths[0])) if paths else ""
+
+
+def global_step(manifest: Manifest) -> int | None:
+    """The updates that transformers' Trainer has counted; None if its state is not there."""
+    return _seen(manifest, TRAINER)
+
+
+def counted_updates(source: Manifest) -> int:
+    """The updates of a run whose engine has counted none: as the Trainer says, or the optimizer."""
+    counted = global_step(source)
+    return int(source.step or 0) if counted is None else counted
+
+
+def _seen(manifest: Manifest, kind: str) -> int | None:
+    steps = (int(each.step) for each in manifest.steps if each.counter == kind)
+    return next(steps, None)
+
+
+def disagreements(manifest: Manifest) -> list[Notice]:
+    """What contradicts the Trainer's `global_step`: an engine's counter, or the folder's number.
+
+    An engine that has counted other updates is a problem: the files are of two saves. It is only a
+    warning if gradients are accumulated: before accelerate 1.8 (its pull request 3630) DeepSpeed
+    made no update at the end of an epoch whose last batches were fewer than those of an update,
+    while the Trainer counted one.
+    """
+    counted = global_step(manifest)
+    if counted is None:
+        return []
+    state = next(item.path for item in manifest.siblings if item.name == STATE)
+    lines = []
+    engine = (manifest.state.get("counters") or {}).get("global_steps")
+    if type(engine) is int and engine != counted:
+        where = f"{manifest.stated_in} has" if manifest.stated_in else "the engine has"
+        message = f"{state} has global_step {counted}, but {where} global_steps {engine}"
+        hint = "the files are of two saves: copy all files of one save again"
+        make = problem
+        if _accumulates(manifest):
+            make = warning
+            hint = (
+                "copy all files of one save again, unless accelerate was older than 1.8: with "
+                "gradient_accumulation_steps its counters may differ"
+            )
+        lines.append(make("steps-disagree", message, subject="global_step", file=state, hint=hint))
+    number = _seen(manifest, FOLDER)
+    if number is not None and number != counted:
+        folder = _folder(manifest)
+        lines.append(
+            warning(
+                "steps-disagree",
+                f"{folder} has number {number} in its name, but its {STATE} has global_step "
+                f"{counted}: the Trainer resumes from the folder with the largest number",
+                subject="global_step",
+                file=folder,
+                hint=f"if all files are of one save, rename the folder to checkpoint-{counted}",
+            )
+        )
+    return lines
+
+
+def _accumulates(manifest: Manifest) -> bool:
+    """Whether an update of the engine takes several batches, or no file says how many."""
+    engine = manifest.engine
+    stated = engine.config if isinstance(engine, FlatBufferEngine) else {}
+    return stated.get("gradient_accumulation_steps") != 1
