@@ -364,7 +364,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             "Choose one with `--step-policy`, or a target that keeps them apart.",
         ),
         "optimizer-missing": Code(
-            (REFUSAL,),
+            (FAULT, REFUSAL),
             "The source has no optimizer state, or nothing that is trained.",
             "It was saved without one, or another file has it.",
             "Write the weights alone: `--weights-only`.",

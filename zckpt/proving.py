@@ -22,7 +22,6 @@ from .errors import (
 )
 from .formats.reading import Reading
 from .judging import verdict
-from .judging.verdict import Verdict
 from .proof import saved
 from .proof.verify import verify_against, verify_alone
 from .reading import alike, oddly_timed, read, read_both, read_other
@@ -139,8 +138,12 @@ def _verify(
                 about["warnings"] += said(duplicates.check_duplicates(manifest))
             if check_slices := format.functions.check_slices:
                 check_slices(manifest)
+            own = verdict.of(manifest)
+            about["warnings"] += said(own.doubts)
             found = verify_alone(manifest, selection.tensors, copying, begin)
-            return about | _judged(found, verdict.of(manifest))
+            problems = [*said((*own.problems, *own.unread)), *found["problems"]]
+            is_equal = found["equal"] and not problems
+            return about | found | {"problems": problems, "equal": is_equal}
         if contents is not None:
             root = (reading.root or "").partition("=")[0]
             found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
@@ -149,12 +152,6 @@ def _verify(
             about["warnings"] += said(oddly_timed(other))
             found = verify_against(manifest, other, selection, copying, begin)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
-
-
-def _judged(found: Report, own: Verdict) -> Report:
-    """The findings of one checkpoint, with what its files show without tensors."""
-    problems = [*said((*own.problems, *own.unread)), *found["problems"]]
-    return found | {"problems": problems, "equal": found["equal"] and not problems}
 
 
 def _gather(

@@ -14,6 +14,7 @@ from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
 from zckpt.core.layers import places_of
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.origin import Origin
+from zckpt.judging.inventory import of_engine
 from zckpt.reporting import numbers, owners
 from zckpt.reporting.lost import Found
 
@@ -36,19 +37,23 @@ def test_pieces_are_the_bytes_of_tensors(document: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "rank"),
+    ("format", "name", "source", "rank"),
     [
-        ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", {"dp": 4}, {"dp": 3}),
-        ("zero_pp_rank_1_mp_rank_03_model_states.pt", GRID, {"dp": 1, "tp": 1, "pp": 1}),
-        ("mp_rank_02_model_states.pt", GRID, {"tp": 0, "pp": 1}),
-        ("mp_rank_00_model_states.pt", {"dp": 4}, None),
-        ("__12_0.distcp", {}, {"dp": 12}),
-        ("pytorch_model_fsdp_rank_2.pt", {}, {"dp": 2}),
-        ("model.safetensors", {}, None),
+        ("deepspeed", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", {"dp": 4}, {"dp": 3}),
+        ("deepspeed", "zero_pp_rank_1_mp_rank_03_model_states.pt", GRID, {"dp": 1, "tp": 1, "pp": 1}),
+        ("deepspeed", "mp_rank_02_model_states.pt", GRID, {"tp": 0, "pp": 1}),
+        ("deepspeed", "mp_rank_00_model_states.pt", {"dp": 4}, None),
+        ("dcp", "__12_0.distcp", {}, {"dp": 12}),
+        ("gathered", "pytorch_model_fsdp_rank_2.pt", {}, {"dp": 2}),
+        ("gathered", "model.safetensors", {}, None),
     ],
 )  # fmt: skip
-def test_ranks_in_names(name: str, source: dict[str, Any], rank: dict[str, int] | None) -> None:
-    assert owners.rank_of(Manifest("", "deepspeed", Origin.of_json(source), {}, {}), name) == rank
+def test_ranks_in_names(
+    format: str, name: str, source: dict[str, Any], rank: dict[str, int] | None
+) -> None:
+    manifest = Manifest("", format, Origin.of_json(source), {}, {}, files=(name,))
+    (row,) = of_engine(manifest)
+    assert owners.rank_of(manifest, row) == rank
 
 
 def test_neighbours_are_one_piece(tmp_path: Path) -> None:
@@ -63,7 +68,7 @@ def test_neighbours_are_one_piece(tmp_path: Path) -> None:
 
 def found(folder: Path, entries: list[Entry], files: list[str]) -> tuple[Any, ...]:
     entries_by_name = {entry.name: entry for entry in entries}
-    manifest = Manifest(str(folder), "x", Origin(), entries_by_name, {}, files=tuple(files))
+    manifest = Manifest(str(folder), "dcp", Origin(), entries_by_name, {}, files=tuple(files))
     places = places_of(entry.parameter for entry in entries)
     return Found(str(folder), manifest), places, entries, ()
 

@@ -160,36 +160,35 @@ def test_the_trainer_writes_its_state_last(tmp_path: Path) -> None:
     run = laid_out(tmp_path / "run", EXAMPLE, "checkpoint-9", "checkpoint-10")
     for folder in run.iterdir():
         (folder / "training_args.bin").write_bytes(b"pickle")
-    (run / "checkpoint-10" / "latest").unlink()
     (run / "checkpoint-9" / "trainer_state.json").write_text("{}")
     with pytest.warns(
-        UserWarning, match="has no trainer_state.json, which the Trainer writes last"
+        UserWarning, match="trainer_state.json is missing, without which the program cannot resume"
     ):
         assert zckpt.auto_resume(run, dp=4) == str(run / "checkpoint-9")
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),
+    ("name", "damage", "what"),
     [
-        ("rng_state_0.pth", flip_in_tensor),
-        ("rng_state_1.pth", cut),
-        ("scheduler.pt", cut),
-        ("trainer_state.json", cut),
-        ("trainer_state.json", emptied),
-        ("training_args.bin", emptied),
-        ("training_args.bin", zeroed),
-        ("scheduler.pt", zeroed),
-        ("rng_state_1.pth", zeroed),
-        ("trainer_state.json", zeroed),
-        ("rng_state_0.pth", zeroed_behind),
+        ("rng_state_0.pth", flip_in_tensor, "is damaged"),
+        ("rng_state_1.pth", cut, "ends too early"),
+        ("scheduler.pt", cut, "ends too early"),
+        ("trainer_state.json", cut, "is damaged"),
+        ("trainer_state.json", emptied, "is empty"),
+        ("scheduler.pt", zeroed, "has zeros alone"),
+        ("rng_state_1.pth", zeroed, "has zeros alone"),
+        ("trainer_state.json", zeroed, "has zeros alone"),
+        ("rng_state_0.pth", zeroed_behind, "ends too early"),
     ],
 )
-def test_a_file_of_the_trainer(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_file_of_the_trainer(
+    name: str, damage: Callable[[Path], None], what: str, tmp_path: Path
+) -> None:
     """The Trainer ends if it cannot load one of these."""
     source = ROOT / "examples" / "trainer" / "checkpoint-4"
     run = laid_out(tmp_path / "run", source, "checkpoint-9", "checkpoint-10")
     damage(run / "checkpoint-10" / name)
-    with pytest.warns(UserWarning, match=f"{name} is damaged"):
+    with pytest.warns(UserWarning, match=f"{name} {what}, with which the program cannot resume"):
         assert zckpt.auto_resume(run, dp=2) == str(run / "checkpoint-9")
 
 
@@ -241,6 +240,7 @@ def test_what_has_no_checksum_is_counted(tmp_path: Path) -> None:
     torch.save(optimizer.state_dict(), run / "optimizer.pt")
     save_file({name: each.data for name, each in weights.items()}, run / "model.safetensors")
     (run / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
+    torch.save({"last_epoch": 4}, run / "scheduler.pt")
     path = zckpt.auto_resume(run.parent)
     assert path is not None
     assert path.report["records"]["unchecked"] == len(weights)

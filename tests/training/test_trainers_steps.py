@@ -191,14 +191,28 @@ class TestDisagreements:
         where = "the engine" if through else str(model)
         assert notice.message == f"{state} has global_step 6, but {where} has global_steps 4"
 
-    @pytest.mark.parametrize(("stated", "severity"), [(1, "error"), (4, "warning"), (0, "warning")])
-    def test_accumulated_gradients(self, stated: int, severity: str, run: Path) -> None:
-        """Accelerate before 1.8 let the engine skip an epoch's last update; 0: no file says it."""
+    @pytest.mark.parametrize(
+        ("stated", "epoch", "engine", "severity"),
+        [
+            (1, 1.0, 3, "error"),
+            (4, 1.0, 3, "warning"),
+            (0, 1.5, 3, "warning"),  # no file says how many are accumulated
+            (4, 0.9, 3, "error"),
+            (4, 1.0, 2, "error"),
+            (4, 9.0, 5, "error"),
+        ],
+    )
+    def test_accumulated_gradients(
+        self, stated: int, epoch: float, engine: int, severity: str, run: Path
+    ) -> None:
+        """Accelerate before 1.8 let the engine skip the last update of each epoch."""
+        state = run / "trainer_state.json"
+        state.write_text(json.dumps({**json.loads(state.read_text()), "epoch": epoch}))
         model = run / "global_step4" / "mp_rank_00_model_states.pt"
         content = torch.load(model, weights_only=False)
         del content["ds_config"]["gradient_accumulation_steps"]
         content["ds_config"] |= {"gradient_accumulation_steps": stated} if stated else {}
-        torch.save({**content, "global_steps": 3}, model)
+        torch.save({**content, "global_steps": engine}, model)
         (notice,) = disagreements(package.read(run))
         assert (notice.code, notice.severity) == ("steps-disagree", severity)
         assert ("1.8" in notice.hint) == (severity == "warning")
@@ -224,8 +238,8 @@ class TestDisagreements:
         """The kind of a counter does, and the engine's own record."""
         steps = (Sighting("a", 6, False, TRAINER), Sighting("b", 5, False, FOLDER))
         manifest = Manifest(
-            "/", "x", Origin(), {}, {}, steps=steps, state={"counters": {"global_steps": 4}},
+            "/", "x", Origin(), {}, {}, steps=steps, state={"counters": {"global_steps": 7}},
             siblings=(Sibling("trainer_state.json", "/x/trainer_state.json", 1),),
         )  # fmt: skip
-        assert [notice.severity for notice in disagreements(manifest)] == ["warning", "warning"]
+        assert [notice.severity for notice in disagreements(manifest)] == ["error", "warning"]
         assert trainers_steps.global_step(manifest) == 6

@@ -35,7 +35,7 @@ from ..errors import (
     notice_of,
     problem,
 )
-from ..training import needs
+from ..training import needs, trainers_steps
 from .inventory import has_optimizer, inventory, needs_of
 
 MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
@@ -60,7 +60,8 @@ class Verdict(Struct, frozen=True):
 
     `missing` and `damaged` are files that a program needs to resume, `of_one_save` contradictions
     between files. `unread` are damaged files that resuming does not read, and `alone` says that
-    there are weights and no optimizer. `rows` is the inventory.
+    there are weights and no optimizer. `doubts` are no proof: a folder with another number. `rows`
+    is the inventory.
     """
 
     manifest: Manifest | None = None
@@ -70,6 +71,7 @@ class Verdict(Struct, frozen=True):
     of_one_save: tuple[Notice, ...] = ()
     unread: tuple[Notice, ...] = ()
     alone: tuple[Notice, ...] = ()
+    doubts: tuple[Notice, ...] = ()
     error: ZckptError | OSError | None = None
     """Why it could not be read."""
 
@@ -88,10 +90,18 @@ class Verdict(Struct, frozen=True):
         """Why no program resumes from it."""
         return (*self.problems, *self.alone)
 
+    @property
+    def remarks(self) -> list[Notice]:
+        """What sets no checkpoint aside, as warnings."""
+        return _as_warnings((*self.unread, *self.doubts))
+
     def warnings(self, resumes: bool = True) -> list[Notice]:
-        """The same for a command that goes on; of a target that no run resumes, damage alone."""
-        found = self.problems if resumes else self.damaged
-        return [replace(each, severity="warning") for each in (*found, *self.unread)]
+        """All of it for a command that goes on; of a target that no run resumes, damage alone."""
+        return [*_as_warnings(self.problems if resumes else self.damaged), *self.remarks]
+
+
+def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
+    return [replace(each, severity="warning") for each in notices]
 
 
 def judged(read: Callable[[], Manifest]) -> Verdict:
@@ -113,7 +123,7 @@ def judged(read: Callable[[], Manifest]) -> Verdict:
 
 def of(manifest: Manifest) -> Verdict:
     """The verdict on a checkpoint that was read; reads no tensor."""
-    rows = inventory(manifest)
+    rows, steps = inventory(manifest), trainers_steps.disagreements(manifest)
     required = {need.role.name: need for need in needs_of(manifest)}
     missing, alone = _without_optimizer(manifest, rows)
     missing += _pointer(manifest)
@@ -136,15 +146,19 @@ def of(manifest: Manifest) -> Verdict:
         tuple(rows),
         tuple(missing),
         tuple(damaged),
-        of_one_save(manifest),
+        tuple(each for each in steps if each.severity == "error"),
         tuple(unread),
         tuple(alone),
+        tuple(each for each in steps if each.severity != "error"),
     )
 
 
-def of_one_save(manifest: Manifest) -> tuple[Notice, ...]:
-    """Contradictions between a program's files and the engine's about how far the training was."""
-    return ()
+def step_of(manifest: Manifest) -> int | float | None:
+    """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
+    iteration = str(manifest.origin.tag).rpartition("_")[2]
+    if formats.named(manifest.format).to_load and iteration.isdecimal():
+        return int(iteration)
+    return trainers_steps.global_step(manifest) if manifest.step is None else manifest.step
 
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:

@@ -81,6 +81,8 @@ def of_files(found: Found) -> Iterator[Report]:
             yield line_of(notice, kind="missing")
     for notice in (*own.damaged, *own.unread):
         yield line_of(notice, kind="unreadable")
+    for notice in own.doubts:
+        yield line_of(notice, kind="warning")
     for notice in own.of_one_save:
         yield line_of(notice, kind=KIND_OF.get(notice.code, "impossible"))
 

@@ -10,7 +10,6 @@ from secrets import token_hex
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from .. import api, formats
 from ..core.description import VERSION, line_of, said
@@ -29,7 +28,8 @@ from ..errors import (
 )
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
-from .runs import Candidate, candidates, judged, step_of
+from ..judging.verdict import step_of
+from .runs import Candidate, candidates, judged
 
 Words = dict[str, Any]
 GRID = ("tp", "pp")
@@ -185,7 +185,7 @@ def check(
         "path": newest.where,
         "format": manifest.format,
         "engine": to,
-        "step": step_of(newest, manifest),
+        "step": step_of(manifest),
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": said(reasons),
@@ -193,7 +193,7 @@ def check(
             [
                 *([newest.note] if newest.note else []),
                 *not_compared(manifest),
-                *(replace(each, severity="warning") for each in own.unread),
+                *own.remarks,
             ]
         ),
         **fixed,

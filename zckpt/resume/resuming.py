@@ -41,7 +41,7 @@ from ..judging import verdict
 from . import beside
 from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
 from .ranks import Ranks, Told
-from .runs import Candidate, candidates, judged, step_of
+from .runs import Candidate, candidates, judged
 
 READING = ("format", "root", "step_policy", "tp_rules", "buffers", "param_names")
 """The words that say how a checkpoint is read."""
@@ -270,9 +270,9 @@ class Resuming:
         words = self.asked.of(manifest)
         are_read = self.settings.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
-        unsure += [replace(each, severity="warning") for each in own.unread]
+        unsure += own.remarks
         plan: Words = {
-            "step": step_of(here, manifest),
+            "step": verdict.step_of(manifest),
             "tag": manifest.origin.tag,
             "format": manifest.format,
             "sizes": sizes_of(words),

@@ -20,7 +20,6 @@ from msgspec import Struct
 from .. import api, formats
 from ..core import sources
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, Notice, ZckptError, listed, warning
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
 from ..judging import verdict
@@ -60,16 +59,6 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     return verdict.judged(
         lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
     )
-
-
-def step_of(candidate: Candidate, manifest: Manifest) -> int | float | None:
-    """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
-    iteration = str(manifest.origin.tag).rpartition("_")[2]
-    if formats.named(manifest.format).to_load and iteration.isdecimal():
-        return int(iteration)
-    if manifest.step is None and candidate.tag is None:  # no file says who has which step
-        return trainers.counter(candidate.path)
-    return manifest.step
 
 
 @sources.looks_again

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from ..core import sources
 from ..core.facts import FlatBufferEngine
@@ -24,7 +25,7 @@ from ..core.manifest import Manifest, Sibling, Sighting, is_step
 from ..errors import Notice, ZckptError, problem, warning
 from . import lightning
 from .best import CHECKPOINT
-from .trainers import MAX_JSON, STATE, counter, program_of
+from .trainers import MAX_JSON, STATE, counter, json_of, program_of
 
 Number = Callable[[str, tuple[str]], int | None]
 """Gives the whole number that a file of torch.save has under one of the keys."""
@@ -106,9 +107,9 @@ def disagreements(manifest: Manifest) -> list[Notice]:
     """What contradicts the Trainer's `global_step`: an engine's counter, or the folder's number.
 
     An engine that has counted other updates is a problem: the files are of two saves. It is only a
-    warning if gradients are accumulated: before accelerate 1.8 (its pull request 3630) DeepSpeed
-    made no update at the end of an epoch whose last batches were fewer than those of an update,
-    while the Trainer counted one.
+    warning if gradients are accumulated, and the engine has at most one update less for each epoch:
+    before accelerate 1.8 (its pull request 3630) DeepSpeed made no update at the end of an epoch
+    whose last batches were fewer than those of an update, while the Trainer counted one.
     """
     counted = global_step(manifest)
     if counted is None:
@@ -121,7 +122,7 @@ def disagreements(manifest: Manifest) -> list[Notice]:
         message = f"{state} has global_step {counted}, but {where} global_steps {engine}"
         hint = "the files are of two saves: copy all files of one save again"
         make = problem
-        if _accumulates(manifest):
+        if _accumulates(manifest) and 0 < counted - engine <= _epochs(manifest):
             make = warning
             hint = (
                 "copy all files of one save again, unless accelerate was older than 1.8: with "
@@ -142,6 +143,12 @@ def disagreements(manifest: Manifest) -> list[Notice]:
             )
         )
     return lines
+
+
+def _epochs(manifest: Manifest) -> float:
+    """The epochs that the Trainer has completed; none if its state does not say it."""
+    epoch: Any = (json_of(manifest.siblings, STATE) or {}).get("epoch")
+    return epoch // 1 if is_step(epoch) else 0
 
 
 def _accumulates(manifest: Manifest) -> bool:

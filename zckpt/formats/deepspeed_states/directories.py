@@ -40,7 +40,8 @@ ROLES = (
 """What these files are for; `mp` counts tensor ranks within stages."""
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = file_names(
-    r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
+    r"trainer_state\.json|training_args\.bin|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"
+    r"|scheduler\.bin"
 )
 # the tags of Accelerate's models, each an engine; `latest` names the one that was saved last (1.15)
 OF_MODELS = file_names(r"pytorch_model(_[1-9]\d*)?")
