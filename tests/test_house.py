@@ -36,7 +36,7 @@ ARROWS = {
     "dcp": "core errors files formats naming reading remote training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
-    "reporting": "api core errors formats judging proof resume",
+    "reporting": "api core errors judging proof resume",
     "cli": "api core display errors formats judging probe processes reading remote reporting "
     "resume training",
     "__init__": "api core dcp errors probe processes reporting resume",
@@ -394,7 +394,7 @@ READS_TEXTS = {
     "reporting/making.py": 1,
     "reporting/run.py": 1,
     "resume/auto.py": 3,
-    "resume/resuming.py": 3,
+    "resume/resuming.py": 4,
     "writing/models.py": 2,
 }
 """Modules that touch the sentence of an error or a notice, and how often: to store it, to send it

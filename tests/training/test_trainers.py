@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -35,4 +34,6 @@ def test_other_directories_need_none(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "training_args.bin").write_bytes(b"x")
     for path in (tmp_path, EXAMPLE):
-        assert not any(SAID in line for line in texts(package.inspect(package.read(path))["problems"]))
+        assert not any(
+            SAID in line for line in texts(package.inspect(package.read(path))["problems"])
+        )

@@ -107,6 +107,16 @@ def trainers_counters(manifest: Manifest) -> list[Sighting]:
     return trainers_steps.sightings(manifest, number_in)
 
 
+def of(manifest: Manifest) -> Format | None:
+    """The format of a manifest's files; None if a program made it of others, such as a proof."""
+    return next((item for item in FORMATS if item.name == manifest.format), None)
+
+
+def are_weights_alone(path: str) -> bool:
+    """Whether a trainer's program has saved a model without its optimizer, by its counter."""
+    return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
+
+
 def family_of(name: str) -> str:
     """The family of the format of that name; the name itself for a source that is no format."""
     return next((item.family for item in FORMATS if item.name == name), name)

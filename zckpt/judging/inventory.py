@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from .. import formats
-from ..core.inventory import Role, Row, State, known
+from ..core.inventory import Role, Row, State, known, nearest
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
 from ..training import needs
@@ -58,14 +58,21 @@ def _has_groups(value: Any, depth: int = 3) -> bool:
     return "param_groups" in value or any(_has_groups(item, depth - 1) for item in value.values())
 
 
+def stand_in(lost: str, paths: Iterable[str]) -> str | None:
+    """The file of the same role and of the next rank, among those of a checkpoint of any format."""
+    return nearest([role for format in formats.FORMATS for role in format.roles], lost, paths)
+
+
 def needs_of(manifest: Manifest) -> list[needs.Need]:
     """What the program that goes on from these files needs; none goes on from a neutral format."""
-    return [] if formats.named(manifest.format).is_neutral else needs.of_program(manifest)
+    format = formats.of(manifest)
+    return [] if format is None or format.is_neutral else needs.of_program(manifest)
 
 
 def of_engine(manifest: Manifest) -> list[Row]:
     """The rows of the engine's own files."""
-    roles = formats.named(manifest.format).roles
+    format = formats.of(manifest)
+    roles = () if format is None else format.roles
     return [_row(roles, os.path.relpath(path, manifest.root), path) for path in manifest.files]
 
 

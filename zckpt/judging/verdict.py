@@ -163,9 +163,15 @@ def step_of(manifest: Manifest) -> int | float | None:
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
     """The file that names the engine's folder inside of a program's, if the loader needs it."""
-    tag, format = manifest.origin.tag, formats.named(manifest.format)
+    tag, format = manifest.origin.tag, formats.of(manifest)
     folder = os.path.dirname(manifest.root)
-    if format.pointer is None or format.to_load or not tag or not needs.reads_pointer(manifest):
+    if (
+        format is None
+        or format.pointer is None
+        or format.to_load
+        or not tag
+        or not needs.reads_pointer(manifest)
+    ):
         return
     if format.pointer(folder) is None:
         yield problem(
@@ -180,7 +186,7 @@ def _without_optimizer(
     manifest: Manifest, rows: Iterable[Row]
 ) -> tuple[list[Notice], list[Notice]]:
     """An optimizer that was lost, and one that was not saved; at most one of these."""
-    if has_optimizer(manifest) or not formats.named(manifest.format).is_resumed:
+    if has_optimizer(manifest):
         return [], []
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
     what = "has weights and no optimizer"

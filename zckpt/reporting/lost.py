@@ -27,7 +27,6 @@ from ..api import read
 from ..core import sources
 from ..core.description import Report, line_of
 from ..core.grouping import by_key
-from ..core.inventory import nearest
 from ..core.manifest import Manifest
 from ..core.sources import standing_in
 from ..errors import (
@@ -46,14 +45,13 @@ from ..errors import (
     problem,
     warning,
 )
-from ..formats import FORMATS
+from ..judging.inventory import stand_in
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
 NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
 """Errors that say nothing about the checkpoint."""
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
-ROLES = [role for format in FORMATS for role in format.roles]
 
 
 class Found(Struct, eq=False):
@@ -174,7 +172,7 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
     there = [path for path in files_below(found.path) if path not in gone]
-    others = {path: other for path in paths if (other := nearest(ROLES, path, there)) is not None}
+    others = {path: other for path in paths if (other := stand_in(path, there)) is not None}
     if not others:
         return False
     for path in others:

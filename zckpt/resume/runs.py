@@ -24,7 +24,6 @@ from ..errors import AmbiguousCheckpoint, NotACheckpoint, Notice, ZckptError, li
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
 from ..judging import verdict
 from ..judging.verdict import Verdict
-from ..training import trainers
 
 FILE = ".ckpt"
 LATEST = "latest"
@@ -241,10 +240,8 @@ def _shape(name: str) -> str:
 
 
 def _is_saved(path: str) -> bool:
-    """Whether there is a checkpoint, or weights that a trainer has saved alone, by its counter."""
-    if _is_one(path):
-        return True
-    return trainers.counter(path) is not None and any(f.detect_weak(path) for f in FORMATS)
+    """Whether there is a checkpoint, or weights that a trainer has saved alone."""
+    return _is_one(path) or formats.are_weights_alone(path)
 
 
 def _is_one(path: str, neutral: bool = False) -> bool:

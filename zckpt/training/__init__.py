@@ -6,6 +6,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     optimizers.py       what each optimizer keeps, and the defaults of its hyper-parameters
     hyperparameters.py  which hyper-parameters the groups of a target get
     trainers.py         the files that trainer programs put beside a checkpoint
+    needs.py            which files each program needs to resume
     trainers_steps.py   the steps that these programs state, and which of them must be equal
     lightning.py        whether Lightning's state is there, and where Lightning looks for it
     megatron_arguments.py  sizes that Megatron's programs save as their arguments
