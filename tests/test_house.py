@@ -143,7 +143,7 @@ def test_no_format_imports_another() -> None:
 
 
 FLOORS = {
-    "dcp": "hf options rest | files | gather items read write | functions",
+    "dcp": "hf options rest | files | gather items progress read write | functions",
     "deepspeed": "layer_names files flats optimizer_files run_template | ranks model_ranks moe "
     "| stage_0 | ep_optimizers gather | read | target_ranks | write | functions",
     "deepspeed/gather": "model_rank tensor | grid",
