@@ -143,7 +143,7 @@ def test_no_format_imports_another() -> None:
 
 
 FLOORS = {
-    "dcp": "hf options rest | files | gather items progress read write | functions",
+    "dcp": "hf options rest | files | gather items read write | functions",
     "deepspeed": "layer_names files flats optimizer_files run_template | ranks model_ranks moe "
     "| stage_0 | ep_optimizers gather | read | target_ranks | write | functions",
     "deepspeed/gather": "model_rank tensor | grid",
@@ -369,14 +369,12 @@ SHOW = ("cli", "display", "errors", "notices")  # what shows sentences; reportin
 READS_TEXTS = {
     "core/description.py": 2,  # a proof of version 1 has texts
     "dcp/source.py": 2,
-    "dcp/target.py": 4,
+    "dcp/target.py": 1,
     "files/dcpfile.py": 1,
     "files/hdf5file.py": 1,  # h5py's, which has the number of an OSError in its text alone
     "files/torchfile.py": 1,
-    "formats/dcp/read.py": 1,
     "formats/deepspeed/stage_0/stages.py": 1,
     "formats/deepspeed_universal/merged.py": 1,
-    "formats/gathered/read.py": 4,
     "formats/megatron/run_template.py": 1,
     "formats/statedict/read.py": 1,
     "formats/universal/write.py": 3,  # a manifest keeps texts
@@ -385,7 +383,7 @@ READS_TEXTS = {
     "processes/store.py": 1,  # torch's, which has a stack
     "proving.py": 1,
     "reading.py": 1,
-    "remote/anywhere.py": 3,
+    "remote/anywhere.py": 1,
     "remote/failures.py": 1,  # obstore's, whose classes do not say what failed
     "remote/outgoing.py": 1,
     "reporting/faults.py": 2,  # a page has each sentence once

@@ -8,16 +8,14 @@
     write.py      a directory that any number of ranks loads
     options.py    what a user may ask of such a directory
     functions.py  what zckpt does with them
-    progress.py   the optimizer's updates, by which checkpoints of a run are ordered
     gather.py     how torch's planner joins boxes: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
-from .files import counter, detect, detect_weak, steps
+from .files import counter, detect, detect_weak, steps, updates
 from .options import OPTIONS
-from .progress import updates
 
 FORMAT = Format(
     name="dcp",

@@ -1,52 +1,54 @@
-"""How many updates has the optimizer of a directory made? Only the items of its steps are read.
+"""Which numbers do a few items of a directory have? For the many directories of one run.
 
-The checkpoints of one run say the same of their items: `.metadata` differs in the path and the
-random id of the save alone, which stand behind the items (torch 2.1 to 2.13). So it is parsed once
-for all of them, and only compared after that. Files of a step are equal, byte by byte, where the
-number is: each is parsed once.
+    .metadata    [ frames | items, paths, locations | path and random id of the save, version ]
+                            the same in all of them
+
+So it is parsed once for all of them, and only compared after that (torch 2.1 to 2.13). Items of
+equal numbers are equal files, byte by byte: each is parsed once.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from hashlib import sha256
 
-from ...core import sources
-from ...core.fragments import Extent
-from ...core.grouping import by_key
-from ...core.inert import Scalar
-from ...files.dcpfile import METADATA, ItemTable, read_table
-from ...files.torchfile import Parsed, TorchFile
-from .files import locate
+from ..core import sources
+from ..core.fragments import Extent
+from ..core.grouping import by_key
+from ..core.inert import Scalar
+from .dcpfile import MAX_METADATA, METADATA, read_table
+from .torchfile import Parsed, TorchFile
 
-GROUPS, STATE, STEP = "param_groups", "state.", ".step"
 BEHIND_ITEMS = b"storage_meta"  # the first field of `.metadata` that describes no item
 FRAME = b"\x95"
 LAYOUTS = 16  # of runs and numbers of ranks, as a folder has them
 
-Steps = dict[str, list[tuple[int, int]]]
-"""By the name of a file, the offsets and lengths of the items that are steps of parameters."""
+Choice = Callable[[Collection[str]], Sequence[str]]
+"""The wanted ones of all keys."""
+Places = dict[str, list[tuple[int, int]]]
+"""By the name of a file, the offsets and lengths of items."""
 
 
-def updates(path: str) -> float | None:
-    """The largest step of a parameter; None if no item alone states one.
+def numbers_in(folder: str, choice: Choice) -> list[float]:
+    """The different numbers of the chosen items, which are files of torch.save; [] without any.
 
-    Raises as `read`, but for what other items have.
+    Raises as `read_table` and `TorchFile`, and OSError.
     """
-    stated: list[float] = []
-    for folder in locate(path)[1]:
-        file = os.path.join(folder, METADATA)
-        for name, places in _steps(_Metadata(file)).items() if sources.is_file(file) else ():
-            stated += _numbers(os.path.join(folder, name), places)
-    return max(stated, default=None)
+    path = os.path.join(folder, METADATA)
+    if not sources.is_file(path) or sources.size(path) > MAX_METADATA:
+        return []
+    places = _places(_Metadata(path), choice).items()
+    return [n for name, own in places for n in _numbers(os.path.join(folder, name), own)]
 
 
 class _Metadata:
     """What one `.metadata` says of items; equal to any other that says the same."""
 
     def __init__(self, path: str) -> None:
+        from hashlib import sha256
+
         self.folder = os.path.dirname(path)
         with sources.opened(path) as file:
             text = _without_frames(file.read())
@@ -71,22 +73,17 @@ def _without_frames(text: bytes) -> bytes:
 
 
 @lru_cache(LAYOUTS)
-def _steps(metadata: _Metadata) -> Steps:
+def _places(metadata: _Metadata, choice: Choice) -> Places:
+    """Where the chosen items lie; none if one is a tensor of a safetensors file."""
     table = read_table(metadata.folder)
-    optimizers = {key.partition(GROUPS)[0] for key in table.items if GROUPS in key}
-    states = tuple(optimizer + STATE for optimizer in optimizers)
-    keys = [key for key in table.items if key.startswith(states) and key.endswith(STEP)]
-    return _by_file(table, keys)
-
-
-def _by_file(table: ItemTable, keys: list[str]) -> Steps:
-    """Where these items lie; of a tensor in boxes, the boxes."""
     locations = [
         table.location(key, box)
-        for key in keys
-        for box in (getattr(table.items[key], "boxes", (None,)))
+        for key in choice(table.items)
+        for item in (table.items[key],)
+        for box in ((None,) if item is None else item.boxes)
+        if box is None or not box.is_empty
     ]
-    if any(location.shared for location in locations):  # tensors of a safetensors file
+    if any(location.shared for location in locations):
         return {}
     return by_key(
         (os.path.relpath(each.file, table.folder), (each.offset, each.length))
@@ -94,8 +91,7 @@ def _by_file(table: ItemTable, keys: list[str]) -> Steps:
     )
 
 
-def _numbers(path: str, places: list[tuple[int, int]]) -> list[float]:
-    """The numbers that items of a file have, each of which is a file of torch.save."""
+def _numbers(path: str, places: Sequence[tuple[int, int]]) -> list[float]:
     known: dict[bytes, float] = {}
     parsed = Parsed()
     with sources.opened(path) as opened:

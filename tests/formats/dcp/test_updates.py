@@ -12,8 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from zckpt import formats
-from zckpt.formats.dcp import progress
-from zckpt.formats.dcp.files import detect
+from zckpt.formats.dcp.files import detect, updates
 from zckpt.formats.dcp.read import read
 from zckpt.formats.reading import Reading
 
@@ -38,7 +37,7 @@ def save(path: Path, steps: dict[str, float], **more: Any) -> None:
 @pytest.mark.parametrize("path", [p for p in WHOLE if detect(str(p))], ids=lambda path: path.name)
 def test_it_is_the_largest_step_of_the_manifest(path: Path) -> None:
     steps = [item.step for item in read(str(path), Reading(nameless=True)).parameters.values()]
-    assert progress.updates(str(path)) == max(step for step in steps if step is not None)
+    assert updates(str(path)) == max(step for step in steps if step is not None)
 
 
 def test_parameters_that_differ_and_keys_that_are_no_optimizers(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_parameters_that_differ_and_keys_that_are_no_optimizers(tmp_path: Path) 
     save(tmp_path / "a-long-name", {"late": 8.0, "early": 12.0}, **more)
     save(tmp_path / "b", {"late": 6.0}, **more)
     names = ("a", "a-long-name", "b", "a")
-    assert [progress.updates(str(tmp_path / name)) for name in names] == [5, 12, 6, 5]
+    assert [updates(str(tmp_path / name)) for name in names] == [5, 12, 6, 5]
 
 
 def test_an_optimizer_without_steps_is_read_whole(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_an_optimizer_without_steps_is_read_whole(tmp_path: Path) -> None:
         },
     }
     dcp.save(value, checkpoint_id=tmp_path / "1-2", no_dist=True)
-    assert progress.updates(str(tmp_path / "1-2")) is None
+    assert updates(str(tmp_path / "1-2")) is None
     assert formats._updates(str(tmp_path / "1-2")) == 7
 
 
