@@ -370,14 +370,12 @@ SHOW = ("cli", "display", "errors", "notices")  # what shows sentences; reportin
 READS_TEXTS = {
     "core/description.py": 2,  # a proof of version 1 has texts
     "dcp/source.py": 2,
-    "dcp/target.py": 4,
+    "dcp/target.py": 1,
     "files/dcpfile.py": 1,
     "files/hdf5file.py": 1,  # h5py's, which has the number of an OSError in its text alone
     "files/torchfile.py": 1,
-    "formats/dcp/read.py": 1,
     "formats/deepspeed/stage_0/stages.py": 1,
     "formats/deepspeed_universal/merged.py": 1,
-    "formats/gathered/read.py": 4,
     "formats/megatron/run_template.py": 1,
     "formats/statedict/read.py": 1,
     "formats/universal/write.py": 3,  # a manifest keeps texts

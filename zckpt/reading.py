@@ -13,7 +13,6 @@ from . import formats
 from .core import agreement, covering, duplicates, masters, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
-from .core.folder import JOURNAL
 from .core.inventory import known
 from .core.manifest import Manifest, fitting_roots
 from .core.missing_states import missing_states
@@ -24,7 +23,6 @@ from .core.unlisted import unlisted
 from .errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
-    IncompleteCheckpoint,
     MissingData,
     Notice,
     WrongOption,
@@ -56,7 +54,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
-    refuse_incomplete(path)
+    refuse_unfinished([path])
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
         manifest = format.functions.read(path, reading)
@@ -167,21 +165,6 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
             hint="it mends masters that Megatron-Core mixed up; leave it out",
         )
     return rebuilt(manifest)
-
-
-def refuse_incomplete(path: str) -> None:
-    """Raises IncompleteCheckpoint for a target that its run has not completed."""
-    for folder in (os.path.abspath(path), os.path.realpath(path)):
-        while folder != (above := os.path.dirname(folder)):
-            if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
-                raise IncompleteCheckpoint(
-                    "unfinished-target",
-                    f"{path} belongs to a target that is not complete",
-                    hint="wait for the run that writes it, or repeat that run with --resume",
-                    file=path,
-                )
-            folder = above
-    refuse_unfinished([path])
 
 
 def oddly_timed(manifest: Manifest) -> list[Notice]:

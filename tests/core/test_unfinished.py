@@ -1,4 +1,4 @@
-"""A target that was being sent to a store is complete only if its note shows it."""
+"""A target is complete if no journal is in it, and all that its note names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import zckpt
 from zckpt.core.unfinished import UNFINISHED, refuse_unfinished, understood
 from zckpt.core.version import __version__
 from zckpt.errors import IncompleteCheckpoint
@@ -99,3 +100,29 @@ def test_a_note_is_a_file(kind: str, copy: Path) -> None:
     else:
         (copy / UNFINISHED).mkdir()
     assert not is_refused(copy)
+
+
+def test_a_target_that_is_being_written(tmp_path: Path) -> None:
+    """It has a journal, and lies above; of a folder with another name, or without one, nothing."""
+    folder = tmp_path / "new.partial" / "tag" / "inside"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    assert not is_refused(folder)
+    (tmp_path / "new.partial" / "journal").touch()
+    (tmp_path / "journal").touch()
+    for path in (folder, tmp_path / "new.partial", tmp_path / "link"):
+        with pytest.raises(IncompleteCheckpoint, match="not complete") as raised:
+            refuse_unfinished([str(path)])
+        assert str(raised.value).startswith(f"{path} belongs")
+    assert not is_refused(tmp_path)
+
+
+def test_a_run_whose_files_are_in_one_that_is_being_written(example: Path, tmp_path: Path) -> None:
+    """Its tag is a link, which only the reader follows."""
+    begun = tmp_path / "new.partial"
+    begun.mkdir()
+    (begun / "journal").touch()
+    (example / "global_step7").rename(begun / "global_step7")
+    (example / "global_step7").symlink_to(begun / "global_step7")
+    with pytest.raises(IncompleteCheckpoint, match="belongs to a target that is not complete"):
+        zckpt.read(example)

@@ -66,6 +66,21 @@ class TestGaps:
             package.convert(zero / "gaps.pt", tmp_path / "new", to=to)
         package.convert(zero / "gaps.pt", tmp_path / "new", weights_only=True)
 
+    def test_a_user_says_that_the_others_are_frozen(self, zero: Path, tmp_path: Path) -> None:
+        """FSDP1's rekeyed states have such numbers too (torch 2.13); no shape tells them apart."""
+        saved = torch.load(zero / "gaps.pt")
+        names = [[*saved["model"]][n] for n in saved["optimizer"]["param_groups"][0]["params"]]
+        with pytest.raises(IncompleteCheckpoint) as raised:
+            package.convert(zero / "gaps.pt", tmp_path / "new")
+        assert "--param-names FILE" in raised.value.hint
+        report = package.convert(zero / "gaps.pt", tmp_path / "new", param_names=names)
+        assert any(line.startswith(SAID) for line in texts(report["warnings"]))
+        listed = package.read(tmp_path / "new").parameters.items()
+        assert [name for name, parameter in listed if parameter.trainable] == names
+        with pytest.raises(ZckptError, match="names 6 parameters") as stated:
+            package.convert(zero / "gaps.pt", tmp_path / "x", param_names=[*saved["model"]])
+        assert LOST in stated.value.hint  # as the program's own ZeroRedundancyOptimizer names them
+
     def test_of_a_run(self, zero: Path, zckpt: Program) -> None:
         ended = zckpt("check", zero / "gaps.pt")
         assert ended.code == 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.conftest import EXAMPLE
+from tests.conftest import EXAMPLE, ROOT
 from zckpt import display
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
@@ -454,3 +454,51 @@ def test_parts_of_an_upload() -> None:
     assert -(-size // part_size(size)) <= 10_000
     assert etag_of([b"\1" * 16]) == "01" * 16
     assert etag_of([b"\1" * 16, b"\2" * 16]).endswith("-2")
+
+
+def of_newer_torch(path: Path) -> Path:
+    """A directory of which zckpt says that it does not know the version, and names the file."""
+    shutil.copytree(ROOT / "tests" / "data" / "fsdp2-2.13.0-tiny", path)
+    metadata = (path / ".metadata").read_bytes()
+    assert metadata.count(b"1.0.0") == 1
+    (path / ".metadata").write_bytes(metadata.replace(b"1.0.0", b"1.0.1"))
+    return path
+
+
+@pytest.mark.parametrize("way", ["from", "to", "both"])
+def test_warnings_are_told_with_urls(
+    way: str, store: Memory, tmp_path: Path, scratch: Path
+) -> None:
+    """Before the first byte is written, as the records that the report has."""
+    source: Any = of_newer_torch(tmp_path / "run")
+    target: Any = tmp_path / "new"
+    name = str(source)
+    if way != "to":
+        source, name = zckpt.At(Memory.of(source, "runs/a"), "runs/a"), "store://Memory/runs/a"
+    if way != "from":
+        target = zckpt.At(store, KEY)
+    told: list[Any] = []
+    report = zckpt.convert(source, target, to="universal", tell=told.append)
+    (lines,) = told
+    (line,) = [line for line in lines if line["code"] == "version-unsupported"]
+    assert line["file"] == f"{name}/.metadata"
+    assert line["message"].startswith(f"{name}/.metadata is of version '1.0.1'")
+    assert report["warnings"][: len(lines)] == lines
+    assert str(scratch) not in json.dumps([told, report])
+
+
+def test_every_field_of_an_error_names_urls(tmp_path: Path, scratch: Path) -> None:
+    """Also the missing files of one that knows several, which `report` shows."""
+    shutil.copytree(EXAMPLE, tmp_path / "run")
+    for path in (tmp_path / "run" / "global_step7").glob("*_rank_[12]_*optim_states.pt"):
+        path.unlink()
+    at = zckpt.At(Memory.of(tmp_path / "run", "runs/a"), "runs/a")
+    with pytest.raises(IncompleteCheckpoint) as raised:
+        zckpt.convert(at, tmp_path / "new")
+    error, folder = raised.value, "store://Memory/runs/a/global_step7"
+    assert len(error.paths) == 2
+    assert all(path.startswith(f"{folder}/") for path in error.paths)
+    assert [notice.file for notice in error.notices] == [*error.paths]
+    assert (error.file or folder).startswith(folder)
+    assert str(error) == error.message
+    assert str(scratch) not in repr((vars(error), error.notices, error.args))

@@ -40,7 +40,10 @@ def test_pieces_are_the_bytes_of_tensors(document: Make) -> None:
     ("format", "name", "source", "rank"),
     [
         ("deepspeed", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", {"dp": 4}, {"dp": 3}),
-        ("deepspeed", "zero_pp_rank_1_mp_rank_03_model_states.pt", GRID, {"dp": 1, "tp": 1, "pp": 1}),
+        (
+            *("deepspeed", "zero_pp_rank_1_mp_rank_03_model_states.pt", GRID),
+            {"dp": 1, "tp": 1, "pp": 1},
+        ),
         ("deepspeed", "mp_rank_02_model_states.pt", GRID, {"tp": 0, "pp": 1}),
         ("deepspeed", "mp_rank_00_model_states.pt", {"dp": 4}, None),
         ("dcp", "__12_0.distcp", {}, {"dp": 12}),

@@ -43,10 +43,15 @@ def test_several_checkpoints(run: Path, document: Make) -> None:
     ]
     assert strip["shown"] == 2
     assert [each["whole"] for each in strip["checkpoints"]] == [True, False, True]
-    why = strip["checkpoints"][1]["why"]
-    assert "is missing" in why
+    line = strip["checkpoints"][1]
+    assert "is missing" in line["why"]
     (fault,) = (each for each in made["faults"] if each["fault"])
-    assert fault["message"] == f"checkpoint-4: {why}"
+    assert fault["message"] == f"checkpoint-4: {line['why']}"
+    assert line["reason"]["code"] == fault["code"] == "missing-rank-file"
+    assert (line["reason"]["severity"], line["faults"]) == ("error", 1)
+    assert fault["file"] == f"checkpoint-4/{line['reason']['file']}"
+    assert line["reason"]["file"].endswith("_optim_states.pt")
+    assert [each["reason"] for each in strip["checkpoints"][::2]] == [None, None]
     newest = strip["checkpoints"][2]
     weights = [
         zckpt.load(run / "checkpoint-10", f"{name}/param").double().square().sum()
@@ -115,3 +120,14 @@ def test_faults_of_an_earlier_one_have_their_kind(tags: Path, document: Make) ->
     assert [kind for kind, _ in lines] == ["missing", "checksum"], "worst first"
     assert lines[1][1].startswith("global_step7: ")
     assert "more fault" in lines[1][1]
+    (first, *_) = made["run"]["checkpoints"]
+    assert first["reason"]["message"] in lines[1][1]
+    assert "more fault" not in first["reason"]["message"]
+    assert (
+        made["faults"][1].items()
+        >= {
+            "code": first["reason"]["code"],
+            "subject": first["reason"]["subject"],
+            "hint": first["reason"]["hint"],
+        }.items()
+    )

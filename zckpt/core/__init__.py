@@ -27,7 +27,7 @@ How a source is read:
     times.py          files whose times are not those of their save
     inventory.py      the rows of an inventory: role, rank and state of a file
     siblings.py       the files beside it that are copied along
-    unfinished.py     is a target that was being sent to a store complete?
+    unfinished.py     is a target complete that was being written, or sent to a store?
     filenames.py      numbers in the names of files, and names that lead out of a folder
     missing_ranks.py  how a missing file or rank is reported
     saved_names.py    whose a file is, by the name under which it was saved

@@ -1,10 +1,12 @@
-"""Is a target that was being sent to a store complete? The note beside it says which files it has.
+"""Is a target complete? A journal shows that it is being written, a note that it was being sent.
+
+    DST.partial/journal      what a run has written of it; the run renames the folder when it ends
 
     zckpt-unfinished.json    {"zckpt": "0.1.0", "files": {"model.safetensors": 123, "latest": 45},
                              "last": "latest", "sent": {"model.safetensors": 3141592653}}
 
-A run sends the note first, and removes it last. A copy of the target on a disk has the note too.
-What the note does not show is unfinished.
+The note says which files a target in a store has. A run sends it first, and removes it last. A copy
+of the target on a disk has the note too. What the note does not show is unfinished.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from msgspec import Meta, Struct, field
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 from . import sources
 from .filenames import path_inside
+from .folder import JOURNAL
 from .version import __version__
 
 UNFINISHED = "zckpt-unfinished.json"
+PARTIAL = ".partial"
 MOST = 64 << 20  # bytes of a note
 
 
@@ -76,12 +80,22 @@ def _numbers(version: str) -> list[int]:
 
 
 def refuse_unfinished(paths: Iterable[str]) -> None:
-    """Raises IncompleteCheckpoint if a path belongs to a copy of a target that is not complete.
+    """Raises IncompleteCheckpoint if a path belongs to a target that is not complete.
 
-    The note of that target lies in a folder above, or in the path's own.
+    A target that is being written has a journal; a copy of one that was being sent has its note.
+    Both lie in a folder above, or in the path's own.
     """
-    places = {place for path in paths for place in (os.path.abspath(path), os.path.realpath(path))}
+    places = {
+        place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))
+    }
     for folder in sorted({folder for place in places for folder in _from(place)}):
+        inside = {
+            place: path
+            for place, path in places.items()
+            if place == folder or place.startswith(os.path.join(folder, ""))
+        }
+        if folder.endswith(PARTIAL) and os.path.lexists(os.path.join(folder, JOURNAL)):
+            _refuse_written(next(iter(inside.values())))
         path = os.path.join(folder, UNFINISHED)
         if not sources.is_file(path):
             continue
@@ -89,9 +103,17 @@ def refuse_unfinished(paths: Iterable[str]) -> None:
         missing = [] if note is None else note.missing(partial(_size, folder))
         if note is not None and not missing:
             continue
-        for place in sorted(places):
-            if place == folder or place.startswith(os.path.join(folder, "")):
-                _refuse(place, folder, note, missing)
+        for place in sorted(inside):
+            _refuse(place, folder, note, missing)
+
+
+def _refuse_written(path: str) -> None:
+    raise IncompleteCheckpoint(
+        "unfinished-target",
+        f"{path} belongs to a target that is not complete",
+        hint="wait for the run that writes it, or repeat that run with --resume",
+        file=path,
+    )
 
 
 def _from(path: str) -> Iterator[str]:

@@ -61,6 +61,7 @@ def refuse_share(manifest: Manifest) -> None:
             "missing-rank-file",
             f"{manifest.root} has one rank's share of ZeroRedundancyOptimizer: {manifest.share}",
             hint="the other ranks' states are lost: call `consolidate_state_dict()` before saving. "
-            "--weights-only takes the weights",
+            "--weights-only takes the weights. If no state is lost, because the other weights are "
+            "frozen: --param-names FILE names the optimizer's",
             file=manifest.root,
         )

@@ -26,12 +26,12 @@ class Lookup(Struct, eq=False, dict=True):
     """What the keys of a load mean; `missing` and `not_loaded` grow during the look-up.
 
     The checkpoint does not have the keys in `missing`. zckpt cannot restore those in `not_loaded`,
-    for the given reason.
+    and the error says why.
     """
 
     source: Source
     meanings: Mapping[str, Meaning | None]
-    not_loaded: dict[str, str] = field(default_factory=dict)
+    not_loaded: dict[str, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.missing = {key: None for key, meaning in self.meanings.items() if meaning is None}

@@ -22,6 +22,7 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.elsewhere import Fingerprint
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
+from ..core.unfinished import refuse_unfinished
 from ..errors import (
     CorruptCheckpoint,
     FlatParameters,
@@ -44,7 +45,7 @@ from ..formats.reading import Reading
 from ..formats.statedict.keys import in_folder, keys_of
 from ..formats.statedict.tree import TreePath, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
-from ..reading import check_to_load, read, refuse_incomplete
+from ..reading import check_to_load, read
 from ..training import steps
 from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
@@ -84,7 +85,7 @@ class Source(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         self.numbers = [name for group in self.groups for name in group]
         steps.check_policy(self.reading.step_policy)
-        refuse_incomplete(self.path)
+        refuse_unfinished([self.path])
         self.stored = self._stored()
         files = self.manifest.files if self.stored is None else self.stored.files
         self._fingerprints = {name: Fingerprint.of(os.stat(name)) for name in files}

@@ -89,10 +89,8 @@ class LoadTarget:
             return []
         try:
             return self._looked_up(key, item.dest_index.fqn)
-        except NotLoaded as error:
-            self.lookup.not_loaded[key] = str(error)
-        except UnsupportedCheckpoint as error:
-            self.lookup.not_loaded[key] = error.message
+        except (NotLoaded, UnsupportedCheckpoint) as error:
+            self.lookup.not_loaded[key] = error
         return []
 
     def _looked_up(self, key: str, name: str) -> list[Any]:
@@ -227,7 +225,7 @@ class LoadTarget:
         try:
             opened = self._box(key, meaning, _offsets(item))
         except UnsupportedCheckpoint as error:
-            self.lookup.not_loaded[key] = error.message
+            self.lookup.not_loaded[key] = error
             return []
         self.records.update(dict.fromkeys(opened.records))
         return [[opened.entry(opened.value)]]

@@ -12,5 +12,6 @@ business.
     hdf5file.py       HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them
     dcpfile.py        `.metadata` of torch.distributed.checkpoint, read and compared with itself
     dcpitems.py       the item files beside it
+    dcpnumbers.py     numbers of a few items, read of many directories of one run
     dcpshell.py       writes such a directory
 """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.description import Report, line_of
-from ..errors import counted, problem
+from ..errors import Notice, counted, problem
 from ..resume.runs import Candidate
 from . import faults
 from .numbers import finite
@@ -28,25 +29,30 @@ def section(checkpoints: Sequence[Report], shown: Report) -> Report:
 
 
 def checkpoint(document: Report, name: str) -> Report:
-    """What is kept of one checkpoint's document."""
+    """What is kept of one checkpoint's document; `reason` is its first fault, `why` a sentence."""
     line = document["line"]
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
     wrong = [each for each in document["faults"] if each["fault"]]
-    why = wrong[0]["message"] if wrong else None
-    if len(wrong) > 1:
-        why = f"{why}, and {counted(len(wrong) - 1, 'more fault')}"
+    reason = {key: wrong[0][key] for key in Notice.__struct_fields__} if wrong else None
     return {
         "name": name,
         "step": line["step"],
         "bytes": line["bytes"],
         "dp": line["sizes"].get("dp"),
         "whole": not broken,
-        "why": why,
+        "reason": reason,
         "kind": wrong[0]["kind"] if wrong else None,
-        "code": wrong[0]["code"] if wrong else None,
+        "faults": len(wrong),
+        "why": _sentence(reason, len(wrong)) if reason else None,
         "norms": of_layers(document, "param"),
         "updates": of_layers(document, "update"),
     }
+
+
+def _sentence(reason: Report, faults: int) -> str:
+    """The first fault, and how many others there are."""
+    more = f", and {counted(faults - 1, 'more fault')}" if faults > 1 else ""
+    return f"{reason['message']}{more}"
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
@@ -72,16 +78,18 @@ def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
 
 
 def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
-    """Faults of the earlier checkpoints of a run, each by its name."""
+    """The first fault of each earlier checkpoint of a run, with that one's name."""
     return [
         {
             **dict.fromkeys(faults.FIELDS),
-            **line_of(problem(line["code"], f"{line['name']}: {line['why']}")),
+            **reason,
+            "file": reason["file"] and os.path.join(line["name"], reason["file"]),
+            "message": f"{line['name']}: {_sentence(reason, line['faults'])}",
             "kind": line["kind"],
             "fault": True,
         }
         for line in checkpoints[:-1]
-        if line["why"] is not None
+        if (reason := line["reason"]) is not None
     ]
 
 

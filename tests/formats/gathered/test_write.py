@@ -234,6 +234,38 @@ class TestWritten:
         assert len(manifest.parameters) == 8
         assert all(not parameter.aliases for parameter in manifest.parameters.values())
 
+    @pytest.mark.parametrize(
+        ("name", "tensor"),
+        [
+            ("head.weight", torch.ones(3, 4)),
+            ("emb.weight", torch.ones(8, 4)),
+            ("head.weight", torch.ones(4, 6)),  # as many elements
+            ("head.weight", torch.ones(6, 4, dtype=torch.bfloat16)),
+        ],
+        ids=["fewer-rows", "owner", "transposed", "type"],
+    )
+    def test_the_two_names_of_a_weight_have_one_shape_and_type(
+        self, name: str, tensor: Tensor, tmp_path: Path
+    ) -> None:
+        """It was said that zckpt's reader is wrong, or nothing at all."""
+        weight = torch.randn(6, 4)
+        model = {"emb.weight": weight, "head.weight": weight}
+        state = {0: {"step": torch.tensor(2.0), "exp_avg": torch.ones(6, 4)}}
+        groups = [{"lr": 1.0, "params": [0]}]
+        both = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+        torch.save(both, tmp_path / "x.pt")
+        zckpt.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp")
+        zckpt.convert(tmp_path / "dcp", tmp_path / "t", to="gathered")
+        written = torch.load(tmp_path / "t" / "model.pt")
+        torch.save({**written, name: tensor}, tmp_path / "t" / "model.pt")
+        for act in (zckpt.read, lambda path: zckpt.load(path, "emb.weight/param")):
+            with pytest.raises(errors.InconsistentCheckpoint, match="a second name of emb") as said:
+                act(tmp_path / "t")
+            assert said.value.subject == "head.weight"
+        report = zckpt.verify(tmp_path / "t")
+        assert not report["equal"]
+        assert report["problems"][0]["code"] == "mixed-saves"
+
     def test_the_programs_own_state(self, tmp_path: Path) -> None:
         model, optimizer = trained_pair()
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -14,7 +14,7 @@ Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
-from .files import ROLES, counter, detect, detect_weak, steps
+from .files import ROLES, counter, detect, detect_weak, steps, updates
 from .options import OPTIONS
 
 FORMAT = Format(
@@ -24,6 +24,7 @@ FORMAT = Format(
     detect=detect,
     tags=steps,
     counter=counter,
+    updates=updates,
     detect_weak=detect_weak,
     options=OPTIONS,
     numbers=True,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ...core import sources
@@ -25,6 +25,7 @@ from ...core.inventory import role
 from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...files.beginning import number_in
 from ...files.dcpfile import ITEMS, METADATA, names_any
+from ...files.dcpnumbers import numbers_in
 from ...naming import peft
 from ...training.lightning import META
 from . import hf
@@ -35,6 +36,7 @@ MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 COUNTER = "global_step"
+GROUPS, STATE, STEP_OF = "param_groups", "state.", ".step"
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
 ROLES = (
     role("items", r"__(\d+)_(\d+)\.distcp", "dp", "part"),
@@ -65,6 +67,20 @@ def counter(path: str) -> int | None:
     """The `global_step` in the file that Lightning writes beside items (2.6)."""
     file = os.path.join(path, META)
     return number_in(file, (COUNTER,)) if sources.is_file(file) else None
+
+
+def updates(path: str) -> float | None:
+    """The largest step of a parameter, whose items alone are read; None if there is none."""
+    parts = locate(path)[1] if len(detect(path)) == 1 else ()
+    numbers = (number for part in parts for number in numbers_in(part, _steps_of_parameters))
+    return max(numbers, default=None)
+
+
+def _steps_of_parameters(keys: Collection[str]) -> list[str]:
+    """The keys of steps in optimizers: beside `state` each of these has `param_groups`."""
+    optimizers = {key.partition(GROUPS)[0] for key in keys if GROUPS in key}
+    states = tuple(optimizer + STATE for optimizer in optimizers)
+    return [key for key in keys if key.startswith(states) and key.endswith(STEP_OF)]
 
 
 def detect_weak(path: str) -> list[str]:

@@ -125,9 +125,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         return manifest(saved, reading)
     except MissingData as error:
         if whole := whole_of(root):
-            raise MissingData(
-                "other-folder-needed", error.message, hint=f"give {whole}, which has both"
-            ) from error
+            hint = f"give {whole}, which has both"
+            raise error.again(code="other-folder-needed", hint=hint) from error
         raise
     except MALFORMED as error:
         raise not_understood(root, error) from error

@@ -170,13 +170,27 @@ def counter(path: str) -> int | None:
 
 
 def updates(path: str) -> float | None:
-    """The largest step of a parameter in the optimizers of one file; reads these numbers alone."""
-    if not is_torch(path):
-        return None
+    """The largest step of a parameter in the optimizers of one file, or of a folder's whole files.
+
+    Reads these numbers alone.
+    """
+    files = [path]
+    if _is_readable_folder(path):
+        whole = _whole(_names(path))
+        kinds = [kind for kind in whole if "model" in whole and kind.startswith("optim")]
+        files = [os.path.join(path, whole[kind]) for kind in kinds]
+    numbers = (number for file in files if is_torch(file) for number in _stated_in(file))
+    return max(numbers, default=None)
+
+
+def _stated_in(path: str) -> Iterator[float]:
+    """The steps of all parameters in a file's optimizers."""
     file = TorchFile(path)
-    steps = [file.number(step) for step in _steps(file.value)]
-    values = [step.value if isinstance(step, Scalar) else step for step in steps]
-    return max((float(value) for value in values if type(value) in (int, float)), default=None)
+    for step in _steps(file.value):
+        number = file.number(step)
+        value = number.value if isinstance(number, Scalar) else number
+        if type(value) in (int, float):
+            yield float(value)
 
 
 def _steps(value: Any, depth: int = 3) -> Iterator[Any]:

@@ -87,12 +87,18 @@ def merge(
     return merged
 
 
-def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
-    """Raises IncompleteCheckpoint, which names the ranks without a file."""
+def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
+    """Raises IncompleteCheckpoint, which names the ranks without a file.
+
+    `are_shares`: each file has the states of other parameters.
+    """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
-    hint = "put all ranks' files into one directory"
-    require_all(paths, world, folder or ".", f"{name} is one of {world} ranks'", hint)
+    reason, hint = f"{name} is one of {world} ranks'", "put all ranks' files into one directory"
+    if are_shares:
+        reason += ", each with its own share of ZeroRedundancyOptimizer"
+        hint += ". --weights-only takes the weights"
+    require_all(paths, world, folder or ".", reason, hint)
 
 
 def refuse_part(file: TorchFile) -> None:

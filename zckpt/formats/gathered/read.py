@@ -84,9 +84,8 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             result = manifest(reader.saved, reading)
         except MissingData as error:
             if whole := whole_of(path):
-                raise MissingData(
-                    "other-folder-needed", error.message, hint=f"give {whole}, which has both"
-                ) from error
+                hint = f"give {whole}, which has both"
+                raise error.again(code="other-folder-needed", hint=hint) from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
             result = replace(result, origin=replace(result.origin, mesh=mesh))
@@ -279,20 +278,16 @@ class _TreeReader:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
         if not self.files.items:
+            is_beside = key == "optim" and "model" in self.files.whole  # the whole model's file
+            are_shares = is_beside and len(files) < world and local.is_local(files)
             try:
-                ranked.refuse_missing(files, world)
+                ranked.refuse_missing(files, world, are_shares)
             except IncompleteCheckpoint as error:
-                if key != "optim" or "model" not in self.files.whole:
+                if not is_beside or not self.weights_only:
                     raise
-                if self.weights_only:
-                    message = f"{key}: {error.message}"
-                    self.saved.omitted.append(note("missing-rank-file", message, subject=key))
-                    return {}
-                if local.is_local(files):
-                    message = f"{error.message}, which has its own share of ZeroRedundancyOptimizer"
-                    hint = f"{error.hint}. --weights-only takes the weights"
-                    raise error.again(message=message, hint=hint) from error
-                raise
+                said = replace(error.notice, severity="note", subject=key, hint="")
+                self.saved.omitted.append(said)
+                return {}
         self.saved.origin = replace(self.saved.origin, dp=max(world, self.saved.origin.dp or 1))
         if "model" in self.files.whole and local.is_local(files):
             # one file alone may be all that there was: which weights it lists is said of it

@@ -17,7 +17,7 @@ from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
-from ...errors import listed, warning
+from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties
 from ...training import steps
 from ...training.lightning import place_of
@@ -207,10 +207,25 @@ class ManifestBuilder:
                 continue
             if alias not in self.model:
                 continue
+            self._need_alike(alias, owner)
             memory = self.model[alias].memory
             if memory is None or memory != self.model[owner].memory:
                 copy = self.model[alias].fragments
                 self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
+
+    def _need_alike(self, alias: str, owner: str) -> None:
+        """Raises InconsistentCheckpoint if one weight has two shapes or types by its two names."""
+        second, first = self.model[alias], self.model[owner]
+        if (second.dtype, second.shape) != (first.dtype, first.shape):
+            raise InconsistentCheckpoint(
+                "mixed-saves",
+                f"{self.saved.root}: {alias} is stated to be a second name of {owner}, but it has "
+                f"{second.dtype} {list(second.shape)}, and {owner} {first.dtype} "
+                f"{list(first.shape)}",
+                hint="the model was changed after it was saved: take another copy of its files",
+                file=self.saved.root,
+                subject=alias,
+            )
 
     def _add_entry(self, name: str, leaf: Leaf) -> None:
         self.entries[name] = leaf.entry(name)

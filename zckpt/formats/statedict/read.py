@@ -221,7 +221,9 @@ def _named(
     def refuse_slices(listed: Collection[str] | None) -> None:
         refuse_weights(saved, root.model, names, model, own, listed, reading.buffers)
 
-    if lightning.LIGHTNING not in saved.tree:  # its numbers are of all weights, frozen ones too
+    # Lightning numbers frozen weights too, and saves no share; a user who names what the optimizer
+    # lists has said that this is all. Shapes show nothing: a share's fit the numbers as well
+    if lightning.LIGHTNING not in saved.tree and param_names is None:
         saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
     saved.is_numbered |= any(optimizer.is_numbered for optimizer in own.values())
     named: dict[TreePath, OptimizerState] = {}

@@ -1,0 +1,106 @@
+"""Which numbers do a few items of a directory have? For the many directories of one run.
+
+    .metadata    [ frames | items, paths, locations | path and random id of the save, version ]
+                            the same in all of them
+
+So it is parsed once for all of them, and only compared after that (torch 2.1 to 2.13). Items of
+equal numbers are equal files, byte by byte: each is parsed once.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+
+from ..core import sources
+from ..core.fragments import Extent
+from ..core.grouping import by_key
+from ..core.inert import Scalar
+from .dcpfile import MAX_METADATA, METADATA, read_table
+from .torchfile import Parsed, TorchFile
+
+BEHIND_ITEMS = b"storage_meta"  # the first field of `.metadata` that describes no item
+FRAME = b"\x95"
+LAYOUTS = 16  # of runs and numbers of ranks, as a folder has them
+
+Choice = Callable[[Collection[str]], Sequence[str]]
+"""The wanted ones of all keys."""
+Places = dict[str, list[tuple[int, int]]]
+"""By the name of a file, the offsets and lengths of items."""
+
+
+def numbers_in(folder: str, choice: Choice) -> list[float]:
+    """The different numbers of the chosen items, which are files of torch.save; [] without any.
+
+    Raises as `read_table` and `TorchFile`, and OSError.
+    """
+    path = os.path.join(folder, METADATA)
+    if not sources.is_file(path) or sources.size(path) > MAX_METADATA:
+        return []
+    places = _places(_Metadata(path), choice).items()
+    return [n for name, own in places for n in _numbers(os.path.join(folder, name), own)]
+
+
+class _Metadata:
+    """What one `.metadata` says of items; equal to any other that says the same."""
+
+    def __init__(self, path: str) -> None:
+        from hashlib import sha256
+
+        self.folder = os.path.dirname(path)
+        with sources.opened(path) as file:
+            text = _without_frames(file.read())
+        place = text.rfind(BEHIND_ITEMS)
+        self.digest = sha256(text if place < 0 else text[:place]).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Metadata) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def _without_frames(text: bytes) -> bytes:
+    """A pickle without the lengths of its frames, of which the last changes with the path's."""
+    parts, start = [text[:2]], 2
+    while text[start : start + 1] == FRAME and start + 9 <= len(text):
+        stop = start + 9 + int(struct.unpack_from("<Q", text, start + 1)[0])
+        parts.append(text[start + 9 : stop])
+        start = stop
+    return b"".join((*parts, text[start:]))
+
+
+@lru_cache(LAYOUTS)
+def _places(metadata: _Metadata, choice: Choice) -> Places:
+    """Where the chosen items lie; none if one is a tensor of a safetensors file."""
+    table = read_table(metadata.folder)
+    locations = [
+        table.location(key, box)
+        for key in choice(table.items)
+        for item in (table.items[key],)
+        for box in ((None,) if item is None else item.boxes)
+        if box is None or not box.is_empty
+    ]
+    if any(location.shared for location in locations):
+        return {}
+    return by_key(
+        (os.path.relpath(each.file, table.folder), (each.offset, each.length))
+        for each in sorted(locations, key=lambda each: each.offset)
+    )
+
+
+def _numbers(path: str, places: Sequence[tuple[int, int]]) -> list[float]:
+    known: dict[bytes, float] = {}
+    parsed = Parsed()
+    with sources.opened(path) as opened:
+        for offset, length in places:
+            text = sources.pread(opened.fileno(), length, offset)
+            if text not in known:
+                file = TorchFile(path, parsed, Extent(path, offset, length), opened.fileno())
+                value = file.number(file.value)
+                number = value.value if isinstance(value, Scalar) else value
+                if type(number) in (int, float):
+                    known[text] = float(number)
+    return [*known.values()]
