@@ -10,13 +10,15 @@ import click
 
 from .. import display
 from ..core import description
+from ..core.description import Report
+from ..core.manifest import Manifest
 from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized, warning
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
 from ..remote.anywhere import jobs_for, local, telling, translated
 from ..remote.mirror import spelled
-from . import documents, launched, output, pages, signals
+from . import documents, launched, output, pages, several, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
 from .options import (
@@ -61,7 +63,7 @@ def cli() -> None:
         "zckpt inspect run/checkpoint-500 --tensors '*/exp_avg' --layout",
     )
 )
-@click.argument("path", type=PATH)
+@several.PATHS
 @grouped(
     "What to show",
     "--tensors",
@@ -81,7 +83,7 @@ def cli() -> None:
 @pages.html
 @common
 def inspect(
-    path: str,
+    paths: tuple[str, ...],
     tensors: str | None,
     steps: bool,
     layout: bool,
@@ -90,7 +92,7 @@ def inspect(
     as_json: bool,
     quiet: bool,
     **reading: Any,
-) -> None:
+) -> int:
     """Show what a checkpoint contains, without reading a tensor.
 
     PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
@@ -99,39 +101,49 @@ def inspect(
     """
     from ..reading import read
 
+    several.refuse_for_several(paths, "--html", html)
+    several.refuse_for_several(paths, "--state", state and not as_json, "add --json")
     pages.check(html)
-    with local(path) as path, telling():
-        manifest = read(path, Reading(**reading, inspected=True, nameless=True))
-        if html:
-            from ..reporting import parts
+    is_report = as_json or not (tensors or steps or layout or state)
 
-            pages.save(html, translated(parts.of_inspect(manifest)))
-        is_summary = not (tensors or steps or layout or state)
-        if manifest.origin.slices is not None and not (is_summary or as_json):
-            # a shape in a list is not the tensor's
-            display.warn(translated(description.said(manifest.warnings)), quiet)
+    def look(path: str) -> tuple[Report, int]:
+        with local(path) as here, telling():
+            manifest = read(here, Reading(**reading, inspected=True, nameless=True))
+            if html:
+                from ..reporting import parts
 
-        def summary() -> dict[str, Any]:
+                pages.save(html, translated(parts.of_inspect(manifest)))
+            if not is_report:
+                if len(paths) > 1:
+                    print(f"{safe(path)}:")
+                show(manifest)
+                return {}, 0
             report = description.inspect(manifest, other_objects(manifest))
-            return dict(translated(report))
-
-        if as_json:
-            report = summary()
-            if tensors or layout:
+            if as_json and (tensors or layout):
                 report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
-            if state:
+            if as_json and state:
                 report["state"] = description.state(manifest)
-            display.document(translated(report))
-        elif state:
+            return translated(report), 0
+
+    def show(manifest: Manifest) -> None:
+        if manifest.origin.slices is not None:  # a shape in a list is not the tensor's
+            display.warn(translated(description.said(manifest.warnings)), quiet)
+        if state:
             display.document(description.state(manifest))
         elif steps:
             display.steps(manifest)
         elif layout:
             display.layout(manifest, tensors or "*", spelled)
-        elif tensors:
-            display.tensors(description.tensors(manifest, tensors))
         else:
-            display.summary(summary(), quiet)
+            display.tensors(description.tensors(manifest, tensors or "*"))
+
+    if len(paths) > 1:
+        line = display.summary_in_a_line if is_report else lambda *_: print()
+        return several.look_at_each("inspect", paths, look, line, as_json, quiet)
+    report, code = look(paths[0])
+    if is_report:
+        display.answer(report, as_json, quiet, display.summary)
+    return code
 
 
 def write(

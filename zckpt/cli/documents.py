@@ -101,6 +101,17 @@ class Error(Notice, kw_only=True):
     zckpt: Literal[2]
     command: str | None
     error: str
+    path: str | UnsetType = UNSET
+    """The PATH that could not be looked at, if the command has several."""
+
+
+class Reports(Document, kw_only=True):
+    """What `inspect`, `verify` and `check` print of several PATHs.
+
+    Each has the document that the command prints of it alone, or an error, in the order of PATHs.
+    """
+
+    reports: list[Json]
 
 
 class Inspect(Document, kw_only=True):
@@ -365,6 +376,10 @@ DOCUMENTS: dict[str, type[Document]] = {
 """By command."""
 
 
+OF_SEVERAL = ("inspect", "verify", "check")
+"""The commands that take several PATHs."""
+
+
 def schema(command: str) -> Json:
     """The JSON Schema (2020-12) of what a command prints with `--json`, an error included."""
     if command not in DOCUMENTS:
@@ -376,7 +391,11 @@ def schema(command: str) -> Json:
     kinds: list[Any] = [DOCUMENTS[command], Error]
     if command == "auto-resume":
         kinds.append(None)
+    if command in OF_SEVERAL:
+        kinds.append(Reports)
     either, parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    if command in OF_SEVERAL:  # a list of two kinds, which msgspec has no type for
+        parts["Reports"]["properties"]["reports"]["items"] = {"anyOf": list(either[:2])}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"zckpt {command} --json",

@@ -13,13 +13,16 @@ from .checkpoint import converted as converted
 from .checkpoint import layout as layout
 from .checkpoint import steps as steps
 from .checkpoint import summary as summary
+from .checkpoint import summary_in_a_line as summary_in_a_line
 from .checkpoint import tensors as tensors
 from .findings import differing as differing
 from .findings import fitting as fitting
+from .findings import fitting_in_a_line as fitting_in_a_line
 from .findings import probed as probed
 from .findings import reported as reported
 from .findings import statistics as statistics
 from .findings import verified as verified
+from .findings import verified_in_a_line as verified_in_a_line
 from .terminal import answer as answer
 from .terminal import can_save as can_save
 from .terminal import document as document

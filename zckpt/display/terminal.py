@@ -159,6 +159,17 @@ def unchecked(report: dict[str, Any]) -> None:
         print(f"note: {spoken(advice)}")
 
 
+def first_of(findings: Sequence[str]) -> str:
+    """The first of several findings, for a line of one of several paths."""
+    more = f", and {len(findings) - 1:,} more: --json lists all" if len(findings) > 1 else ""
+    return findings[0] + more
+
+
+def warned(warnings: Sequence[Mapping[str, Any]]) -> str:
+    """How many warnings a report has, for the end of such a line."""
+    return f"; {counted(len(warnings), 'warning')}" if warnings else ""
+
+
 def can_save(path: str) -> None:
     """Raises WrongOption where no report could be written, before the work is done."""
     folder = os.path.dirname(path) or "."
