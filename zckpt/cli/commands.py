@@ -34,7 +34,7 @@ from .options import (
     writing,
 )
 from .parameters import PATH
-from .resuming import auto_resume, check
+from .resuming import auto_resume, check, list_run
 
 OTHER_WORDS = {"max-shard-size": "max-file-size"}
 """What save_pretrained calls an option."""
@@ -300,7 +300,7 @@ def export(
     write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
-for command in (auto_resume, check, verify, diff, stats, pages.report, probe_diff):
+for command in (auto_resume, check, list_run, verify, diff, stats, pages.report, probe_diff):
     cli.add_command(command)
 
 

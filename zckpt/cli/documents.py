@@ -326,6 +326,44 @@ class Check(Document, kw_only=True):
     refused: Notice | None
 
 
+class Listed(Struct):
+    """A checkpoint of a run.
+
+    `whole`, `of_one_save` and `intact` are null if that could not be found out, or was not asked
+    for, and so is `loads`. `saved` is the time of the newest file.
+    """
+
+    name: str
+    path: str
+    step: Step
+    format: str | None
+    version: str | None
+    zero_stage: int | None
+    ranks: int | None
+    sizes: dict[str, int]
+    saved: str | None
+    being_written: bool
+    files: int
+    bytes: int
+    whole: bool | None
+    of_one_save: bool | None
+    intact: bool | None
+    loads: bool | None
+    problems: list[Notice]
+    unread: list[Notice]
+    obstacles: list[Notice]
+    warnings: list[Notice]
+
+
+class List(Document, kw_only=True):
+    """`zckpt list`; the oldest checkpoint is the first"""
+
+    run: str
+    sizes: dict[str, int]
+    checkpoints: list[Listed]
+    seconds: float
+
+
 class Page(Document, kw_only=True):
     """`zckpt report`: docs/report.md says what the sections are"""
 
@@ -369,6 +407,7 @@ DOCUMENTS: dict[str, type[Document]] = {
     "probe-diff": ProbeDiff,
     "auto-resume": AutoResume,
     "check": Check,
+    "list": List,
     "report": Page,
     "clean-up": CleanUp,
     "formats": Formats,

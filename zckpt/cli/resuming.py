@@ -20,6 +20,7 @@ from .options import (
     grouped,
     masters_from_weights,
     memory,
+    moving,
     of_run,
     replicas,
     resuming,
@@ -166,3 +167,49 @@ def check(
     report, code = look(paths[0])
     display.answer(report, as_json, quiet, display.fitting)
     return code
+
+
+@click.command(
+    "list",
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt list out",
+        "zckpt list out --dp 16",
+        "zckpt list s3://bucket/out --intact",
+    ),
+)
+@click.argument("run", metavar="RUN", type=PATH)
+@stacked(*(declared_option(option) for option in OF_RUN))
+@grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
+@grouped(
+    "What to show",
+    "--intact",
+    is_flag=True,
+    help="Read all bytes of each checkpoint, as verify does.",
+)
+@moving
+@of_run
+def list_run(
+    run: str, intact: bool, jobs: int | None, as_json: bool, quiet: bool, **words: Any
+) -> int:
+    """Show in which state each checkpoint of a run is, the oldest first.
+
+    A row says whether a checkpoint is whole and of one save by its metadata; the reasons are below
+    the table. If a file changed within the last minute, the row says "being written". With a size,
+    such as --dp 16, a row says whether the engine loads the checkpoint there. What is wrong with
+    one checkpoint does not keep the others away.
+
+    Exit code 3: a checkpoint is not whole or not of one save, or --intact found damage. Exit code
+    1: one could not be looked at.
+    """
+    from ..resume import listing
+
+    if jobs is not None:
+        words["jobs"] = jobs
+    with display.progress(quiet or as_json or not intact) as begin:
+        report = listing.list_checkpoints(run, intact=intact, begin=begin, **words)
+    display.answer(report, as_json, quiet, display.listed_run)
+    rows = report["checkpoints"]
+    if any(False in (row["whole"], row["of_one_save"], row["intact"]) for row in rows):
+        return 3
+    return 1 if any(row["problems"] for row in rows) else 0
