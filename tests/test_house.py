@@ -28,10 +28,11 @@ ARROWS = {
     "writing": "copying core errors formats naming reading training",
     "proof": "core errors",
     "proving": "core errors formats proof reading",
+    "judging": "core errors formats proof reading",
     "remote": "core errors",
     "api": "copying core formats proof proving reading remote training writing",
     "processes": "copying core errors",
-    "resume": "api core errors formats processes",
+    "resume": "api core errors formats judging processes",
     "dcp": "core errors files formats naming reading remote training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
@@ -103,7 +104,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 102
+    assert len(drawn) <= 108
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:

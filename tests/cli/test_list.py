@@ -95,7 +95,6 @@ def test_a_row(run: Path, zckpt: Zckpt) -> None:
         "format": "deepspeed",
         "version": "0.19.8",
         "zero_stage": 2,
-        "ranks": 2,
         "sizes": {"dp": 2},
         "being_written": False,
         "files": len(files),
@@ -122,10 +121,10 @@ def test_the_table(run: Path, zckpt: Zckpt) -> None:
     lines = ended.out.splitlines()
     assert lines[0].split() == ["checkpoint", "step", "saved", "ranks", "size", "engine", "state"]
     local = datetime.fromtimestamp(SAVED.timestamp() + 7200).strftime("%Y-%m-%d %H:%M")
-    assert re.fullmatch(rf"checkpoint-120 +4  {local} +2  \d+ kB  deepspeed  whole", lines[5]), (
+    assert re.fullmatch(rf"checkpoint-120 +4  {local}  dp 2 +\d+ kB  deepspeed  whole", lines[5]), (
         lines[5]
     )
-    assert lines[6:] == ["5 of 5 checkpoints are whole by the metadata: --intact reads all bytes"]
+    assert lines[6:] == ["whole by the metadata: 5 of 5 checkpoints (--intact reads all bytes)"]
     assert (ended.code, ended.err) == (0, "")
 
 
@@ -152,7 +151,7 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).unlink()
 
 
-DAMAGE = {
+DAMAGE: dict[str, Callable[[Path], None]] = {
     "empty": emptied,
     "foreign": foreign,
     "other bytes": of_other_bytes,
@@ -179,7 +178,7 @@ def test_one_that_is_damaged(kind: str, step: int, run: Path, zckpt: Zckpt) -> N
     assert row["whole"] is False
     problem = row["problems"][0]
     assert f"{name} is damaged: {problem['message']}" in ended.out
-    assert "4 of 5 checkpoints are whole" in ended.out
+    assert "whole by the metadata: 4 of 5 checkpoints" in ended.out
     quiet = zckpt("list", run, "-q")
     assert quiet.code == 3
     assert [line.split()[0] for line in quiet.out.splitlines()] == [name]
@@ -210,7 +209,7 @@ def test_all_bytes_are_read_only_for_intact(run: Path, zckpt: Zckpt) -> None:
     assert states(ended).pop("checkpoint-100") == "damaged"
     assert [*states(ended).values()].count("intact") == 4
     assert re.search(r"^checkpoint-100 is damaged: .*as if bit \d of byte", ended.out, re.MULTILINE)
-    assert ended.out.splitlines()[-1] == "4 of 5 checkpoints are intact: all bytes were read"
+    assert ended.out.splitlines()[-1] == "intact, of which all bytes were read: 4 of 5 checkpoints"
     listed = rows(zckpt("list", run, "--intact", "--json"))
     assert [row["intact"] for row in listed.values()] == [True, True, False, True, True]
     assert listed["checkpoint-100"]["whole"] is True
@@ -238,7 +237,7 @@ def test_one_that_is_being_written(run: Path, zckpt: Zckpt) -> None:
     assert listed["checkpoint-120"]["whole"] is True
     assert ended.code == 3  # a script that looks for damage must not miss it
     out = zckpt("list", run).out
-    assert re.search(r"^checkpoint-120 +4  being written +2 ", out, re.MULTILINE)
+    assert re.search(r"^checkpoint-120 +4  being written +dp 2 ", out, re.MULTILINE)
     assert re.search(r"^checkpoint-130 +-  being written +-  .* damaged$", out, re.MULTILINE)
 
 
@@ -371,10 +370,18 @@ def test_other_engines(tmp_path: Path, zckpt: Zckpt) -> None:
     """FSDP's directories state no number of ranks; a row of a tensor-parallel run has all."""
     package.convert(EXAMPLE, tmp_path / "dcp" / "step-7", to="dcp")
     (row,) = rows(zckpt("list", tmp_path / "dcp", "--json")).values()
-    assert (row["format"], row["ranks"], row["step"], row["whole"]) == ("dcp", None, 7, True)
+    assert (row["format"], row["sizes"], row["step"], row["whole"]) == ("dcp", {}, 7, True)
     grid = ROOT / "tests" / "data" / "zckpt-0.1-pp2_tp2" / "run"
     (row,) = rows(zckpt("list", grid, "--json")).values()
-    assert row["ranks"] == row["sizes"]["dp"] * 4
+    assert row["sizes"] == {"dp": 1, "tp": 2, "pp": 2}
+    assert "  dp 1 tp 2 pp 2  " in zckpt("list", grid).out
+
+
+def test_the_schema(zckpt: Zckpt) -> None:
+    schema = json.loads(zckpt("schema", "list").out)
+    listed = schema["$defs"]["Listed"]
+    assert {*listed["required"]} == {*listed["properties"]}
+    assert listed["properties"]["whole"] == {"anyOf": [{"type": "boolean"}, {"type": "null"}]}
 
 
 def test_a_run_without_a_checkpoint(tmp_path: Path, zckpt: Zckpt) -> None:
@@ -470,7 +477,7 @@ def test_one_bar_at_a_time() -> None:
 def test_the_function(run: Path) -> None:
     seen: list[int] = []
     report = package.list_checkpoints(
-        run, intact=True, dp=2, jobs=1, begin=lambda total: seen.append(total) or seen.append
+        run, intact=True, dp=2, jobs=1, begin=lambda total: seen.append
     )
     assert [row["loads"] for row in report["checkpoints"]] == [True] * 5
     assert sum(seen) > 0

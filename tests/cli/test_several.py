@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -102,9 +103,27 @@ def test_a_line_of_verify_has_the_first_finding(damaged: Path, zckpt: Zckpt) -> 
     sound, wrong = ended.out.splitlines()
     assert sound.startswith(f"{EXAMPLE} is consistent: 23 tensors (")
     assert wrong == f"{damaged} contradicts itself: {alone.out.splitlines()[1]}"
-    assert ended.err == ""
     quiet = zckpt("verify", EXAMPLE, damaged, "-q")
-    assert quiet.out == f"{wrong}\n"
+    assert (quiet.out, quiet.err) == (f"{wrong}\n", "")
+
+
+def test_two_paths_are_not_compared(zckpt: Zckpt) -> None:
+    """`zckpt diff A B` compares two, and somebody may think that `verify A B` does."""
+    assert "the two are not compared: " in zckpt("verify", EXAMPLE, TRAINER).err
+    assert zckpt("verify", EXAMPLE, TRAINER, EXAMPLE).err == ""
+    assert zckpt("verify", EXAMPLE, EXAMPLE, "--against", EXAMPLE).err == ""
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "check", "stats"])
+def test_the_schema_has_both_documents(command: str, zckpt: Zckpt) -> None:
+    schema = json.loads(zckpt("schema", command).out)
+    kinds = [kind["$ref"].rpartition("/")[2] for kind in schema["anyOf"]]
+    if command == "stats":
+        assert "Reports" not in kinds
+        return
+    own, error, reports = kinds
+    items = schema["$defs"][reports]["properties"]["reports"]["items"]
+    assert items == {"anyOf": [{"$ref": f"#/$defs/{kind}"} for kind in (own, error)]}
 
 
 def test_a_line_of_verify_says_how_many_findings_follow(damaged: Path, zckpt: Zckpt) -> None:

@@ -9,6 +9,7 @@ import click
 from .. import display
 from ..core import description
 from ..core.description import Report
+from ..errors import warning
 from ..formats.reading import NamedKeywords
 from . import launched, pages, several
 from .help import ExplainedCommand
@@ -100,6 +101,9 @@ def verify(
             return {}, 0
         return report, 0 if report["equal"] else 3
 
+    if len(paths) == 2 and against is None:  # who thinks of diff must not take it for that
+        message = "the two are not compared: zckpt verify PATH --against PATH does that"
+        display.warn(description.said([warning("not-compared", message)]), quiet or as_json)
     if len(paths) > 1:
         show = display.verified_in_a_line
         return several.look_at_each("verify", paths, look, show, as_json, quiet)

@@ -329,8 +329,9 @@ class Check(Document, kw_only=True):
 class Listed(Struct):
     """A checkpoint of a run.
 
-    `whole`, `of_one_save` and `intact` are null if that could not be found out, or was not asked
-    for, and so is `loads`. `saved` is the time of the newest file.
+    `whole`, `of_one_save`, `intact` and `loads` are null if that is not known, or was not asked.
+    `sizes` are those that files state. `saved` is the time of the newest file. `unread` is damage
+    in files that resuming does not read: such a checkpoint may be whole, and is not intact.
     """
 
     name: str
@@ -339,7 +340,6 @@ class Listed(Struct):
     format: str | None
     version: str | None
     zero_stage: int | None
-    ranks: int | None
     sizes: dict[str, int]
     saved: str | None
     being_written: bool

@@ -1,7 +1,7 @@
 """How does a command end? Its exit code, and the error that is printed.
 
 Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usage, 3 `verify`,
-`diff`, `report`, `probe-diff` or `check` looked and found something.
+`diff`, `report`, `probe-diff`, `check` or `list` looked and found something.
 """
 
 from __future__ import annotations

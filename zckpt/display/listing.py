@@ -6,7 +6,7 @@ A row is never broken: on a terminal that is too narrow for all columns, some ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -26,13 +26,13 @@ STYLES = {
 """How a cell looks on a terminal; its word says the same without colours."""
 LEFT_OUT = ("engine", "ranks", "size", "step", "saved")
 """The columns that a narrow terminal can do without, the first one first."""
-TO_RIGHT = ("step", "ranks", "size")
+TO_RIGHT = ("step", "size")
 
 
 def listed_run(report: dict[str, Any], quiet: bool) -> None:
     """The report of `list`; `quiet` prints only what is wrong."""
     rows = report["checkpoints"]
-    sizes = " ".join(f"{name} {size}" for name, size in report["sizes"].items())
+    sizes = _sizes(report["sizes"])
     if not quiet:
         _table([_cells(row, sizes) for row in rows])
     wrong = [row for row in rows if state_of(row) not in ("whole", "intact")]
@@ -75,12 +75,16 @@ def _cells(row: Row, sizes: str) -> dict[str, str]:
         "checkpoint": safe(row["name"]),
         "step": cell(row["step"]),
         "saved": BEING_WRITTEN if row["being_written"] else _local(row["saved"]),
-        "ranks": cell(row["ranks"]),
+        "ranks": _sizes(row["sizes"]) or "-",
         "size": sized(row["bytes"]),
         "engine": row["format"] or "-",
         **loads,
         "state": state_of(row),
     }
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _local(saved: str | None) -> str:
@@ -145,12 +149,11 @@ def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
 
 def _print_count(rows: Sequence[Row], wrong: int) -> None:
     """How many are sound, and how that was found out."""
-    sound = len(rows) - wrong
-    count = f"{sound:,} of {counted(len(rows), 'checkpoint')} {'is' if sound == 1 else 'are'}"
+    count = f"{len(rows) - wrong:,} of {counted(len(rows), 'checkpoint')}"
     if any(row["intact"] is not None for row in rows):
-        print(f"{count} intact: all bytes were read")
+        print(f"intact, of which all bytes were read: {count}")
     else:
-        print(f"{count} whole by the metadata: --intact reads all bytes")
+        print(f"whole by the metadata: {count} (--intact reads all bytes)")
 
 
 def _warn(rows: Sequence[Row]) -> None:

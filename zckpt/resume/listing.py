@@ -6,7 +6,6 @@ that the newest is the last line above the prompt.
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 import sys
@@ -114,7 +113,7 @@ def _row(
     row: Report = {
         "name": candidate.name,
         "path": candidate.where,
-        **dict.fromkeys(("step", "format", "version", "zero_stage", "ranks")),
+        **dict.fromkeys(("step", "format", "version", "zero_stage")),
         "sizes": {},
         **_on_disk(candidate.where),
         **dict.fromkeys(("whole", "of_one_save", "intact", "loads")),
@@ -173,13 +172,11 @@ def _facts(candidate: Candidate, manifest: Manifest) -> Report:
     origin, step = manifest.origin, manifest.step
     with suppress(ZckptError, OSError):
         step = step_of(candidate, manifest)
-    axes = (origin.dp, origin.tp or 1, origin.pp or 1)
     return {
         "step": step,
         "format": manifest.format,
         "version": origin.version,
         "zero_stage": origin.zero_stage,
-        "ranks": math.prod(size for size in axes if size) if origin.dp else None,
         "sizes": origin.sizes,
     }
 
