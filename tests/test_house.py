@@ -28,7 +28,7 @@ ARROWS = {
     "writing": "copying core errors formats naming reading training",
     "proof": "core errors",
     "proving": "core errors formats proof reading",
-    "judging": "core errors formats proof reading",
+    "judging": "core errors",
     "remote": "core errors",
     "api": "copying core formats proof proving reading remote training writing",
     "processes": "copying core errors",

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.progress import Progress
 
 import zckpt as package
-from zckpt import judging
-from zckpt.core.manifest import Manifest
 from zckpt.display.terminal import Bar
 from zckpt.errors import (
     InconsistentCheckpoint,
@@ -33,14 +32,18 @@ from zckpt.errors import (
     WrongOption,
     ZckptError,
     note,
+    problem,
     warning,
 )
+from zckpt.resume import listing
+from zckpt.resume.runs import Candidate
 
 from ..conftest import EXAMPLE, ROOT, Result
 from ..resume.conftest import TAGS, flip
 from ..test_cli import on_a_terminal
 
 Zckpt = Callable[..., Result]
+MEGATRON = ROOT / "tests" / "data" / "megatron-0.16.1-tp2"
 TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
 SAVED = datetime(2026, 3, 1, 4, 5, 6).astimezone()
 OPTIM = "global_step4/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -103,6 +106,7 @@ def test_a_row(run: Path, zckpt: Zckpt) -> None:
         "of_one_save": True,
         "intact": None,
         "loads": None,
+        "weights_alone": False,
         "problems": [],
         "unread": [],
         "obstacles": [],
@@ -129,13 +133,16 @@ def test_the_table(run: Path, zckpt: Zckpt) -> None:
 
 
 def emptied(path: Path) -> None:
+    if path.is_file():
+        path.write_bytes(b"")
+        return
     for each in path.iterdir():
         shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
 def foreign(path: Path) -> None:
     emptied(path)
-    (path / "notes.txt").write_text("what the user has thought")
+    (path if path.is_file() else path / "notes.txt").write_text("what the user has thought")
 
 
 def of_other_bytes(path: Path) -> None:
@@ -220,8 +227,7 @@ def test_what_resuming_does_not_read(run: Path, zckpt: Zckpt) -> None:
     (run / "checkpoint-100" / "training_args.bin").write_bytes(b"")
     ended = zckpt("list", run)
     assert (ended.code, states(ended)["checkpoint-100"]) == (0, "whole")
-    assert "checkpoint-100: " in ended.out
-    assert "; resuming does not read this file" in ended.out
+    assert "checkpoint-100, in a file that resuming does not read: " in ended.out
     ended = zckpt("list", run, "--intact")
     assert (ended.code, states(ended)["checkpoint-100"]) == (3, "damaged")
 
@@ -286,13 +292,12 @@ ERRORS = [
     (UnsupportedCheckpoint("format-unsupported", "not read"), None, 1),
     (SourceChanged("source-changed", "it changed"), None, 1),
     (WrongOption("option-names-nothing", "no such model"), None, 1),
-    (InconsistentCheckpoint("steps-disagree", "steps differ"), False, 3),
     (FileNotFoundError(2, "No such file or directory", "file"), False, 3),
 ]
 
 
 @pytest.mark.parametrize(("error", "whole", "code"), ERRORS, ids=lambda each: type(each).__name__)
-@pytest.mark.parametrize("question", ["judged", "intact"])
+@pytest.mark.parametrize("question", ["verdict_of", "damage_of"])
 def test_an_error_of_one_is_in_its_row(
     question: str,
     error: ZckptError | OSError,
@@ -302,38 +307,63 @@ def test_an_error_of_one_is_in_its_row(
     zckpt: Zckpt,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = getattr(judging, question)
+    real = getattr(listing, question)
 
-    def ask(asked: str | Manifest, *words: Any) -> Any:
-        path = asked if isinstance(asked, str) else asked.root
-        if "checkpoint-100" in path:
+    def ask(candidate: Candidate, *words: Any) -> Any:
+        if candidate.name == "checkpoint-100":
             raise error
-        return real(asked, *words)
+        return real(candidate, *words)
 
-    monkeypatch.setattr(judging, question, ask)
-    more = ("--intact",) if question == "intact" else ()
+    monkeypatch.setattr(listing, question, ask)
+    more = ("--intact",) if question == "damage_of" else ()
     ended = zckpt("list", run, *more)
     state = "damaged" if whole is False else "unknown"
     assert (ended.code, states(ended)["checkpoint-100"]) == (code, state)
     assert len(states(ended)) == 5
     row = rows(zckpt("list", run, *more, "--json"))["checkpoint-100"]
-    assert row["whole" if question == "judged" else "intact"] is whole
+    assert row["intact" if more else "whole"] is whole
     assert len(row["problems"]) == 1
     assert row["being_written"] is isinstance(error, SourceChanged)
+
+
+def test_an_error_of_several_saves_is_in_its_row(
+    run: Path, zckpt: Zckpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differing(candidate: Candidate, _: Any) -> Any:
+        raise InconsistentCheckpoint("steps-disagree", f"{candidate.path}: steps differ")
+
+    monkeypatch.setattr(listing, "verdict_of", differing)
+    ended = zckpt("list", run)
+    assert (ended.code, {*states(ended).values()}) == (3, {"mixed"})
+    row = rows(zckpt("list", run, "--json"))["checkpoint-80"]
+    assert (row["whole"], row["of_one_save"]) == (None, False)
+
+
+def test_all_are_removed_meanwhile(
+    run: Path, zckpt: Zckpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = listing.verdict_of
+
+    def removed(candidate: Candidate, reading: Any) -> Any:
+        shutil.rmtree(candidate.path)
+        return real(candidate, reading)
+
+    monkeypatch.setattr(listing, "verdict_of", removed)
+    assert zckpt("list", run, "--json").document["code"] == "no-checkpoint"
 
 
 def test_one_that_is_removed_meanwhile(
     run: Path, zckpt: Zckpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `save_total_limit` removes the oldest one."""
-    real = judging.judged
+    real = listing.verdict_of
 
-    def removed(path: str, *words: Any) -> judging.Verdict:
-        if path.endswith("checkpoint-80"):
-            shutil.rmtree(path)
-        return real(path, *words)
+    def removed(candidate: Candidate, reading: Any) -> Any:
+        if candidate.name == "checkpoint-80":
+            shutil.rmtree(candidate.path)
+        return real(candidate, reading)
 
-    monkeypatch.setattr(judging, "judged", removed)
+    monkeypatch.setattr(listing, "verdict_of", removed)
     ended = zckpt("list", run)
     assert (ended.code, len(states(ended))) == (0, 4)
 
@@ -347,6 +377,61 @@ def test_tags(tmp_path: Path, zckpt: Zckpt) -> None:
     assert [*listed] == [*TAGS]
     assert [row["whole"] for row in listed.values()] == [True, False, True]
     assert [row["path"] for row in listed.values()] == [str(run / tag) for tag in TAGS]
+
+
+def cut_all(path: Path) -> None:
+    for each in [path] if path.is_file() else path.rglob("*.*"):
+        if each.is_file():
+            os.truncate(each, each.stat().st_size // 2)
+
+
+def names_of(kind: str, run: Path, source: Path) -> list[str]:
+    """Three checkpoints of an engine in a run."""
+    source, names = {
+        "deepspeed": (EXAMPLE / TAGS[-1], [*TAGS]),
+        "dcp": (source / "dcp", ["step-5", "step-6", "step-7"]),
+        "gathered": (source / "gathered", ["checkpoint-5", "checkpoint-6", "checkpoint-7"]),
+        "file": (source / "gathered" / "model.pt", [f"epoch={n}-step={n}.ckpt" for n in (5, 6, 7)]),
+        "megatron": (MEGATRON / "iter_0000003", [f"iter_000000{n}" for n in (5, 6, 7)]),
+    }[kind]
+    run.mkdir()
+    for name in names:
+        shutil.copytree(source, run / name) if source.is_dir() else shutil.copy(source, run / name)
+    if kind == "deepspeed":
+        (run / "latest").write_text(names[-1])
+    elif kind == "megatron":
+        (run / "latest_checkpointed_iteration.txt").write_text("7")
+    return names
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    for to in ("dcp", "gathered"):
+        package.convert(EXAMPLE, folder / to, to=to)
+    return folder
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("damage", [None, cut_all, emptied, foreign])
+@pytest.mark.parametrize("kind", ["deepspeed", "dcp", "gathered", "file", "megatron"])
+def test_one_of_each_engine(
+    kind: str,
+    damage: Callable[[Path], None] | None,
+    place: int,
+    converted: Path,
+    tmp_path: Path,
+    zckpt: Zckpt,
+) -> None:
+    names = names_of(kind, tmp_path / "run", converted)
+    if damage is not None:
+        damage(tmp_path / "run" / names[place])
+    ended = zckpt("list", tmp_path / "run", "--json")
+    listed = rows(ended)
+    assert {*listed} == {*names}
+    wrong = [name for name in names if listed[name]["whole"] is not True]
+    assert wrong == ([] if damage is None else [names[place]])
+    assert ended.code == (3 if wrong else 0)
 
 
 def test_the_one_that_the_run_names_is_the_last(tmp_path: Path, zckpt: Zckpt) -> None:
@@ -394,19 +479,38 @@ def test_a_run_without_a_checkpoint(tmp_path: Path, zckpt: Zckpt) -> None:
 def test_warnings_of_one_kind_are_said_once(
     run: Path, zckpt: Zckpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = judging.judged
+    real = listing.verdict_of
 
-    def warned(path: str, *words: Any) -> judging.Verdict:
-        verdict = real(path, *words)
-        verdict.warnings = [warning("times-apart", f"{path}: odd"), note("form-differs", "once")]
-        return verdict
+    def warned(candidate: Candidate, reading: Any) -> Any:
+        verdict = real(candidate, reading)
+        lines = warning("times-apart", f"{candidate.path}: odd"), note("form-differs", "once")
+        assert verdict.manifest is not None
+        return replace(verdict, manifest=replace(verdict.manifest, warnings=lines))
 
-    monkeypatch.setattr(judging, "judged", warned)
+    monkeypatch.setattr(listing, "verdict_of", warned)
     err = zckpt("list", run).err.splitlines()
     assert err[0] == f"Warning: {run / 'checkpoint-80'}: odd"
     assert err[1].strip() == "4 more such warnings: --json lists all"
     assert len(err) == 4
     assert zckpt("list", run, "-q").err == ""
+
+
+def test_weights_alone(run: Path, zckpt: Zckpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `save_only_model` saves them: nothing is lost, and no run goes on from them."""
+    real = listing.verdict_of
+
+    def alone(candidate: Candidate, reading: Any) -> Any:
+        verdict = real(candidate, reading)
+        lines = (problem("optimizer-missing", "weights, and no optimizer"),)
+        return replace(verdict, alone=lines) if candidate.name == "checkpoint-90" else verdict
+
+    monkeypatch.setattr(listing, "verdict_of", alone)
+    ended = zckpt("list", run)
+    assert (ended.code, states(ended)["checkpoint-90"]) == (0, "weights")
+    assert "1 checkpoint does not load: weights, and no optimizer" in ended.out
+    listed = rows(zckpt("list", run, "--dp", 2, "--json"))
+    assert [row["loads"] for row in listed.values()] == [True, False, True, True, True]
+    assert listed["checkpoint-90"]["weights_alone"] is True
 
 
 class TestTerminal:

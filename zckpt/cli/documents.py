@@ -331,7 +331,8 @@ class Listed(Struct):
 
     `whole`, `of_one_save`, `intact` and `loads` are null if that is not known, or was not asked.
     `sizes` are those that files state. `saved` is the time of the newest file. `unread` is damage
-    in files that resuming does not read: such a checkpoint may be whole, and is not intact.
+    in files that resuming does not read: such a checkpoint may be whole, and is not intact. One
+    with `weights_alone` was saved without an optimizer: no run goes on from it.
     """
 
     name: str
@@ -349,6 +350,7 @@ class Listed(Struct):
     of_one_save: bool | None
     intact: bool | None
     loads: bool | None
+    weights_alone: bool
     problems: list[Notice]
     unread: list[Notice]
     obstacles: list[Notice]

@@ -20,6 +20,7 @@ STYLES = {
     "damaged": "bold red",
     "mixed": "bold red",
     "unknown": "bold yellow",
+    "weights": "yellow",
     BEING_WRITTEN: "bold yellow",
     "no": "yellow",
 }
@@ -35,14 +36,14 @@ def listed_run(report: dict[str, Any], quiet: bool) -> None:
     sizes = _sizes(report["sizes"])
     if not quiet:
         _table([_cells(row, sizes) for row in rows])
-    wrong = [row for row in rows if state_of(row) not in ("whole", "intact")]
+    wrong = [row for row in rows if state_of(row) in MEANINGS]
     for row in wrong:
         print(f"{safe(row['name'])} is {MEANINGS[state_of(row)]}: {_why(row)}")
     if quiet:
         return
     for row in rows:
         for line in row["unread"]:
-            print(f"{safe(row['name'])}: {spoken(line)}; resuming does not read this file")
+            print(f"{safe(row['name'])}, in a file that resuming does not read: {spoken(line)}")
     _print_obstacles(rows, sizes)
     _print_count(rows, len(wrong))
     _warn(rows)
@@ -58,6 +59,8 @@ def state_of(row: Row) -> str:
         return "damaged"
     if row["whole"] is None or row["problems"]:
         return "unknown"
+    if row["weights_alone"]:
+        return "weights"
     return "intact" if row["intact"] else "whole"
 
 
@@ -137,14 +140,14 @@ def _why(row: Row) -> str:
 
 
 def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
-    """Why sound checkpoints do not load at a size: those with the same reasons in one line."""
+    """Why checkpoints do not load: those with the same reasons in one line."""
     alike = by_key(
         (tuple(spoken(line) for line in row["obstacles"]), row) for row in rows if row["obstacles"]
     )
     for reasons, own in alike.items():
         some = counted(len(own), "checkpoint")
         does = "does" if len(own) == 1 else "do"
-        print(f"{some} {does} not load at {sizes}: {first_of(reasons)}")
+        print(f"{some} {does} not load{f' at {sizes}' if sizes else ''}: {first_of(reasons)}")
 
 
 def _print_count(rows: Sequence[Row], wrong: int) -> None:

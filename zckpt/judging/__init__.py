@@ -1,21 +1,17 @@
-"""Is a checkpoint whole, of one save, and intact, and does it load at a size?
+"""Is a checkpoint whole, and of one save?
 
-A stand-in with the interface of the branch `verdict`, which brings this room: it knows what the
-readers raise, and which files of a trainer are empty.
+A stand-in for this room of the branch `verdict`: it knows what the readers raise, and which files
+of a trainer are empty.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from .. import formats
-from ..core import sources
 from ..core.manifest import Manifest
-from ..core.resources import Begin, Copying
 from ..core.unlisted import refuse_share
 from ..errors import (
     CorruptCheckpoint,
@@ -23,68 +19,36 @@ from ..errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     Notice,
-    ZckptError,
     problem,
 )
-from ..formats.options import options_of
-from ..formats.reading import Reading
-from ..proof.verify import verify_alone
-from ..reading import read
 
 DAMAGE = (CorruptCheckpoint, IncompleteCheckpoint, NotACheckpoint)
 
 
-class Verdict(Struct):
+class Verdict(Struct, frozen=True):
     """What metadata say of a checkpoint; `manifest` is None if nothing could be read."""
 
-    path: str
     manifest: Manifest | None = None
-    whole: list[Notice] = field(default_factory=list)
-    of_one_save: list[Notice] = field(default_factory=list)
-    unread: list[Notice] = field(default_factory=list)
-    warnings: list[Notice] = field(default_factory=list)
-
-    @property
-    def problems(self) -> list[Notice]:
-        return self.whole + self.of_one_save
+    whole: tuple[Notice, ...] = ()
+    of_one_save: tuple[Notice, ...] = ()
+    unread: tuple[Notice, ...] = ()
+    alone: tuple[Notice, ...] = ()
 
 
-def judged(path: str, tag: str | None = None, reading: Mapping[str, Any] = {}) -> Verdict:
-    """What metadata say of the checkpoint at `path`; reads no tensor."""
-    words = {"tag": tag, "nameless": True, "by_checksums": True, **reading}
+def judged(read: Callable[[], Manifest]) -> Verdict:
+    """The verdict on what `read` gives, or fails with; reads no tensor."""
     try:
-        manifest = read(path, Reading(**words))
+        manifest = read()
+        refuse_share(manifest)
     except DAMAGE as error:
-        return Verdict(path, whole=[*error.notices])
+        return Verdict(whole=error.notices)
     except InconsistentCheckpoint as error:
-        return Verdict(path, of_one_save=[*error.notices])
+        return Verdict(of_one_save=error.notices)
     empty = [
         problem("trainer-file-damaged", f"{each.path} is empty", file=each.path)
         for each in manifest.siblings
         if each.size == 0
     ]
     unread = [each for each in empty if os.path.basename(each.file or "") == "training_args.bin"]
-    whole = [each for each in empty if each not in unread]
-    return Verdict(path, manifest, whole, [], unread, [*manifest.warnings])
-
-
-def intact(manifest: Manifest, copying: Copying, begin: Begin | None) -> list[Notice]:
-    """What is wrong with the bytes of a checkpoint; reads all."""
-    with sources.unchanged(manifest.fingerprints):
-        report = verify_alone(manifest, None, copying, begin)
-    names = Notice.__struct_fields__
-    lines = [Notice(**{name: line[name] for name in names}) for line in report["problems"]]
-    return lines + [
-        problem("tensor-differs", f"{line['tensor']}: what is stored twice differs")
-        for line in report["differences"]
-    ]
-
-
-def loads(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
-    """Why an engine does not load a checkpoint at a size; empty if it does."""
-    try:
-        refuse_share(manifest)
-    except ZckptError as error:
-        return [*error.notices]
-    find = formats.named(manifest.format).functions.obstacles
-    return find(manifest, options_of(words)) if find else []
+    whole = tuple(each for each in empty if each not in unread)
+    return Verdict(manifest, whole, unread=tuple(unread))

@@ -29,9 +29,10 @@ from ..errors import (
     SourceChanged,
     ZckptError,
     notice_of,
+    problem,
 )
 from ..formats.order import last_time
-from .fitting import Asked
+from .fitting import Asked, obstacles
 from .runs import Candidate, candidates
 from .trainers_files import step_of
 
@@ -81,16 +82,15 @@ def list_checkpoints(
     asked = Asked(None, given) if given else None
     reading = {name: value for name, value in source.items() if value not in (None, ())}
     copying = Copying(jobs, memory) if intact else None
-    found = candidates(run)[::-1]
-    if not found:
-        raise NotACheckpoint("no-checkpoint", f"{run} has no checkpoint", file=run)
     rows = []
-    for each in found:
-        was_there = os.path.lexists(each.where)
+    for each in candidates(run)[::-1]:
+        was_there = not _is_gone(each.where)
         row = _row(each, asked, reading, copying, begin)
-        if row["problems"] and was_there and not os.path.lexists(each.where):
+        if row["problems"] and was_there and _is_gone(each.where):
             continue  # the run has removed it meanwhile, as its oldest one
         rows.append(row)
+    if not rows:
+        raise NotACheckpoint("no-checkpoint", f"{run} has no checkpoint", file=run)
     return {
         "zckpt": VERSION,
         "command": "list",
@@ -99,6 +99,13 @@ def list_checkpoints(
         "checkpoints": rows,
         "seconds": round(time.monotonic() - started, 3),
     }
+
+
+def _is_gone(path: str) -> bool:
+    """Whether nothing is there; a disk that fails does not say so."""
+    with suppress(OSError):
+        return sources.status(path) is None
+    return False
 
 
 def _row(
@@ -117,37 +124,69 @@ def _row(
         "sizes": {},
         **_on_disk(candidate.where),
         **dict.fromkeys(("whole", "of_one_save", "intact", "loads")),
+        "weights_alone": False,
         **{key: [] for key in ("problems", "unread", "obstacles")},
         "warnings": said(notes),
     }
     try:
-        verdict = judging.judged(candidate.path, candidate.tag, reading)
+        verdict = verdict_of(candidate, reading)
     except (ZckptError, OSError) as error:
         return row | _failed(error, "whole", row)
     manifest = verdict.manifest
+    problems = (*verdict.whole, *verdict.of_one_save)
     row |= {
         "whole": _answer(verdict.whole, manifest is not None),
         "of_one_save": _answer(verdict.of_one_save, manifest is not None),
-        "problems": said(verdict.problems),
+        "weights_alone": bool(verdict.alone),
+        "problems": said(problems),
         "unread": said(verdict.unread),
-        "warnings": said([*notes, *verdict.warnings]),
+        "obstacles": said(verdict.alone),
     }
     if manifest is None:
         return row
     row |= _facts(candidate, manifest)
+    row["warnings"] = said([*notes, *manifest.warnings])
     if asked is not None:
-        obstacles = _obstacles(manifest, asked)
-        row |= {"loads": not (obstacles or verdict.problems), "obstacles": said(obstacles)}
+        reasons = [*verdict.alone, *_obstacles(manifest, asked)]
+        row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}
     if copying is not None:
         try:
-            found = judging.intact(manifest, copying, begin)
+            found = damage_of(candidate, reading, copying, begin)
         except (ZckptError, OSError) as error:
             return row | _failed(error, "intact", row)
-        row |= {
-            "intact": not (found or verdict.unread),
-            "problems": said([*verdict.problems, *found]),
-        }
+        more = [notice for notice in found if notice not in verdict.unread]
+        row["intact"] = not (found or verdict.unread)
+        row["problems"] = said([*problems, *more])
     return row
+
+
+def verdict_of(candidate: Candidate, reading: Mapping[str, Any]) -> judging.Verdict:
+    """Whether a checkpoint is whole and of one save, by its metadata."""
+    # without the tag's folder it is the file that names it which is wrong
+    tag = None if _is_gone(candidate.where) else candidate.tag
+    return judging.judged(
+        lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
+    )
+
+
+def damage_of(
+    candidate: Candidate, reading: Mapping[str, Any], copying: Copying, begin: Begin | None
+) -> list[Notice]:
+    """What `verify` finds, which reads all bytes."""
+    report = api.verify(
+        candidate.path,
+        tag=candidate.tag,
+        jobs=copying.jobs,
+        memory=copying.memory,
+        begin=begin,
+        **reading,
+    )
+    fields = Notice.__struct_fields__
+    found = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
+    for line in report["differences"]:
+        message = f"{line['tensor']}: what is stored twice differs"
+        found.append(problem("tensor-differs", message, subject=line["tensor"]))
+    return found
 
 
 def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
@@ -156,10 +195,9 @@ def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
 
 
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
-    """What an error says of a checkpoint; if it is of a disk or of this user, no question is
-    answered by it.
-    """
+    """The answer to a question that an error gives: none, if it is of a disk or of this user."""
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
+    question = "of_one_save" if isinstance(error, InconsistentCheckpoint) else question
     return {
         question: False if isinstance(error, OF_ITS_FILES) else None,
         "problems": [*row["problems"], *said(notices)],
@@ -184,7 +222,7 @@ def _facts(candidate: Candidate, manifest: Manifest) -> Report:
 def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
     """Why its engine does not load a checkpoint at the size that is asked for."""
     try:
-        return judging.loads(manifest, asked.of(manifest))
+        return obstacles(manifest, asked.of(manifest))
     except ZckptError as error:  # such as sizes that do not fit this one
         return [*error.notices]
 
