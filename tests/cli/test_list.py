@@ -227,9 +227,11 @@ def test_what_resuming_does_not_read(run: Path, zckpt: Zckpt) -> None:
     (run / "checkpoint-100" / "training_args.bin").write_bytes(b"")
     ended = zckpt("list", run)
     assert (ended.code, states(ended)["checkpoint-100"]) == (0, "whole")
-    assert "checkpoint-100, in a file that resuming does not read: " in ended.out
+    message = rows(zckpt("list", run, "--json"))["checkpoint-100"]["unread"][0]["message"]
+    assert f"\ncheckpoint-100: {message}\n" in ended.out
     ended = zckpt("list", run, "--intact")
     assert (ended.code, states(ended)["checkpoint-100"]) == (3, "damaged")
+    assert ended.out.count(message) == 1
 
 
 def test_one_that_is_being_written(run: Path, zckpt: Zckpt) -> None:

@@ -42,8 +42,8 @@ def listed_run(report: dict[str, Any], quiet: bool) -> None:
     if quiet:
         return
     for row in rows:
-        for line in row["unread"]:
-            print(f"{safe(row['name'])}, in a file that resuming does not read: {spoken(line)}")
+        for line in row["unread"] if row not in wrong else ():
+            print(f"{safe(row['name'])}: {spoken(line)}")
     _print_obstacles(rows, sizes)
     _print_count(rows, len(wrong))
     _warn(rows)

@@ -44,11 +44,10 @@ def judged(read: Callable[[], Manifest]) -> Verdict:
         return Verdict(whole=error.notices)
     except InconsistentCheckpoint as error:
         return Verdict(of_one_save=error.notices)
-    empty = [
-        problem("trainer-file-damaged", f"{each.path} is empty", file=each.path)
-        for each in manifest.siblings
-        if each.size == 0
-    ]
-    unread = [each for each in empty if os.path.basename(each.file or "") == "training_args.bin"]
-    whole = tuple(each for each in empty if each not in unread)
-    return Verdict(manifest, whole, unread=tuple(unread))
+    empty = [each for each in manifest.siblings if each.size == 0]
+    found: dict[bool, list[Notice]] = {False: [], True: []}
+    for each in empty:
+        is_read = os.path.basename(each.path) != "training_args.bin"
+        message = f"{each.path} is empty" + ("" if is_read else "; resuming does not read it")
+        found[is_read].append(problem("trainer-file-damaged", message, file=each.path))
+    return Verdict(manifest, tuple(found[True]), unread=tuple(found[False]))
