@@ -30,7 +30,7 @@ TAIL = """## Exit codes
 | 0 | done, or equal |
 | 1 | the command failed, and has written no target |
 | 2 | wrong usage |
-| 3 | `verify`, `diff` or `probe-diff` found something; `check`: it does not load as it is |
+| 3 | `verify`, `diff`, `probe-diff` or `list` found something; `check`: it does not load as it is |
 | 130, 143 | interrupted: there is no target, and the hint says whether `--resume` can continue |
 """
 

@@ -103,6 +103,12 @@ def check_document(value: Any) -> None:
     if value is None:  # auto-resume without a checkpoint
         return
     kind = documents.Error if "error" in value else documents.DOCUMENTS[value["command"]]
+    if "reports" in value:
+        assert value["command"] in documents.OF_SEVERAL
+        kind = documents.Reports
+        for report in value["reports"]:
+            assert report["command"] == value["command"]
+            check_document(report)
     msgspec.convert(value, kind)
     assert set(value) <= set(kind.__struct_fields__), set(value) - set(kind.__struct_fields__)
 

@@ -5,6 +5,7 @@
     convert, reshard        write it in another format, or for another number of ranks
     export                  weights for inference
     auto_resume             the path from which a run goes on, at any number of processes
+    list_checkpoints        in which state each checkpoint of a run is
     group                   the processes of a launch, which share one of these functions
     verify, diff, stats     check it, compare it, look at its numbers
     report                  all of that as one document, and a page of it
@@ -46,10 +47,12 @@ if TYPE_CHECKING:
     from .processes.sharing import group
     from .reporting.making import report
     from .resume.auto import auto_resume
+    from .resume.listing import list_checkpoints
 
 _ELSEWHERE = {  # and not in api.py
     "auto_resume": "resume.auto",
     "group": "processes.sharing",
+    "list_checkpoints": "resume.listing",
     "report": "reporting.making",
     "ZckptError": "errors",
 }
@@ -67,6 +70,7 @@ __all__ = [
     "export",
     "group",
     "inspect",
+    "list_checkpoints",
     "load",
     "read",
     "report",

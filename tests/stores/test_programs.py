@@ -45,6 +45,52 @@ def test_a_storage_reader_loads_the_same(made: str, bucket: Bucket, tmp_path: Pa
     assert any(tensor.any() for tensor in there.values())
 
 
+def test_a_run_in_a_store_is_listed(
+    bucket: Bucket, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    run = tmp_path / "out"
+    for step in (5, 6):
+        shutil.copytree(TRAINER, run / f"checkpoint-{step}")
+    (run / "checkpoint-6" / "scheduler.pt").write_bytes(b"")
+    (run / "checkpoint-7").mkdir()
+    (run / "checkpoint-7" / "notes.txt").write_text("no checkpoint")
+    url = bucket.upload(run, "runs/out")
+    for more in ((), ("--intact", "--dp", 2)):
+        here = zckpt("list", run, *more, "--json")
+        there = zckpt("list", url, *more, "--json")
+        assert (here.code, there.code) == (3, 3)
+        assert there.document["run"] == url
+        own = {"path", "saved", "being_written", "problems"}
+        for one, other in zip(
+            here.document["checkpoints"], there.document["checkpoints"], strict=True
+        ):
+            assert {k: v for k, v in one.items() if k not in own} == {
+                k: v for k, v in other.items() if k not in own
+            }
+            assert other["path"] == f"{url}/{other['name']}"
+            assert other["being_written"] is True  # it was uploaded just now
+            assert [line["code"] for line in other["problems"]] == [
+                line["code"] for line in one["problems"]
+            ]
+    assert "/tmp/" not in there.out
+    assert "checkpoint-6 is damaged: " in zckpt("list", url).out
+
+
+def test_several_urls(bucket: Bucket, zckpt: Callable[..., Result]) -> None:
+    url = bucket.upload(EXAMPLE, "runs/run")
+    for command in ("verify", "inspect", "check"):
+        ended = zckpt(command, url, f"{url}/nothing", EXAMPLE)
+        assert ended.code == 1
+        assert [line.partition(" ")[0].rstrip(":") for line in ended.out.splitlines()] == [
+            line.partition(" ")[0].rstrip(":")
+            for path in (url, EXAMPLE)
+            for line in zckpt(command, path, path).out.splitlines()[:1]
+        ]
+        reports = zckpt(command, url, f"{url}/nothing", "--json").document["reports"]
+        assert reports[0]["path"].startswith(url)
+        assert reports[1]["path"] == f"{url}/nothing"
+
+
 def test_report_of_a_run_in_a_store(
     bucket: Bucket, tmp_path: Path, zckpt: Callable[..., Result]
 ) -> None:

@@ -8,8 +8,10 @@ import click
 
 from .. import display
 from ..core import description
+from ..core.description import Report
+from ..errors import warning
 from ..formats.reading import NamedKeywords
-from . import launched, pages
+from . import launched, pages, several
 from .help import ExplainedCommand
 from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
 from .parameters import PATH
@@ -23,7 +25,7 @@ from .parameters import PATH
         "torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather",
     ),
 )
-@click.argument("path", type=PATH)
+@several.PATHS
 @grouped(
     "Comparison",
     "--against",
@@ -62,7 +64,7 @@ from .parameters import PATH
 @single
 @common
 def verify(
-    path: str,
+    paths: tuple[str, ...],
     against: str | None,
     html: str | None,
     save_proof: str | None,
@@ -79,19 +81,35 @@ def verify(
 
     With --against, tensors are compared bit for bit, and all else by value. What one side lacks is
     a difference, or named if its files have no place for it. If the original is gone, give the FILE
-    of an earlier --save-proof.
+    of an earlier --save-proof. Of several PATHs each is compared with it, and none with another.
 
     Exit code 3: verify found something.
     """
     from .. import api
 
+    several.refuse_for_several(paths, "--html", html)
+    several.refuse_for_several(paths, "--save-proof", save_proof)
+    several.refuse_to_share(paths, words["single"])
     pages.check(html)
     if save_proof:
         display.can_save(save_proof)
-    with display.progress(quiet or as_json) as begin:
-        report = launched.look(api.verify, path, against, begin=begin, **words)
-    if report is None or report["rank"]:  # rank 0 reports the findings of all
-        return 0
+
+    def look(path: str) -> tuple[Report, int]:
+        with display.progress(quiet or as_json) as begin:
+            report = launched.look(api.verify, path, against, begin=begin, **words)
+        if report is None or report["rank"]:  # rank 0 reports the findings of all
+            return {}, 0
+        return report, 0 if report["equal"] else 3
+
+    if len(paths) == 2 and against is None:  # who thinks of diff must not take it for that
+        message = "the two are not compared: zckpt verify PATH --against PATH does that"
+        display.warn(description.said([warning("not-compared", message)]), quiet or as_json)
+    if len(paths) > 1:
+        show = display.verified_in_a_line
+        return several.look_at_each("verify", paths, look, show, as_json, quiet)
+    report, code = look(paths[0])
+    if not report:
+        return code
     display.answer(report, as_json, quiet, display.verified)
     if save_proof:
         display.save(save_proof, description.proof_of(report))
@@ -99,7 +117,7 @@ def verify(
         from ..reporting import parts
 
         pages.save(html, parts.of_verify(report, _source(words)))
-    return 0 if report["equal"] else 3
+    return code
 
 
 def _source(words: dict[str, Any]) -> dict[str, Any]:

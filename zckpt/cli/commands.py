@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from .. import display
 from ..core import description
+from ..core.description import Report
+from ..core.manifest import Manifest
 from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized, warning
 from ..formats import FORMATS, other_objects
@@ -18,7 +20,7 @@ from ..formats.reading import Reading
 from ..judging import verdict
 from ..remote.anywhere import jobs_for, local, telling, translated
 from ..remote.mirror import spelled
-from . import documents, launched, output, pages, signals
+from . import documents, launched, output, pages, several, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
 from .options import (
@@ -34,7 +36,7 @@ from .options import (
     writing,
 )
 from .parameters import PATH
-from .resuming import auto_resume, check
+from .resuming import auto_resume, check, list_run
 
 OTHER_WORDS = {"max-shard-size": "max-file-size"}
 """What save_pretrained calls an option."""
@@ -63,7 +65,7 @@ def cli() -> None:
         "zckpt inspect run/checkpoint-500 --tensors '*/exp_avg' --layout",
     )
 )
-@click.argument("path", type=PATH)
+@several.PATHS
 @grouped(
     "What to show",
     "--tensors",
@@ -83,7 +85,7 @@ def cli() -> None:
 @pages.html
 @common
 def inspect(
-    path: str,
+    paths: tuple[str, ...],
     tensors: str | None,
     steps: bool,
     layout: bool,
@@ -92,7 +94,7 @@ def inspect(
     as_json: bool,
     quiet: bool,
     **reading: Any,
-) -> None:
+) -> int:
     """Show what a checkpoint contains, without reading a tensor.
 
     PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
@@ -101,42 +103,51 @@ def inspect(
     """
     from ..reading import read
 
+    several.refuse_for_several(paths, "--html", html)
+    several.refuse_for_several(paths, "--state", state and not as_json, "add --json")
     pages.check(html)
-    with local(path) as path, telling():
-        manifest = read(path, Reading(**reading, inspected=True, nameless=True))
-        manifest = replace(
-            manifest, warnings=(*manifest.warnings, *verdict.of(manifest).warnings())
-        )
-        if html:
-            from ..reporting import parts
+    is_report = as_json or not (tensors or steps or layout or state)
 
-            pages.save(html, translated(parts.of_inspect(manifest)))
-        is_summary = not (tensors or steps or layout or state)
-        if manifest.origin.slices is not None and not (is_summary or as_json):
-            # a shape in a list is not the tensor's
-            display.warn(translated(description.said(manifest.warnings)), quiet)
+    def look(path: str) -> tuple[Report, int]:
+        with local(path) as here, telling():
+            manifest = read(here, Reading(**reading, inspected=True, nameless=True))
+            lines = (*manifest.warnings, *verdict.of(manifest).warnings())
+            manifest = replace(manifest, warnings=lines)
+            if html:
+                from ..reporting import parts
 
-        def summary() -> dict[str, Any]:
+                pages.save(html, translated(parts.of_inspect(manifest)))
+            if not is_report:
+                if len(paths) > 1:
+                    print(f"{safe(path)}:")
+                show(manifest)
+                return {}, 0
             report = description.inspect(manifest, other_objects(manifest))
-            return dict(translated(report))
-
-        if as_json:
-            report = summary()
-            if tensors or layout:
+            if as_json and (tensors or layout):
                 report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
-            if state:
+            if as_json and state:
                 report["state"] = description.state(manifest)
-            display.document(translated(report))
-        elif state:
+            return translated(report), 0
+
+    def show(manifest: Manifest) -> None:
+        if manifest.origin.slices is not None:  # a shape in a list is not the tensor's
+            display.warn(translated(description.said(manifest.warnings)), quiet)
+        if state:
             display.document(description.state(manifest))
         elif steps:
             display.steps(manifest)
         elif layout:
             display.layout(manifest, tensors or "*", spelled)
-        elif tensors:
-            display.tensors(description.tensors(manifest, tensors))
         else:
-            display.summary(summary(), quiet)
+            display.tensors(description.tensors(manifest, tensors or "*"))
+
+    if len(paths) > 1:
+        line = display.summary_in_a_line if is_report else lambda *_: print()
+        return several.look_at_each("inspect", paths, look, line, as_json, quiet)
+    report, code = look(paths[0])
+    if is_report:
+        display.answer(report, as_json, quiet, display.summary)
+    return code
 
 
 def write(
@@ -293,7 +304,7 @@ def export(
     write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
-for command in (auto_resume, check, verify, diff, stats, pages.report, probe_diff):
+for command in (auto_resume, check, list_run, verify, diff, stats, pages.report, probe_diff):
     cli.add_command(command)
 
 

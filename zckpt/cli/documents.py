@@ -101,6 +101,17 @@ class Error(Notice, kw_only=True):
     zckpt: Literal[2]
     command: str | None
     error: str
+    path: str | UnsetType = UNSET
+    """The PATH that could not be looked at, if the command has several."""
+
+
+class Reports(Document, kw_only=True):
+    """What `inspect`, `verify` and `check` print of several PATHs.
+
+    Each has the document that the command prints of it alone, or an error, in the order of PATHs.
+    """
+
+    reports: list[Json]
 
 
 class Inspect(Document, kw_only=True):
@@ -315,6 +326,46 @@ class Check(Document, kw_only=True):
     refused: Notice | None
 
 
+class Listed(Struct):
+    """A checkpoint of a run.
+
+    `whole`, `of_one_save`, `intact` and `loads` are null if that is not known, or was not asked.
+    `sizes` are those that files state. `saved` is the time of the newest file. `unread` is damage
+    in files that resuming does not read: such a checkpoint may be whole, and is not intact. One
+    with `weights_alone` was saved without an optimizer: no run goes on from it.
+    """
+
+    name: str
+    path: str
+    step: Step
+    format: str | None
+    version: str | None
+    zero_stage: int | None
+    sizes: dict[str, int]
+    saved: str | None
+    being_written: bool
+    files: int
+    bytes: int
+    whole: bool | None
+    of_one_save: bool | None
+    intact: bool | None
+    loads: bool | None
+    weights_alone: bool
+    problems: list[Notice]
+    unread: list[Notice]
+    obstacles: list[Notice]
+    warnings: list[Notice]
+
+
+class List(Document, kw_only=True):
+    """`zckpt list`; the oldest checkpoint is the first"""
+
+    run: str
+    sizes: dict[str, int]
+    checkpoints: list[Listed]
+    seconds: float
+
+
 class Page(Document, kw_only=True):
     """`zckpt report`: docs/report.md says what the sections are"""
 
@@ -358,11 +409,16 @@ DOCUMENTS: dict[str, type[Document]] = {
     "probe-diff": ProbeDiff,
     "auto-resume": AutoResume,
     "check": Check,
+    "list": List,
     "report": Page,
     "clean-up": CleanUp,
     "formats": Formats,
 }
 """By command."""
+
+
+OF_SEVERAL = ("inspect", "verify", "check")
+"""The commands that take several PATHs."""
 
 
 def schema(command: str) -> Json:
@@ -376,7 +432,11 @@ def schema(command: str) -> Json:
     kinds: list[Any] = [DOCUMENTS[command], Error]
     if command == "auto-resume":
         kinds.append(None)
+    if command in OF_SEVERAL:
+        kinds.append(Reports)
     either, parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    if command in OF_SEVERAL:  # a list of two kinds, which msgspec has no type for
+        parts["Reports"]["properties"]["reports"]["items"] = {"anyOf": list(either[:2])}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"zckpt {command} --json",

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from .. import display
+from ..core.description import Report
 from ..formats.reading import NamedKeywords
 from ..remote.anywhere import jobs_for
 from ..training import options
-from . import parameters
+from . import parameters, several
 from .help import ExplainedCommand, format_names
 from .options import (
     OF_WRITING,
@@ -19,6 +20,7 @@ from .options import (
     grouped,
     masters_from_weights,
     memory,
+    moving,
     of_run,
     replicas,
     resuming,
@@ -111,7 +113,7 @@ def auto_resume(
         "zckpt check out --dp 8 --like saved-by-the-new-program",
     ),
 )
-@click.argument("path", type=PATH)
+@several.PATHS
 @stacked(*(declared_option(option) for option in OF_RUN))
 @grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
 @grouped(
@@ -131,7 +133,7 @@ def auto_resume(
 )
 @of_run
 def check(
-    path: str,
+    paths: tuple[str, ...],
     engine: str | None,
     ds_config: str | None,
     like: str | None,
@@ -142,7 +144,7 @@ def check(
     """Say whether an engine will load a checkpoint at a size, without reading a tensor.
 
     PATH is a checkpoint, or a run, whose newest one is asked. If it does not load as it is, the
-    report says why, and which command makes it fit.
+    report says why, and which command makes it fit. `zckpt list RUN` asks all of a run.
 
     Exit code 3: it does not load as it is.
     """
@@ -151,8 +153,63 @@ def check(
 
     reading = {name: words.pop(name) for name in NamedKeywords.__annotations__ if name in words}
     config = None if ds_config is None else parameters.config(ds_config)
-    paths = {"config": ds_config, "param_names": getattr(reading.get("param_names"), "path", None)}
-    files = {name: os.path.abspath(file) for name, file in paths.items() if file is not None}
-    report = ask(path, Asked(None, words | {"config": config}), engine, like, reading, files)
+    given = {"config": ds_config, "param_names": getattr(reading.get("param_names"), "path", None)}
+    files = {name: os.path.abspath(file) for name, file in given.items() if file is not None}
+    asked = Asked(None, words | {"config": config})
+
+    def look(path: str) -> tuple[Report, int]:
+        report = ask(path, asked, engine, like, reading, files)
+        return report, 0 if report["loads"] else 3
+
+    if len(paths) > 1:
+        show = display.fitting_in_a_line
+        return several.look_at_each("check", paths, look, show, as_json, quiet)
+    report, code = look(paths[0])
     display.answer(report, as_json, quiet, display.fitting)
-    return 0 if report["loads"] else 3
+    return code
+
+
+@click.command(
+    "list",
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt list out",
+        "zckpt list out --dp 16",
+        "zckpt list s3://bucket/out --intact",
+    ),
+)
+@click.argument("run", metavar="RUN", type=PATH)
+@stacked(*(declared_option(option) for option in OF_RUN))
+@grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
+@grouped(
+    "What to show",
+    "--intact",
+    is_flag=True,
+    help="Read all bytes of each checkpoint, as verify does.",
+)
+@moving
+@of_run
+def list_run(
+    run: str, intact: bool, jobs: int | None, as_json: bool, quiet: bool, **words: Any
+) -> int:
+    """Show in which state each checkpoint of a run is, the oldest first.
+
+    A row says whether a checkpoint is whole and of one save by its metadata; the reasons are below
+    the table. If a file changed within the last minute, the row says "being written". With a size,
+    such as --dp 16, a row says whether the engine loads the checkpoint there. What is wrong with
+    one checkpoint does not keep the others away.
+
+    Exit code 3: a checkpoint is not whole or not of one save, or --intact found damage. Exit code
+    1: one could not be looked at.
+    """
+    from ..resume import listing
+
+    if jobs is not None:
+        words["jobs"] = jobs
+    with display.progress(quiet or as_json or not intact) as begin:
+        report = listing.list_checkpoints(run, intact=intact, begin=begin, **words)
+    display.answer(report, as_json, quiet, display.listed_run)
+    rows = report["checkpoints"]
+    if any(False in (row["whole"], row["of_one_save"], row["intact"]) for row in rows):
+        return 3
+    return 1 if any(row["problems"] for row in rows) else 0

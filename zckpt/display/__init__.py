@@ -5,6 +5,7 @@ tables are plain columns that grep and awk can read, and there are no bars.
 
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
     findings.py     what verify, diff, stats, probe-diff, check and report found
+    listing.py      in which state the checkpoints of a run are
     picture.py      how two runs of a program differ, and layers, drawn
     terminal.py     tables, bars, JSON and files, for all
 """
@@ -13,13 +14,17 @@ from .checkpoint import converted as converted
 from .checkpoint import layout as layout
 from .checkpoint import steps as steps
 from .checkpoint import summary as summary
+from .checkpoint import summary_in_a_line as summary_in_a_line
 from .checkpoint import tensors as tensors
 from .findings import differing as differing
 from .findings import fitting as fitting
+from .findings import fitting_in_a_line as fitting_in_a_line
 from .findings import probed as probed
 from .findings import reported as reported
 from .findings import statistics as statistics
 from .findings import verified as verified
+from .findings import verified_in_a_line as verified_in_a_line
+from .listing import listed_run as listed_run
 from .terminal import answer as answer
 from .terminal import can_save as can_save
 from .terminal import document as document

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.description import matching
 from ..core.manifest import Entry, Manifest, slot_key
 from ..errors import counted, listed, safe, sized
-from .terminal import brief, cell, checked, spoken, states, table, unchecked, warn
+from .terminal import brief, cell, checked, spoken, states, table, unchecked, warn, warned
 
 BAR = 48  # characters
 MOST_NAMES = 10  # of files in the report of --dry-run
@@ -60,6 +60,17 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
+
+
+def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
+    """The summary of one of several paths."""
+    names = {"zero_stage": "ZeRO stage", "dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep"}
+    sizes = [f"{word} {report[name]}" for name, word in names.items() if report.get(name)]
+    step = [] if report["step"] is None else [f"step {cell(report['step'])}"]
+    parameters = counted(report["parameters"], "parameter")
+    files = f"{sized(report['bytes'])} in {counted(report['files'], 'file')}"
+    about = ", ".join([report["format"], *sizes, *step, parameters, files])
+    print(f"{safe(report['path'])}: {about}{warned([] if quiet else report['problems'])}")
 
 
 def _unnamed(report: dict[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from ..core.inert import PYTHON_NUMBERS
 from ..core.layers import places_of
 from ..errors import counted, listed, safe, short, sized
 from .picture import SPARKS, curves, drawn, layers
-from .terminal import brief, checked, spoken, states, table, unchecked, warn
+from .terminal import brief, checked, first_of, spoken, states, table, unchecked, warn, warned
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -21,22 +21,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
     findings = [*_findings(report), *_count(report)]
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:
-        step = "" if report.get("step") is None else f", step {report['step']}"
-        about = f"{_tensors(report)}, {sized(report['bytes'])} read{step}"
-        about += f", {report['seconds']:.1f} s" + checked(report)
-        if report["gathered"]:
-            processes = counted(report["world"], "process", "processes")
-            about += f", gathered on {report['device']} by {processes}"
-        relation = f"equals {safe(other)}" if other else "is consistent"
-        if any(report.get("rounded", {}).values()):
-            relation += " up to rounding"
-        if findings:
-            relation = f"differs from {safe(other)}" if other else "contradicts itself"
-        if findings and not any(report.get(key) for key in DIFFERENCES):
-            relation = f"has the same bytes as {safe(other)}, but this proves nothing"
-        if report.get("lacking") and not any(report.get(key) for key in DIFFERENCES[1:]):
-            relation += f": {_both_have(report)}"
-        print(f"{path} {relation}{_selection(report)}: {about}")
+        print(f"{_relation(report, bool(findings))}: {_about(report)}")
     _differences(report["differences"])
     for line in findings:
         print(line)
@@ -53,6 +38,42 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
             if names:
                 where = path if side == "a" else safe(other)
                 print(f"names inferred in {where}: {safe(listed(names))}")
+
+
+def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
+    """The report of `verify` on one of several paths: its first finding, and how many follow."""
+    lines = [*_findings(report), *_count(report)]
+    findings = [line for line in lines if not line.startswith("  ")]  # without their hints
+    if findings:
+        print(f"{_relation(report, True)}: {first_of(findings)}")
+    elif not quiet:
+        print(f"{_relation(report, False)}: {_about(report)}{warned(report['warnings'])}")
+
+
+def _relation(report: dict[str, Any], is_wrong: bool) -> str:
+    """What `verify` says of a path in a few words."""
+    path, other = safe(report["path"]), report["against"]
+    relation = f"equals {safe(other)}" if other else "is consistent"
+    if any(report.get("rounded", {}).values()):
+        relation += " up to rounding"
+    if is_wrong:
+        relation = f"differs from {safe(other)}" if other else "contradicts itself"
+    if is_wrong and not any(report.get(key) for key in DIFFERENCES):
+        relation = f"has the same bytes as {safe(other)}, but this proves nothing"
+    if report.get("lacking") and not any(report.get(key) for key in DIFFERENCES[1:]):
+        relation += f": {_both_have(report)}"
+    return f"{path} {relation}{_selection(report)}"
+
+
+def _about(report: dict[str, Any]) -> str:
+    """What was read to say it."""
+    step = "" if report.get("step") is None else f", step {report['step']}"
+    about = f"{_tensors(report)}, {sized(report['bytes'])} read{step}"
+    about += f", {report['seconds']:.1f} s" + checked(report)
+    if report["gathered"]:
+        processes = counted(report["world"], "process", "processes")
+        about += f", gathered on {report['device']} by {processes}"
+    return about
 
 
 def _selection(report: dict[str, Any]) -> str:
@@ -333,16 +354,12 @@ def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
 
 def fitting(report: dict[str, Any], quiet: bool) -> None:
     """Whether an engine loads a checkpoint at a size, why not, and what makes it fit."""
-    sizes = ", ".join(f"{name} {size}" for name, size in report["sizes"].items())
     warn(report["warnings"], quiet)
-    if report["loads"]:
-        print(f"{safe(report['path'])} loads as it is ({report['engine']}, {sizes})")
-        return
     reasons = report["obstacles"]
-    print(
-        f"{safe(report['path'])} does not load as it is ({report['engine']}, {sizes}): "
-        f"{counted(len(reasons), 'reason')}"
-    )
+    if not reasons:
+        print(_whether_it_loads(report))
+        return
+    print(f"{_whether_it_loads(report)}: {counted(len(reasons), 'reason')}")
     for reason in reasons:
         print(f"    {spoken(reason)}")
     if report["refused"]:
@@ -352,3 +369,16 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
                 print(f"    {safe(line)}")
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")
+
+
+def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
+    """The report of `check` on one of several paths."""
+    reasons = [spoken(reason) for reason in report["obstacles"]]
+    why = f": {first_of(reasons)}" if reasons else ""
+    print(f"{_whether_it_loads(report)}{why}{warned([] if quiet else report['warnings'])}")
+
+
+def _whether_it_loads(report: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{name} {size}" for name, size in report["sizes"].items())
+    relation = "loads as it is" if report["loads"] else "does not load as it is"
+    return f"{safe(report['path'])} {relation} ({report['engine']}, {sizes})"

@@ -55,7 +55,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     if sys.stdout.isatty():
         _drawn_table(heads, cells, right)
     else:
-        _plain_columns([heads, *cells] if any(heads) else cells, right)
+        plain_columns([heads, *cells] if any(heads) else cells, right)
 
 
 def _drawn_table(
@@ -69,7 +69,7 @@ def _drawn_table(
 
     console = Console(highlight=False)
     if console.width < NARROW * len(heads):
-        _listed_rows(heads, rows)
+        listed_rows(heads, rows)
         return
     drawn = Table(box=box.SIMPLE_HEAD, show_header=any(heads), show_edge=False)
     for head, to_right in zip(heads, right, strict=True):
@@ -79,7 +79,7 @@ def _drawn_table(
     console.print(drawn)
 
 
-def _listed_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def listed_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A line per cell, for a table of many columns on a narrow terminal."""
     width = max(map(len, heads))
     for row in rows:
@@ -88,7 +88,7 @@ def _listed_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print()
 
 
-def _plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
+def plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
     """Columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -159,6 +159,17 @@ def unchecked(report: dict[str, Any]) -> None:
         print(f"note: {spoken(advice)}")
 
 
+def first_of(findings: Sequence[str]) -> str:
+    """The first of several findings, for a line of one of several paths."""
+    more = f", and {len(findings) - 1:,} more: --json lists all" if len(findings) > 1 else ""
+    return findings[0] + more
+
+
+def warned(warnings: Sequence[Mapping[str, Any]]) -> str:
+    """How many warnings a report has, for the end of such a line."""
+    return f"; {counted(len(warnings), 'warning')}" if warnings else ""
+
+
 def can_save(path: str) -> None:
     """Raises WrongOption where no report could be written, before the work is done."""
     folder = os.path.dirname(path) or "."
@@ -192,6 +203,8 @@ class Bar:
 
     def __init__(self, bar: Any, total: int) -> None:
         self.bar = bar
+        for task in bar.task_ids:  # a pass over the bytes ends before the next one begins
+            bar.update(task, visible=False)
         self.task = bar.add_task("", total=total)
 
     def __call__(self, count: int) -> None:

@@ -2,6 +2,7 @@
 
 runs.py             which checkpoints a run has, the newest first
 fitting.py          whether the engine loads one at this size; `zckpt check`
+listing.py          in which state each checkpoint of a run is; `zckpt list`
 beside.py           the run for other sizes in RUN/.zckpt: locks, and what stays there
 ranks.py            all ranks do what rank 0 decides, or fail with its error
 resuming.py         what they do until all have a path

@@ -41,7 +41,7 @@ from ..judging import verdict
 from . import beside
 from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
 from .ranks import Ranks, Told
-from .runs import Candidate, candidates, judged
+from .runs import Candidate, candidates, damage, judged
 
 READING = ("format", "root", "step_policy", "tp_rules", "buffers", "param_names")
 """The words that say how a checkpoint is read."""
@@ -173,14 +173,8 @@ class Resuming:
         more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
         self.records = report.get("records")  # none if the files contradict each other
-        for line in report["problems"]:
-            if line["code"] != verdict.UNREAD:
-                return {key: line[key] for key in Notice.__struct_fields__}
-        for line in report["differences"]:
-            if not self.asked.words.get("accept_weights"):
-                message = f"{line['tensor']}: what is stored twice differs"
-                return line_of(problem("tensor-differs", message, subject=line["tensor"]))
-        return None
+        found = damage(report, bool(self.asked.words.get("accept_weights")))
+        return next((line_of(each) for each in found if each.code != verdict.UNREAD), None)
 
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]

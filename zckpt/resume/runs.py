@@ -19,8 +19,17 @@ from msgspec import Struct
 
 from .. import api, formats
 from ..core import sources
+from ..core.description import Report
 from ..core.grouping import by_key
-from ..errors import AmbiguousCheckpoint, NotACheckpoint, Notice, ZckptError, listed, warning
+from ..errors import (
+    AmbiguousCheckpoint,
+    NotACheckpoint,
+    Notice,
+    ZckptError,
+    listed,
+    problem,
+    warning,
+)
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
 from ..judging import verdict
 from ..judging.verdict import Verdict
@@ -58,6 +67,16 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     return verdict.judged(
         lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
     )
+
+
+def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
+    """What `verify` has found that is wrong with a checkpoint, also what resuming does not read."""
+    fields = Notice.__struct_fields__
+    found = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
+    for line in () if accept_weights else report["differences"]:
+        message = f"{line['tensor']}: what is stored twice differs"
+        found.append(problem("tensor-differs", message, subject=line["tensor"]))
+    return found
 
 
 @sources.looks_again

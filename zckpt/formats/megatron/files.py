@@ -102,9 +102,12 @@ def is_of_rank(name: str) -> bool:
 
 def _is_one_of_run(run: str, name: str) -> bool:
     """Whether a run has a checkpoint in the folder of this name."""
-    if is_iteration(name):
-        return kind_of(os.path.join(run, name)) is not None
-    return "sharded_backend" in _marker(os.path.join(run, name, WEIGHTS))
+    try:
+        if is_iteration(name):
+            return kind_of(os.path.join(run, name)) is not None
+        return "sharded_backend" in _marker(os.path.join(run, name, WEIGHTS))
+    except CorruptCheckpoint:  # of this one alone: whoever reads it says what is wrong
+        return True
 
 
 def kind_of(path: str) -> str | None:

@@ -1,0 +1,79 @@
+"""What does an error mean for a command: its class in reports, its notice, its exit code?"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from msgspec import Struct, to_builtins
+
+from ..core.description import VERSION
+from ..display.terminal import shown
+from ..errors import (
+    CorruptCheckpoint,
+    Notice,
+    WrongOption,
+    ZckptError,
+    notice_of,
+    safe,
+)
+from ..errors import cause as why_of
+from . import output
+
+
+class Failure(Struct, frozen=True):
+    """Why a command failed; `kind` is the class of the exception in Python."""
+
+    kind: str
+    notice: Notice
+    code: int
+
+    def document(self, command: str | None) -> dict[str, Any]:
+        """The failure as the document of `--json`."""
+        return {
+            "zckpt": VERSION,
+            "command": command,
+            "error": self.kind,
+            **to_builtins(self.notice),
+        }
+
+    def tell(self) -> None:
+        """Prints one sentence and a hint on stderr."""
+        with suppress(OSError):  # a full disk behind stderr: the exit code says it
+            notice = self.notice
+            output.say(f"Error: {safe(notice.message)}{shown(notice.code, sys.stderr)}")
+            for place, line in enumerate(notice.hint.splitlines()):
+                output.say(f"{'' if place else 'Hint: '}{safe(line)}")
+
+
+def failure_of(error: Exception) -> Failure:
+    """Why a command failed with this exception, and how it ends."""
+    if isinstance(error, ZckptError):
+        code = 2 if isinstance(error, WrongOption) else 1
+        return Failure(type(error).__name__, error.notice, code)
+    if isinstance(error, OSError):
+        return Failure("OSError", notice_of(error), 1)
+    if isinstance(error, MemoryError):
+        hint = "use a lower -j or --memory, or a machine with more memory"
+        return Failure("MemoryError", ended("out-of-memory", "too little memory is free", hint), 1)
+    if isinstance(error, RecursionError):  # a last net: readers name the file
+        what = f"the checkpoint cannot be read: {why_of(error)}"
+        hint = CorruptCheckpoint.usual_hint
+        return Failure("CorruptCheckpoint", ended("file-damaged", what, hint), 1)
+    what = f"{type(error).__name__}: {error}"
+    hint = "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows"
+    return Failure("InternalError", ended("internal-error", what, hint), 1)
+
+
+def ended(code: str, message: str, hint: str) -> Notice:
+    """Why a command ended, if no error of zckpt says it."""
+    return Notice(code=code, severity="error", message=message, hint=hint)
+
+
+def trace() -> None:
+    """Prints where the exception that is being handled was raised, if the user asks for that."""
+    if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
+        traceback.print_exc()

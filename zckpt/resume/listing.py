@@ -1,0 +1,233 @@
+"""In which state is each checkpoint of a run? The report of `zckpt list`.
+
+They stand from the oldest to the newest, as training went, as the page of `report` has them, and so
+that the newest is the last line above the prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from .. import api
+from ..core import sources
+from ..core.description import VERSION, Report, said
+from ..core.manifest import Manifest
+from ..core.resources import READING_JOBS, Begin, Copying
+from ..errors import (
+    InconsistentCheckpoint,
+    NotACheckpoint,
+    Notice,
+    SourceChanged,
+    UnsupportedCheckpoint,
+    ZckptError,
+    notice_of,
+)
+from ..formats.order import last_time
+from ..judging.verdict import BROKEN, step_of
+from .fitting import Asked, obstacles
+from .runs import Candidate, candidates, damage, judged
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+elif TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+NO_ANSWER = (UnsupportedCheckpoint, SourceChanged)
+"""Errors of files that say nothing of whether they are whole."""
+BEING_WRITTEN = 60
+"""Seconds. A program that saves writes sooner than that again."""
+
+
+@api.anywhere("run")
+def list_checkpoints(
+    run: str | os.PathLike[str],
+    *,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    stage: int | None = None,
+    intact: bool = False,
+    jobs: int = READING_JOBS,
+    memory: int = 256 << 20,
+    begin: Begin | None = None,
+    **source: Unpack[api.NamedKeywords],
+) -> Report:
+    """The checkpoints of a run, the oldest first, each with its state.
+
+    Whether one is whole and of one save is said by metadata; with `intact` all bytes are read, as
+    `verify` does, with `jobs` threads and `memory` bytes. With a size (`dp`, `tp`, `pp`, `ep`,
+    `stage`) each says whether its engine loads it there. `source` are the arguments of `read`
+    without `tag`. What is wrong with one checkpoint does not keep the others away. Raises the
+    ZckptError that fits if the run has none.
+    """
+    started = time.monotonic()
+    run = os.fspath(run)
+    if "tag" in source:
+        raise TypeError("list_checkpoints() takes no argument 'tag'")
+    sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "stage": stage}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    asked = Asked(None, given) if given else None
+    reading = {name: value for name, value in source.items() if value not in (None, ())}
+    copying = Copying(jobs, memory) if intact else None
+    rows = []
+    for each in candidates(run)[::-1]:
+        was_there = not _is_gone(each.where)
+        row = _row(each, asked, reading, copying, begin)
+        if row["problems"] and was_there and _is_gone(each.where):
+            continue  # the run has removed it meanwhile, as its oldest one
+        rows.append(row)
+    if not rows:
+        raise NotACheckpoint("no-checkpoint", f"{run} has no checkpoint", file=run)
+    return {
+        "zckpt": VERSION,
+        "command": "list",
+        "run": run,
+        "sizes": given,
+        "checkpoints": rows,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _is_gone(path: str) -> bool:
+    """Whether nothing is there; a disk that fails does not say so."""
+    with suppress(OSError):
+        return sources.status(path) is None
+    return False
+
+
+def _row(
+    candidate: Candidate,
+    asked: Asked | None,
+    reading: Mapping[str, Any],
+    copying: Copying | None,
+    begin: Begin | None,
+) -> Report:
+    """What is known of one checkpoint, whatever is wrong with it."""
+    notes = [candidate.note] if candidate.note else []
+    row: Report = {
+        "name": candidate.name,
+        "path": candidate.where,
+        **dict.fromkeys(("step", "format", "version", "zero_stage")),
+        "sizes": {},
+        **_on_disk(candidate.where),
+        **dict.fromkeys(("whole", "of_one_save", "intact", "loads")),
+        "weights_alone": False,
+        **{key: [] for key in ("problems", "unread", "obstacles")},
+        "warnings": said(notes),
+    }
+    try:
+        verdict = judged(candidate, reading)
+    except (ZckptError, OSError) as error:
+        return row | _failed(error, "whole", row)
+    if isinstance(verdict.error, NO_ANSWER):
+        return row | _failed(verdict.error, "whole", row)
+    manifest, problems = verdict.manifest, verdict.problems
+    row |= {
+        "whole": _answer(verdict.whole, manifest is not None),
+        "of_one_save": _answer(verdict.of_one_save, manifest is not None),
+        "weights_alone": bool(verdict.alone),
+        "problems": said(problems),
+        "unread": said(verdict.unread),
+        "obstacles": said(verdict.alone),
+    }
+    if manifest is None:
+        return row
+    row |= _facts(manifest)
+    row["warnings"] = said([*notes, *manifest.warnings])
+    if asked is not None:
+        reasons = [*verdict.alone, *_obstacles(manifest, asked)]
+        row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}
+    if copying is not None:
+        try:
+            found = damage(_verified(candidate, reading, copying, begin))
+        except (ZckptError, OSError) as error:
+            return row | _failed(error, "intact", row)
+        more = [notice for notice in found if notice not in verdict.unread]
+        row["intact"] = not (found or verdict.unread)
+        row["problems"] = said([*problems, *more])
+    return row
+
+
+def _verified(
+    candidate: Candidate, reading: Mapping[str, Any], copying: Copying, begin: Begin | None
+) -> Report:
+    """The report of `verify`, which reads all bytes."""
+    return api.verify(
+        candidate.path,
+        tag=candidate.tag,
+        jobs=copying.jobs,
+        memory=copying.memory,
+        begin=begin,
+        **reading,
+    )
+
+
+def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
+    """Whether a question is answered with yes; None if nothing was found, and little was read."""
+    return False if problems else True if is_known else None
+
+
+def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
+    """The answer to a question that an error gives: none, if it is of a disk or of this user."""
+    notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
+    is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)
+    question = "of_one_save" if isinstance(error, InconsistentCheckpoint) else question
+    return {
+        question: False if is_answer else None,
+        "problems": [*row["problems"], *said(notices)],
+        "being_written": row["being_written"] or isinstance(error, SourceChanged),
+    }
+
+
+def _facts(manifest: Manifest) -> Report:
+    """What the metadata of a checkpoint say beside its state."""
+    origin = manifest.origin
+    return {
+        "step": step_of(manifest),
+        "format": manifest.format,
+        "version": origin.version,
+        "zero_stage": origin.zero_stage,
+        "sizes": origin.sizes,
+    }
+
+
+def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
+    """Why its engine does not load a checkpoint at the size that is asked for."""
+    try:
+        return obstacles(manifest, asked.of(manifest))
+    except ZckptError as error:  # such as sizes that do not fit this one
+        return [*error.notices]
+
+
+def _on_disk(path: str) -> Report:
+    """When the last file of a checkpoint was written, and how large all are."""
+    row: Report = {"saved": None, "being_written": False, "files": 0, "bytes": 0}
+    with suppress(OSError):
+        now = sources.status(path)
+        if now is None:
+            return row
+        is_folder = stat.S_ISDIR(now.st_mode)
+        sizes = [*_sizes(path)] if is_folder else [now.st_size]
+        row |= {"files": len(sizes), "bytes": sum(sizes)}
+        seconds = (last_time(path) or now.st_mtime_ns) / 1e9  # of an empty folder its own
+        row["being_written"] = abs(time.time() - seconds) < BEING_WRITTEN
+        with suppress(ValueError, OverflowError):  # a time that no calendar has
+            saved = datetime.fromtimestamp(int(seconds), timezone.utc)
+            row["saved"] = saved.isoformat()
+    return row
+
+
+def _sizes(folder: str) -> Iterator[int]:
+    """Bytes of the files below a folder: of links to files, those of the files."""
+    for entry in sources.walk(folder):
+        with suppress(FileNotFoundError):  # the run has removed it meanwhile, or a link is broken
+            if entry.is_file():
+                yield entry.stat().st_size
