@@ -13,7 +13,14 @@ from ...core import sources
 from ...core.filenames import by_counting, file_names, number_of
 from ...core.inventory import Role
 from ...core.siblings import SiblingList, leads_out
-from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, listed
+from ...errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    ZckptError,
+    listed,
+)
 from ...files.torchfile import peek
 from ...training.trainers import OPEN_FOLDERS, of_model
 
@@ -84,9 +91,9 @@ class TagKind(Struct, frozen=True):
         return models if len(models) > 1 else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
-        """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
+        """The tag that is meant; raises as `_folder`, and AmbiguousCheckpoint."""
         if tag is not None:
-            return self._folder(path, tag, "--tag names")
+            return self._folder(path, tag, "--tag names", is_stated=False)
         tags = self.detect(path)
         pointer = os.path.join(path, self.pointer)
         if not self.holds(path) and sources.is_file(pointer) and leads_out(pointer, path):
@@ -110,8 +117,11 @@ class TagKind(Struct, frozen=True):
             return TagDirectory(path, tags[0], None)
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
 
-    def _folder(self, path: str, tag: str, statement: str) -> TagDirectory:
-        """The folder `tag` of `path`, which `statement` names; raises NotACheckpoint."""
+    def _folder(self, path: str, tag: str, statement: str, is_stated: bool = True) -> TagDirectory:
+        """The folder `tag` of `path`, which `statement` names.
+
+        Raises IncompleteCheckpoint if the file that states the tag is wrong, else NotACheckpoint.
+        """
         directory = os.path.join(path, tag)
         if not tag or tag in (".", "..") or not {*tag}.isdisjoint("/\\\0"):
             why = "which cannot be a folder's name"
@@ -120,13 +130,15 @@ class TagKind(Struct, frozen=True):
         else:
             return TagDirectory(directory, tag, path)
         tags = self.tags(path) if sources.is_folder(path) else []
-        raise NotACheckpoint(
-            "pointer-dangling",
-            f"{statement} {tag[:99]!r}, {why}",
-            hint=f"choose a tag with --tag: {path} has {listed(tags)}"
-            if tags
-            else f"{path} has no tag's folder at all: copy the whole directory again",
+        message = f"{statement} {tag[:99]!r}, {why}"
+        hint = f"choose a tag with --tag: {path} has {listed(tags)}"
+        hint = (
+            hint if tags else f"{path} has no tag's folder at all: copy the whole directory again"
         )
+        if not is_stated:
+            raise NotACheckpoint("pointer-dangling", message, hint)
+        pointer = os.path.join(path, self.pointer)
+        raise IncompleteCheckpoint("pointer-dangling", message, hint, file=pointer)
 
 
 def holds_states(path: str) -> bool:

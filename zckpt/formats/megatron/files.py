@@ -126,8 +126,7 @@ def kind_of(path: str) -> str | None:
         return OF_FSDP
     if "sharded_backend" in marker:
         return str(marker["sharded_backend"])[:80]
-    lacks = not sources.is_file(os.path.join(path, MARKER)) and names_any(path, KEYS_OF_ITEMS)
-    return UNMARKED if lacks else None
+    return UNMARKED if names_any(path, KEYS_OF_ITEMS) else None
 
 
 def locate(path: str, tag: str | None) -> str:
@@ -150,7 +149,7 @@ def locate(path: str, tag: str | None) -> str:
     if kind == UNMARKED:
         raise IncompleteCheckpoint(
             "unfinished-save",
-            f"{folder} has items of Megatron-Core, but no {MARKER}",
+            f"{folder} has items of Megatron-Core, but no {MARKER} that can be read",
             hint="copy the whole directory; rank 0 writes this file last",
             file=folder,
         )
@@ -165,13 +164,13 @@ def locate(path: str, tag: str | None) -> str:
 
 
 def _require_latest(run: str, tag: str) -> None:
-    """Raises NotACheckpoint if a run's tracker file names a checkpoint that is not there."""
+    """Raises IncompleteCheckpoint if a run's tracker file names a checkpoint that is not there."""
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
     with os.scandir(run) as entries:
         others = by_counting(e.name for e in entries if _is_one_of_run(run, e.name))
-    raise NotACheckpoint(
+    raise IncompleteCheckpoint(
         "pointer-dangling",
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",
