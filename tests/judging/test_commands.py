@@ -60,8 +60,7 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         "model/.hf_metadata/*": BESIDE,
         "model/consolidated/*": BESIDE,
         "losses.json": BESIDE,
-        "rng/rng_global_rank_0.pt": NEEDED,
-        "rng/rng_global_rank_1.pt": ("yes", "no"),
+        "rng/rng_global_rank_*.pt": ("yes", "no"),
     },
     "items": {
         "metadata.pkl": ("yes", "yes"),

@@ -32,8 +32,10 @@ from ..errors import (
     SourceChanged,
     UnsupportedCheckpoint,
     ZckptError,
+    listed,
     notice_of,
     problem,
+    warning,
 )
 from ..training import needs, trainers_steps
 from .inventory import has_optimizer, inventory, needs_of
@@ -149,7 +151,9 @@ def of(manifest: Manifest) -> Verdict:
         tuple(each for each in steps if each.severity == "error"),
         tuple(unread),
         tuple(alone),
-        tuple(each for each in steps if each.severity != "error"),
+        tuple(
+            (*(each for each in steps if each.severity != "error"), *_ranks_without(manifest, rows))
+        ),
     )
 
 
@@ -179,6 +183,23 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
             f"{folder} has no file that names {tag}, which a save writes last, and without which "
             "the program loads nothing",
             file=folder,
+        )
+
+
+def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
+    """Ranks that have no random state, though others have one."""
+    own = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
+    there = {number for row in own for _, number in row.rank}
+    origin = manifest.origin
+    ranks = (origin.dp or 0) if {origin.tp, origin.pp} <= {None, 1} else 0
+    without = sorted({*range(max((ranks, *(number + 1 for number in there))))} - there)
+    if there and without:
+        yield warning(
+            "random-state-missing",
+            f"{os.path.dirname(own[0].path)} has no random state of rank {listed(without)}: the "
+            "run goes on with other random numbers there",
+            subject=needs.RANDOM_STATE.name,
+            file=os.path.dirname(own[0].path),
         )
 
 
