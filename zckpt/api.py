@@ -37,7 +37,9 @@ from .remote.urls import At as At
 from .remote.urls import is_url as is_url
 from .training.options import Options as TargetOptions
 from .training.options import Renames
-from .writing.conversion import read_for, write
+from .writing.conversion import Decision as Decision
+from .writing.conversion import read_for, read_source, write
+from .writing.conversion import try_out as try_conversion
 from .writing.running import Keywords as RunningKeywords
 from .writing.running import Running
 from .writing.several import write_run
@@ -86,6 +88,13 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
     reading = _reading(taken(SourceKeywords), by_checksums=running.dry_run, **more)
     rest |= {"buffers": reading.buffers} if reading.buffers else {}  # targets use them too
     return reading, running, options_of(rest)
+
+
+def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
+    """How a checkpoint is read that may be written for ranks that share a model, as it is."""
+    tp = words.get("tp")
+    cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
+    return {"ranks_apart": is_resharded and tp is None, "with_slicings": is_resharded and cuts}
 
 
 @anywhere("path", keep=True)
@@ -213,13 +222,8 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    tp = words.get("tp")
-    reading, running, options = _split(
-        words,
-        masters_from_weights=masters_from_weights,
-        ranks_apart=tp is None,
-        with_slicings=tp is not None and (tp > 1 or words.get("vocab_size") is not None),
-    )
+    more = _of_ranks(words)
+    reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
         manifest = read_for(target, source, reading, options, running)
@@ -229,6 +233,22 @@ def reshard(
     if checkpoints is None:
         return write_one(source, target, running, best_in)
     return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
+
+
+def try_out(
+    source: Path,
+    manifest: Manifest | None = None,
+    *,
+    to: str | None = None,
+    **words: Unpack[Conversion],
+) -> Decision:
+    """What `reshard`, or `convert` to the format `to`, would write; raises what it would refuse.
+
+    `manifest` is the source's, if it was read as the conversion reads it.
+    """
+    reading, _, options = _split({**words, "dry_run": True}, **_of_ranks(words, to is None))
+    manifest = manifest or read_source(source, reading, options)
+    return try_conversion(manifest, to or str(manifest.origin.format), reading, options)
 
 
 @anywhere("source", "config", target="target")

@@ -87,6 +87,8 @@ class Format(Struct, frozen=True, eq=False):
     core/masters.py. None if checksums say that the tensors are of one save."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
+    loads_by_place: bool = False
+    """A program loads the states of an optimizer by the places of parameters in its groups."""
     keeps_estimates: bool = False
     """A target of the same size keeps what each rank's optimizer has estimated of its own."""
     overrides_groups: bool = False
@@ -168,6 +170,9 @@ class Functions(Struct, frozen=True, eq=False):
     obstacles: Callable[[Manifest, Options], list[Notice]] | None = None
     """What keeps a run of these options from loading the files as they are, a phrase each; None
     if a run of any size loads them. It may raise what a writer of these options would raise."""
+    missing: Callable[[Manifest, Options], list[Notice]] | None = None
+    """What a run of these options loads, and the manifest of any format lacks: no conversion gives
+    it."""
     groups: Callable[[Manifest, Options], tuple[Manifest, list[Shell]]] | None = None
     """Gives a source the groups of the target's engine, and the files that change with them."""
 

@@ -6,14 +6,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from secrets import token_hex
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .. import api, formats
 from ..core.description import VERSION, line_of, said
-from ..core.facts import layers_of
+from ..core.grouping import by_key
 from ..core.manifest import Manifest
 from ..core.replicas import not_compared
 from ..core.unlisted import refuse_share
@@ -40,8 +40,9 @@ IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 WITHOUT = 0
 """The stage of a run whose ds_config states none: DeepSpeed's default."""
 CHANGES = "batch-size-changes"
-FEW = 16
-"""So many ranks are tried in place of a thousand, which takes as long as reading them."""
+DIALECT, MUST_SET = "dialect-needed", "program-must-set"
+CURED = ("size-differs", "format-differs")
+"""The codes of reasons that a conversion can cure: it keeps parameters, groups and schedulers."""
 FLAGS = {"config": "ds-config", "format": "from"}
 """What the command line calls an option, if not by its name in Python."""
 
@@ -96,14 +97,53 @@ def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
     return find(manifest, options_of(_of_target(words))) if find else []
 
 
-def words_for(manifest: Manifest, words: Mapping[str, Any]) -> Words:
-    """The words of a conversion that makes it fit: those that say what the source says are none.
+def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
+    """What a program loads, and neither the checkpoint nor a conversion of it has."""
+    find = formats.named(to).functions.missing
+    return find(manifest, options_of(_of_target(words))) if find else []
 
-    Megatron-Core's do not say for which ranks they are.
+
+class Conversion(Struct, frozen=True):
+    """What makes a checkpoint fit: a call of `zckpt.reshard`, or of `zckpt.convert` to `to`."""
+
+    words: Words
+    to: str | None = None
+
+    def command(
+        self, source: str, reading: Mapping[str, Any], files: Mapping[str, str] = {}
+    ) -> str:
+        """The same as a command for a target DST; `files` have the values of options."""
+        more = {} if self.to is None else {"to": self.to}
+        tail = [
+            word
+            for name, value in {**more, **self.words, **reading}.items()
+            for item in (value if type(value) is tuple else (files.get(name, value),))
+            for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(item))
+        ]
+        verb = "reshard" if self.to is None else "convert"
+        return shlex.join(["zckpt", verb, source, "DST", *tail])
+
+
+def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Conversion:
+    """The conversion that makes a checkpoint fit a run of the format `to` with these words.
+
+    Sizes equal to the source's are left out. So is a number of ranks if the files are for any
+    number, and for another engine what its format does not understand. A checkpoint that belongs to
+    no engine is written for the one that trained.
     """
-    names = () if formats.named(manifest.format).fits_any_dp else GRID
-    own = {name: manifest.origin.sizes.get(name, 1) for name in names}
-    return {name: value for name, value in words.items() if own.get(name) != value}
+    origin = manifest.origin
+    to = str(origin.format) if to == manifest.format else to
+    target = formats.named(to)
+    names = () if target.fits_any_dp else GRID  # such files do not say for which ranks they are
+    own = {name: origin.sizes.get(name, 1) for name in names}
+    given = {name: value for name, value in words.items() if own.get(name) != value}
+    if target.fits_any_dp and not (to == manifest.format and origin.dp):
+        given.pop("dp", None)
+    if to == origin.format:
+        given.pop("like", None)
+        return Conversion(given)
+    known = {option.name for option in target.options or ()}
+    return Conversion({name: value for name, value in given.items() if name in known}, to)
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
@@ -149,33 +189,41 @@ def check(
     like: str | None = None,
     reading: Mapping[str, Any] = {},
     files: Mapping[str, str] = {},
+    tag: str | None = None,
 ) -> Words:
     """The report of `zckpt check`: does `engine` load the checkpoint, or a run's newest one?
 
-    `files` are those in which the command found an option's value, for the proposed command.
+    `tag` is the name of another one. `files` are those in which the command found an option's
+    value, for the proposed command.
     """
     found = candidates(path)
     if not found:
         raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
-    newest = found[0]
+    newest = found[0] if tag is None else named(found, tag, path)
     more = {k: v for k, v in reading.items() if v not in (None, ())}
     manifest = read(newest, more)
-    words = asked.of(manifest)
+    other = None if like is None else api.read(like, nameless=True)
     to = formats.named(engine).name if engine else manifest.format
+    words = _as_in(other, manifest, asked.of(manifest), to)
     differs = f"format {manifest.format}, and not {to}"
     reasons, unnamed = [problem("format-differs", differs, subject=to)], ""
-    fixed: Words = {"fix": None, "refused": None}
+    notes: list[Notice] = []
     if to == manifest.format:
         unnamed = to_load(newest, manifest)
         try:
             refuse_share(manifest)
-            reasons = obstacles(manifest, words)
+            reasons = [*obstacles(manifest, words), *missing_of(manifest, to, words)]
         except ZckptError as error:
             reasons = [*error.notices]
-    if reasons:
-        fixed |= _fix(newest, manifest, to, words | ({"like": like} if like else {}), more, files)
     reasons += [problem("program-must-set", unnamed)] if unnamed else []
-    reasons += _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
+    if other is not None:
+        differences = unlike(manifest, other, formats.named(to).loads_by_place)
+        reasons += [each for each in differences if each.severity == "error"]
+        notes = [each for each in differences if each.severity != "error"]
+    fixed: Words = {"fix": None, "refused": None}
+    if [each for each in reasons if each.code != "program-must-set"]:
+        wanted = words | ({"like": like} if like else {})
+        fixed |= _fix(newest, manifest, to, wanted, reasons, other, more, files)
     return {
         "zckpt": VERSION,
         "command": "check",
@@ -186,9 +234,32 @@ def check(
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": said(reasons),
-        "warnings": said([*([newest.note] if newest.note else []), *not_compared(manifest)]),
+        "warnings": said(
+            [*([newest.note] if newest.note else []), *not_compared(manifest), *notes]
+        ),
         **fixed,
     }
+
+
+def named(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
+    """The checkpoint of a run that has this name; raises WrongOption if none has it."""
+    for each in found:
+        if tag in (each.tag, each.name):
+            return each
+    raise WrongOption(
+        "option-names-nothing",
+        f"{run} has no checkpoint {tag}",
+        hint=f"it has {listed([each.name for each in found])}",
+    )
+
+
+def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
+    """The words of the next run, with the stage of the one that it has saved."""
+    if other is None or not to == manifest.format == other.origin.format:
+        return words
+    stage = other.origin.zero_stage
+    is_stated = "stage" in words or stage in (None, manifest.origin.zero_stage)
+    return words if is_stated else {**words, "stage": stage}
 
 
 def _fix(
@@ -196,48 +267,75 @@ def _fix(
     manifest: Manifest,
     to: str,
     words: Words,
+    reasons: Sequence[Notice],
+    other: Manifest | None,
     reading: Mapping[str, Any],
     files: Mapping[str, str],
 ) -> Words:
-    """The command that writes it so that it loads, or why there is none: a dry run says it."""
-    target = formats.named(to)
-    usual = {option.name for option in target.options or ()}
-    usual -= {"like"} if to == manifest.format else set()
-    usual -= {"dp"} if target.fits_any_dp else set()
-    given = {k: v for k, v in words_for(manifest, words).items() if k in usual}
-    given |= {"tag": source.tag} if source.tag else {}
-    own = to in (manifest.format, manifest.origin.format)
-    nowhere = f"{os.path.abspath(source.path)}-{token_hex(8)}"
-    more = {} if own else {"to": to}
-    tried = {**given, **reading, **more}
-    if "dp" in given and not layers_of(manifest.engine):  # no number of ranks is refused
-        tried["dp"] = min(given["dp"], FEW)
+    """The command that cures all `reasons`, or why there is none.
+
+    It is not run: `api.try_out` says what it would write, or refuse. `other` is the run of
+    `--like`.
+    """
+    cure = conversion(manifest, to, words)
+    kept = to == manifest.format  # then it changes no name
+    if kept and (lasting := [each for each in reasons if each.code not in (*CURED, MUST_SET)]):
+        return _not_cured(lasting[0])
+    if source.tag:
+        cure = replace(cure, words={**cure.words, "tag": source.tag})
     try:
-        (api.reshard if own else api.convert)(source.path, nowhere, dry_run=True, **tried)
+        decision = _tried(source, manifest, cure, reading)
+        needed = (each.subject for each in decision.layout.warnings if each.code == DIALECT)
+        if (dialect := next(needed, None)) is not None:
+            cure = replace(cure, words={**cure.words, "dialect": dialect})
+            decision = _tried(source, manifest, cure, reading)
     except ZckptError as error:
         return {"refused": line_of(error.notice)}
-    tail = [
-        word
-        for name, value in {**more, **given, **reading}.items()
-        for item in (value if type(value) is tuple else (files.get(name, value),))
-        for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(item))
-    ]
-    command = ["zckpt", "reshard" if own else "convert", source.path, "DST", *tail]
-    return {"fix": shlex.join(command)}
+    if not kept and "like" not in cure.words:  # whose writer has compared all of it
+        by_place = formats.named(to).loads_by_place
+        lasting = unlike(decision.source, other, by_place) if other else []
+        lasting += missing_of(decision.source, to, words)
+        if lasting := [each for each in lasting if each.severity == "error"]:
+            return _not_cured(lasting[0])
+    return {"fix": cure.command(source.path, reading, files)}
 
 
-def _unlike(manifest: Manifest, other: Manifest) -> list[Notice]:
-    """How the parameters differ from those of a run that the program has saved."""
-    own, wanted = ({n: p.shape for n, p in m.parameters.items()} for m in (manifest, other))
+def _tried(
+    source: Candidate, manifest: Manifest, cure: Conversion, reading: Mapping[str, Any]
+) -> api.Decision:
+    """What a conversion would write; raises what it would refuse.
+
+    The manifest is read again only if a conversion reads it in another way: with the names of an
+    optimizer that has none, or with model ranks apart.
+    """
+    is_in_doubt = manifest.groups is None or manifest.origin.pp or manifest.origin.tp
+    is_read_alike = not (is_in_doubt or cure.words.get("tp"))
+    more: Words = {**cure.words, **reading}
+    return api.try_out(source.path, manifest if is_read_alike else None, to=cure.to, **more)
+
+
+def _not_cured(reason: Notice) -> Words:
+    """Nothing makes a checkpoint fit that has such a reason."""
+    message = f"no conversion changes this: {reason.message}"
+    return {"refused": line_of(replace(reason, message=message))}
+
+
+def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
+    """How names, shapes and groups differ from those of a run that the program has saved.
+
+    Types are no difference: loaders cast them. Other groups are a warning if the loader does not
+    go `by_place`, but by name.
+    """
+    own, wanted = _shapes(manifest), _shapes(other)
     lines = []
-    if extra := [name for name in own if name not in wanted]:
+    if extra := [name for name in own if name not in {*wanted, *other.owners}]:
         message = f"parameters that the model lacks: {listed(extra, 4)}"
         lines.append(problem("parameters-differ", message, subject=extra[0]))
-    if missing := [name for name in wanted if name not in own]:
+    if missing := [name for name in wanted if name not in {*own, *manifest.owners}]:
         message = f"parameters that only the model has: {listed(missing, 4)}"
         lines.append(problem("parameters-differ", message, subject=missing[0]))
     others = [name for name in own if name in wanted and own[name] != wanted[name]]
-    return lines + [
+    lines += [
         problem(
             "parameters-differ",
             f"{name} has the shape {list(own[name])}, and not {list(wanted[name])}",
@@ -245,6 +343,60 @@ def _unlike(manifest: Manifest, other: Manifest) -> list[Notice]:
         )
         for name in others[:4]
     ]
+    if lines or None in (manifest.groups, other.groups):
+        return lines
+    differences = _other_groups(_members(manifest, other), _members(other, other))
+    if differences and not by_place:
+        name, message = differences[0]
+        message += "; states are loaded by name, and the group's hyper-parameters may be others'"
+        return [warning("groups-differ", message, subject=name)]
+    hint = "give the program's optimizer the groups with which the checkpoint was saved"
+    return [problem("groups-differ", text, subject=name, hint=hint) for name, text in differences]
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters and buffers by name."""
+    shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
+    entries = {name: manifest.entries.get(f"{name}/param") for name in manifest.buffers}
+    return shapes | {name: entry.shape for name, entry in entries.items() if entry}
+
+
+def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
+    """By group, the parameters that are trained, under the names of `other`; no empty group."""
+    groups = by_key(
+        (parameter.group or 0, name if name in other.parameters else other.owners.get(name, name))
+        for name, parameter in manifest.parameters.items()
+        if parameter.trainable
+    )
+    return [groups[number] for number in sorted(groups)]
+
+
+def _other_groups(
+    own: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
+) -> list[tuple[str, str]]:
+    """A parameter and a phrase for each way in which groups differ; empty if they are equal."""
+    places, new = ({n: i for i, names in enumerate(side) for n in names} for side in (own, wanted))
+    only = [
+        (names, what)
+        for names, what in (
+            ([name for name in places if name not in new], "trained, and not frozen or absent"),
+            ([name for name in new if name not in places], "not trained, as in the program"),
+        )
+        if names
+    ]
+    if only:
+        return [(names[0], f"{listed(names, 4)}: {what}") for names, what in only]
+    moved = [name for name in places if places[name] != new[name]]
+    if moved:
+        first, more = moved[0], counted(len(moved) - 1, "more parameter")
+        message = f"{first} is in group {places[first]} of the optimizer, and not in {new[first]}"
+        return [(first, message + (f" ({more} like it)" if len(moved) > 1 else ""))]
+    for number, (names, others) in enumerate(zip(own, wanted, strict=True)):
+        for place, (name, another) in enumerate(zip(names, others, strict=True)):
+            if name != another:
+                text = f"parameter {place} of group {number} is {name}, and not {another}"
+                return [(name, text)]
+    return []
 
 
 def _of_target(words: Mapping[str, Any]) -> Words:

@@ -51,6 +51,7 @@ FORMAT = Format(
     "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
     "FusedAdam",
     keeps_estimates=True,
+    loads_by_place=True,
     of_ranks=("_states.pt",),
     objects=OBJECTS,
 )

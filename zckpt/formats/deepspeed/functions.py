@@ -14,12 +14,15 @@ from msgspec.structs import replace
 
 from ...core.facts import layers_of
 from ...core.grid import Grid, Place
+from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...core.replicas import averaged, check_slices
 from ...errors import Notice, problem
 from ...files.torchshell import seal_records
 from ...training.options import DP, EP, PP, TP, Options
 from ..deepspeed_states.engine import TargetEngine
+from ..deepspeed_states.hyper import is_other_optimizer
+from ..deepspeed_states.options import CONFIG
 from ..format import Functions
 from ..groups import of_trained
 from .gather import partitions
@@ -36,6 +39,8 @@ OF_ENGINES = {
     "parameter_alignment": "aligned",
 }
 """What of an engine decides how its files are cut, by its name for a sentence."""
+OF_DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""DeepSpeed's own schedulers; others are torch's."""
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
@@ -49,7 +54,7 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
     }
     if own.partitioned and new.partitioned:
         pairs["sub_group_size"] = own.sub_group_size, new.sub_group_size
-    if None not in (source.optimizer, new.optimizer) and own.optimizer != new.optimizer:
+    if is_other_optimizer(new, source):
         pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
     if None not in (own.adam_class, new.adam_class):
         pairs["class of Adam"] = own.adam_class, new.adam_class
@@ -64,6 +69,32 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
     ]
 
 
+def missing(source: Manifest, options: Options) -> list[Notice]:
+    """The state of the scheduler that the given ds_config makes, if the source has none for it.
+
+    DeepSpeed's schedulers load `last_batch_iteration` alone, and raise without it (0.19.8,
+    runtime/lr_schedules.py). Those of torch take any dictionary, and would begin anew without
+    `last_epoch`.
+    """
+    config = options[CONFIG] or {}
+    name = nested(config, "scheduler", "type")
+    if not isinstance(name, str):
+        return []
+    key = "last_batch_iteration" if name in OF_DEEPSPEED else "last_epoch"
+    state = source.state.get("lr_scheduler")
+    if isinstance(state, dict) and key in state:
+        return []
+    has = f"lacks {key}" if isinstance(state, dict) else "none"
+    return [
+        problem(
+            "scheduler-differs",
+            f"the scheduler's state: {has}, and not that of {name}",
+            subject=name,
+            hint="leave the scheduler out of the ds_config, and make it in the program",
+        )
+    ]
+
+
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
@@ -75,4 +106,5 @@ FUNCTIONS = Functions(
     check_slices=check_slices,
     groups=of_trained,
     obstacles=obstacles,
+    missing=missing,
 )

@@ -50,6 +50,7 @@ FORMAT = Format(
     is_plain=True,
     keeps_steps=True,
     fits_any_dp=True,
+    loads_by_place=True,
     of_ranks=("rank",),
     objects=frozenset(),
 )
