@@ -677,23 +677,11 @@ TOPICS: dict[str, dict[str, Code]] = {
             "It is not whole, or is damaged.",
             "Look at it with `zckpt verify`; the run goes on from an older one.",
         ),
-        "dialect-needed": Code(
-            (),
-            "The trainer looks for files of other names than those that are written.",
-            "An engine's format is the same for several trainers, and each has its own names.",
-            "Add the `--dialect` that the sentence names.",
-        ),
         "format-differs": Code(
             (FAULT,),
             "The engine does not load this format, or not from this place.",
             "Another engine saved it, or it is in an object store.",
             "Run the command that the report proposes.",
-        ),
-        "groups-differ": Code(
-            (FAULT,),
-            "The program has other parameters in the groups of its optimizer.",
-            "Its rule for groups, such as that for weight decay, was changed.",
-            "Give the optimizer the groups with which the checkpoint was saved.",
         ),
         "none-is-whole": Code(
             (FAULT,),
@@ -716,20 +704,15 @@ TOPICS: dict[str, dict[str, Code]] = {
         "program-does-not-fit": Code(
             (FAULT, REFUSAL),
             "The program asks for what the checkpoint does not hold in this form.",
-            "Its names, groups or types are others.",
-            "Give StorageReader the model and the optimizer, or rename.",
+            "Its names, groups, scheduler or types are others.",
+            "Give the program the groups or the scheduler of the checkpoint; rename; or give "
+            "StorageReader the model and the optimizer.",
         ),
         "program-must-set": Code(
             (FAULT,),
             "The program that loads the target must do or set something.",
             "The files of its engine cannot say it.",
             "Do what the sentence says before training goes on.",
-        ),
-        "scheduler-differs": Code(
-            (FAULT,),
-            "The checkpoint has no state for the scheduler that the ds_config makes.",
-            "The run had no scheduler, or one of another kind.",
-            "Leave the scheduler out of the ds_config, and make it in the program.",
         ),
         "size-differs": Code(
             (FAULT,),

@@ -40,7 +40,7 @@ IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 WITHOUT = 0
 """The stage of a run whose ds_config states none: DeepSpeed's default."""
 CHANGES = "batch-size-changes"
-DIALECT, MUST_SET = "dialect-needed", "program-must-set"
+MUST_SET = "program-must-set"
 CURED = ("size-differs", "format-differs")
 """The codes of reasons that a conversion can cure: it keeps parameters, groups and schedulers."""
 FLAGS = {"config": "ds-config", "format": "from"}
@@ -220,10 +220,12 @@ def check(
         differences = unlike(manifest, other, formats.named(to).loads_by_place)
         reasons += [each for each in differences if each.severity == "error"]
         notes = [each for each in differences if each.severity != "error"]
-    fixed: Words = {"fix": None, "refused": None}
+    fixed: Words = {"fix": None, "refused": None, "warnings": []}
     if [each for each in reasons if each.code != "program-must-set"]:
         wanted = words | ({"like": like} if like else {})
         fixed |= _fix(newest, manifest, to, wanted, reasons, other, more, files)
+    lines = [*([newest.note] if newest.note else []), *not_compared(manifest), *notes]
+    fixed["warnings"] = [*said(lines), *fixed["warnings"]]
     return {
         "zckpt": VERSION,
         "command": "check",
@@ -234,9 +236,6 @@ def check(
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": said(reasons),
-        "warnings": said(
-            [*([newest.note] if newest.note else []), *not_compared(manifest), *notes]
-        ),
         **fixed,
     }
 
@@ -280,13 +279,12 @@ def _fix(
     cure = conversion(manifest, to, words)
     kept = to == manifest.format  # then it changes no name
     if kept and (lasting := [each for each in reasons if each.code not in (*CURED, MUST_SET)]):
-        return _not_cured(lasting[0])
+        return {"refused": line_of(lasting[0])}
     if source.tag:
         cure = replace(cure, words={**cure.words, "tag": source.tag})
     try:
         decision = _tried(source, manifest, cure, reading)
-        needed = (each.subject for each in decision.layout.warnings if each.code == DIALECT)
-        if (dialect := next(needed, None)) is not None:
+        if (dialect := _dialect_of(decision)) is not None:
             cure = replace(cure, words={**cure.words, "dialect": dialect})
             decision = _tried(source, manifest, cure, reading)
     except ZckptError as error:
@@ -296,8 +294,9 @@ def _fix(
         lasting = unlike(decision.source, other, by_place) if other else []
         lasting += missing_of(decision.source, to, words)
         if lasting := [each for each in lasting if each.severity == "error"]:
-            return _not_cured(lasting[0])
-    return {"fix": cure.command(source.path, reading, files)}
+            return {"refused": line_of(lasting[0])}
+    notes = [each for each in decision.layout.warnings if each.code == MUST_SET]
+    return {"fix": cure.command(source.path, reading, files), "warnings": said(notes)}
 
 
 def _tried(
@@ -314,10 +313,12 @@ def _tried(
     return api.try_out(source.path, manifest if is_read_alike else None, to=cure.to, **more)
 
 
-def _not_cured(reason: Notice) -> Words:
-    """Nothing makes a checkpoint fit that has such a reason."""
-    message = f"no conversion changes this: {reason.message}"
-    return {"refused": line_of(replace(reason, message=message))}
+def _dialect_of(decision: api.Decision) -> str | None:
+    """The dialect without which a trainer does not look for the files of a target."""
+    options = decision.format.options or ()
+    known = {choice for each in options if each.name == "dialect" for choice in each.choices}
+    musts = (each.subject for each in decision.layout.warnings if each.code == MUST_SET)
+    return next((subject for subject in musts if subject in known), None)
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
@@ -343,15 +344,20 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
         )
         for name in others[:4]
     ]
-    if lines or None in (manifest.groups, other.groups):
+    if lines or manifest.groups is None:
         return lines
+    if other.groups is None:
+        message = f"{other.root} does not say which parameters its optimizer's groups have"
+        return [warning("not-compared", message, subject="param_groups", file=other.root)]
     differences = _other_groups(_members(manifest, other), _members(other, other))
     if differences and not by_place:
         name, message = differences[0]
         message += "; states are loaded by name, and the group's hyper-parameters may be others'"
-        return [warning("groups-differ", message, subject=name)]
+        return [warning("program-does-not-fit", message, subject=name)]
     hint = "give the program's optimizer the groups with which the checkpoint was saved"
-    return [problem("groups-differ", text, subject=name, hint=hint) for name, text in differences]
+    return [
+        problem("program-does-not-fit", text, subject=name, hint=hint) for name, text in differences
+    ]
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

@@ -77,10 +77,13 @@ def missing_trainer_state(siblings: Iterable[Sibling]) -> list[Notice]:
 
 
 def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
-    """A warning about files that no trainer looks for; `dialects` name those that it does."""
+    """A warning about files that no trainer looks for; `dialects` name those that it does.
+
+    Its subject is the first of these.
+    """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"{files} is not what the trainer looks for: to resume there, add {ways}"
-    return warning("dialect-needed", message, subject=dialects[0])
+    return warning("program-must-set", message, subject=dialects[0])
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:

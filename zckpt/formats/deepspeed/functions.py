@@ -87,7 +87,7 @@ def missing(source: Manifest, options: Options) -> list[Notice]:
     has = f"lacks {key}" if isinstance(state, dict) else "none"
     return [
         problem(
-            "scheduler-differs",
+            "program-does-not-fit",
             f"the scheduler's state: {has}, and not that of {name}",
             subject=name,
             hint="leave the scheduler out of the ds_config, and make it in the program",
