@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import zckpt
 import zckpt as zckpt_package
-from zckpt import formats
+from zckpt import api, formats
 from zckpt.cli.commands import cli
 from zckpt.errors import ZckptError
 from zckpt.files import torchshell
@@ -24,6 +24,7 @@ from zckpt.resume.fitting import Asked, check
 from zckpt.resume.runs import candidates
 
 from ..conftest import EXAMPLE, ROOT, Result
+from ..engines.optimizers import FACTORIES
 from ..formats.gathered import torch_ranks
 from ..formats.gathered.plain_torch import names_by_group, save, trained_pair
 from ..formats.gathered.test_verl import rows_folder
@@ -157,6 +158,46 @@ def test_it_refuses_what_the_command_refuses(source: Path, tmp_path: Path) -> No
             with pytest.raises(ZckptError) as raised:
                 refused(own.path, tmp_path / "dst", dry_run=True, tag=own.tag, **words)
             assert raised.value.message == report["refused"]["message"], asked
+
+
+OPTIMIZERS = ("momentum", "counted", "nadam", "lion", "amsgrad", "adafactor", "odd", "estimating")
+TARGETS: list[dict[str, Any]] = [
+    *({"to": "deepspeed", "dp": 2, "stage": stage} for stage in (0, 1, 3)),
+    *({"to": to} for to in ("dcp", "gathered", "universal", "deepspeed-universal")),
+    {"to": "onnxruntime", "dp": 2},
+]
+
+
+def outcome(function: Callable[..., Any], *paths: Path, **words: Any) -> str:
+    try:
+        function(*paths, **words)
+    except ZckptError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive, *([pytest.mark.first] * (place < 2))])
+        for place, name in enumerate(OPTIMIZERS)
+    ],
+)
+def test_it_knows_which_states_a_target_keeps(name: str, tmp_path: Path) -> None:
+    def made_by(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        return FACTORIES[name]([{"lr": lr, **group} for group in groups])
+
+    pair = trained_pair(made_by)
+    whole, ranks = save(tmp_path / "run", pair, "model.pt", "optim.pt"), tmp_path / "ranks"
+    named: dict[str, Any] = {"param_names": names_by_group(pair)}
+    sources: list[tuple[Path, dict[str, Any]]] = [(whole, named)]
+    if not outcome(zckpt.convert, whole, ranks, to="deepspeed", dp=2, stage=1, **named):
+        sources.append((ranks, {}))
+    for source, words in sources:
+        for target in TARGETS:
+            tried = outcome(api.try_out, source, **target, **words)
+            dry = outcome(zckpt.convert, source, tmp_path / "dst", dry_run=True, **target, **words)
+            assert tried == dry, (source.name, target)
 
 
 def invoked(*words: str) -> str:

@@ -108,6 +108,9 @@ class Format(Struct, frozen=True, eq=False):
     """The name of the file that a program writes in a folder when all ranks have written theirs."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
+    keeps_shapes: bool = False
+    """Its targets have a place for every state that is a tensor of the parameter's elements, also
+    if `states` names a limit."""
     states: str = ""
     """Which states of an optimizer its targets can have, if not any; and another way, if there is
     one."""

@@ -21,6 +21,7 @@ FORMAT = Format(
     detect=KIND.detect,
     options=options.OPTIONS,
     compares="beginnings",
+    keeps_shapes=True,
     states="it has place for tensors of the parameters' shapes, and for numbers that all "
     "parameters of a group share",
     objects=OBJECTS,
