@@ -139,8 +139,9 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
     given = {name: value for name, value in words.items() if own.get(name) != value}
     if target.fits_any_dp and not (to == manifest.format and origin.dp):
         given.pop("dp", None)
-    if to == origin.format:
+    if to == manifest.format:  # whose groups and slices are its own
         given.pop("like", None)
+    if to == origin.format:
         return Conversion(given)
     known = {option.name for option in target.options or ()}
     return Conversion({name: value for name, value in given.items() if name in known}, to)
@@ -199,7 +200,7 @@ def check(
     found = candidates(path)
     if not found:
         raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
-    newest = found[0] if tag is None else named(found, tag, path)
+    newest = found[0] if tag is None else chosen(found, tag, path)
     more = {k: v for k, v in reading.items() if v not in (None, ())}
     manifest = read(newest, more)
     other = None if like is None else api.read(like, nameless=True)
@@ -240,7 +241,7 @@ def check(
     }
 
 
-def named(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
+def chosen(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
     """The checkpoint of a run that has this name; raises WrongOption if none has it."""
     for each in found:
         if tag in (each.tag, each.name):
@@ -289,10 +290,13 @@ def _fix(
             decision = _tried(source, manifest, cure, reading)
     except ZckptError as error:
         return {"refused": line_of(error.notice)}
-    if not kept and "like" not in cure.words:  # whose writer has compared all of it
-        by_place = formats.named(to).loads_by_place
-        lasting = unlike(decision.source, other, by_place) if other else []
-        lasting += missing_of(decision.source, to, words)
+    if not kept:
+        by_place, is_made_like = formats.named(to).loads_by_place, "like" in cure.words
+        lasting = unlike(decision.source, other, by_place) if other and not is_made_like else []
+        missing = missing_of(decision.source, to, words)
+        if missing and other and is_made_like:  # the target has the scheduler of one of them
+            missing = missing_of(other, to, words)
+        lasting += missing
         if lasting := [each for each in lasting if each.severity == "error"]:
             return {"refused": line_of(lasting[0])}
     notes = [each for each in decision.layout.warnings if each.code == MUST_SET]
@@ -328,11 +332,12 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     go `by_place`, but by name.
     """
     own, wanted = _shapes(manifest), _shapes(other)
+    known, in_model = ({*side, *m.owners} for side, m in ((own, manifest), (wanted, other)))
     lines = []
-    if extra := [name for name in own if name not in {*wanted, *other.owners}]:
+    if extra := [name for name in own if name not in in_model]:
         message = f"parameters that the model lacks: {listed(extra, 4)}"
         lines.append(problem("parameters-differ", message, subject=extra[0]))
-    if missing := [name for name in wanted if name not in {*own, *manifest.owners}]:
+    if missing := [name for name in wanted if name not in known]:
         message = f"parameters that only the model has: {listed(missing, 4)}"
         lines.append(problem("parameters-differ", message, subject=missing[0]))
     others = [name for name in own if name in wanted and own[name] != wanted[name]]
@@ -383,15 +388,15 @@ def _other_groups(
     """A parameter and a phrase for each way in which groups differ; empty if they are equal."""
     places, new = ({n: i for i, names in enumerate(side) for n in names} for side in (own, wanted))
     only = [
-        (names, what)
-        for names, what in (
-            ([name for name in places if name not in new], "trained, and not frozen or absent"),
-            ([name for name in new if name not in places], "not trained, as in the program"),
+        (names[0], f"{trains} {listed(names, 4)}, and {does_not} does not")
+        for names, trains, does_not in (
+            ([name for name in places if name not in new], "the checkpoint trains", "the program"),
+            ([name for name in new if name not in places], "the program trains", "the checkpoint"),
         )
         if names
     ]
     if only:
-        return [(names[0], f"{listed(names, 4)}: {what}") for names, what in only]
+        return only
     moved = [name for name in places if places[name] != new[name]]
     if moved:
         first, more = moved[0], counted(len(moved) - 1, "more parameter")

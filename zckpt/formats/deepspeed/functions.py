@@ -84,13 +84,14 @@ def missing(source: Manifest, options: Options) -> list[Notice]:
     state = source.state.get("lr_scheduler")
     if isinstance(state, dict) and key in state:
         return []
-    has = f"lacks {key}" if isinstance(state, dict) else "none"
+    lacks = f"no {key} in the state of its scheduler" if state else "no scheduler"
     return [
         problem(
             "program-does-not-fit",
-            f"the scheduler's state: {has}, and not that of {name}",
+            f"the checkpoint has {lacks}, and the ds_config's {name} loads that",
             subject=name,
-            hint="leave the scheduler out of the ds_config, and make it in the program",
+            hint="use the scheduler of the checkpoint, or let another one begin anew: "
+            "load_checkpoint(..., load_lr_scheduler_states=False)",
         )
     ]
 
