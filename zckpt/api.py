@@ -1,6 +1,7 @@
 """What zckpt does, one function each: read, load, inspect, convert, reshard, verify, diff, stats.
 
-These are the functions of the package `zckpt`. They return the reports that `--json` prints.
+These are the functions of the package `zckpt`. They return the reports that `--json` prints. The
+rooms that compare tensors are imported when they are used.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords as NamedKeywords
 from .formats.reading import Reading, SourceKeywords
-from .proof import health
-from .proof import verify as proof
-from .proving import prove
 from .reading import check_to_load, read_both
 from .reading import read as read_manifest
 from .remote.anywhere import anywhere as anywhere
@@ -317,6 +315,8 @@ def verify(
     what was found; a ZckptError is raised only if nothing could be looked at. The processes of a
     `zckpt.group()` as `sharing` share the reading, and all get the report.
     """
+    from .proving import prove
+
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     return prove(
@@ -356,6 +356,8 @@ def diff(
     `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
     policy `keep` are for both.
     """
+    from .proof import verify as proof
+
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
@@ -386,6 +388,8 @@ def stats(
     numbers of a tensor, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
     counts, and a histogram of magnitudes.
     """
+    from .proof import health
+
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     manifest = read_manifest(path, _reading(source, nameless=True))
