@@ -17,7 +17,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zckpt as package
-from zckpt.errors import ZckptError
 
 from ..conftest import Once, Result, needs, texts
 from ..engines.checked_rank import RULES, Program, following_losses, groups_of, model
@@ -222,6 +221,27 @@ def test_what_no_command_cures(
         loads(root, 2, after, root / "run", tmp_path)
 
 
+ROUND = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+
+
+@first
+@engines
+def test_another_engine_of_the_same_stage(saved: Save, tmp_path: Path, zckpt: Run) -> None:
+    """--like shows that it is another one, and only its ds_config makes the command."""
+    root, after = saved(2, Program(2)), Program(2, config=ROUND)
+    words: tuple[object, ...] = ("--dp", 2, "--like", saved(2, after) / "run")
+    report = zckpt("check", root / "run", *words, "--json").document
+    assert texts(report["obstacles"]) == ["round_robin_gradients False, and not True"]
+    assert (report["fix"], "--ds-config" in report["refused"]["hint"]) == (None, True)
+    with pytest.raises(EngineError):
+        loads(root, 2, after, root / "run", tmp_path)
+    words = (*words, "--ds-config", config_of(after, tmp_path))
+    report = zckpt("check", root / "run", *words, "--json").document
+    target = made(report, tmp_path / "dst", zckpt)
+    assert zckpt("check", target, *words).code == 0
+    loads(root, 2, after, target, tmp_path)
+
+
 SAME = {
     "the same": (True, Program(2), Program(2)),
     "its own scheduler": (
@@ -248,9 +268,37 @@ def test_what_is_no_reason(
     loads(root, 2, after, root / "run", tmp_path)
 
 
+@pytest.mark.parametrize("to", ["gathered", "dcp"])
+def test_groups_of_torch(to: str, tmp_path: Path, zckpt: Run) -> None:
+    """torch loads whole files by the places in groups, and those of DCP by names."""
+    for rule in ("bias", "small"):
+        net = model()
+        named = {id(each): name for name, each in net.named_parameters()}
+        groups = [
+            {**group, "params": [(named[id(each)], each) for each in group["params"]]}
+            for group in groups_of(net, rule)
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        following_losses(net, optimizer)
+        (folder := tmp_path / rule).mkdir()
+        if to == "gathered":
+            torch.save(net.state_dict(), folder / "model.pt")
+            torch.save(optimizer.state_dict(), folder / "optim.pt")
+        else:
+            weights, states = get_state_dict(net, optimizer)
+            dcp.save({"model": weights, "optim": states}, checkpoint_id=folder, no_dist=True)
+    ended = zckpt("check", tmp_path / "bias", "--like", tmp_path / "small", "--json")
+    by_place = to == "gathered"
+    lines = ended.document["obstacles" if by_place else "warnings"]
+    assert "1.weight is in group 0 of the optimizer, and not in 1" in texts(lines)[0]
+    assert ended.document["loads"] is not by_place
+    assert ended.document["fix"] is None
+    if by_place:
+        with pytest.raises(ValueError, match="doesn't match the size"):
+            optimizer.load_state_dict(torch.load(tmp_path / "bias" / "optim.pt"))
+
+
 def test_rules_of_groups() -> None:
     names = [name for name, _ in model().named_parameters()]
     assert sorted(map(RULES["bias"], names)) == sorted(map(RULES["backwards"], names))
     assert [*map(RULES["bias"], names)] != [*map(RULES["small"], names)]
-    with pytest.raises(ZckptError):
-        package.read("nothing")

@@ -173,6 +173,9 @@ class Functions(Struct, frozen=True, eq=False):
     obstacles: Callable[[Manifest, Options], list[Notice]] | None = None
     """What keeps a run of these options from loading the files as they are, a phrase each; None
     if a run of any size loads them. It may raise what a writer of these options would raise."""
+    unlike: Callable[[Manifest, Manifest, Options], list[Notice]] | None = None
+    """What a checkpoint for a run of these options has otherwise than one that the program has
+    saved, beside names, shapes and groups."""
     missing: Callable[[Manifest, Options], list[Notice]] | None = None
     """What a run of these options loads, and the manifest of any format lacks: no conversion gives
     it."""

@@ -219,6 +219,9 @@ def check(
     reasons += [problem("program-must-set", unnamed)] if unnamed else []
     if other is not None:
         differences = unlike(manifest, other, formats.named(to).loads_by_place)
+        find = formats.named(to).functions.unlike
+        if find and to == manifest.format == other.origin.format:
+            differences += find(manifest, other, options_of(_of_target(words)))
         reasons += [each for each in differences if each.severity == "error"]
         notes = [each for each in differences if each.severity != "error"]
     fixed: Words = {"fix": None, "refused": None, "warnings": []}

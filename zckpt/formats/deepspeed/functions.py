@@ -45,21 +45,14 @@ OF_DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupC
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
     """Everything in which the files and the run of these options differ."""
-    grid = Grid(source.origin.pp or 1, source.origin.tp or 1)
-    of_rank = replace(source, place=Place(0, grid))  # its engine is that of every model rank
-    own, new = TargetEngine(of_rank, Options()), TargetEngine(of_rank, options)
-    ep = max((layer.ep for layer in layers_of(source.engine)), default=1)
-    pairs: dict[str, tuple[Any, Any]] = {
-        what: (getattr(own, name), getattr(new, name)) for what, name in OF_ENGINES.items()
-    }
-    if own.partitioned and new.partitioned:
-        pairs["sub_group_size"] = own.sub_group_size, new.sub_group_size
+    own, new = _engine_of(source, Options()), _engine_of(source, options)
+    pairs = _pairs(own, new)
     if is_other_optimizer(new, source):
         pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
-    if None not in (own.adam_class, new.adam_class):
-        pairs["class of Adam"] = own.adam_class, new.adam_class
+    ep = max((layer.ep for layer in layers_of(source.engine)), default=1)
+    grid = source.origin
     for name, option, size in (("tp", TP, grid.tp), ("pp", PP, grid.pp), ("ep", EP, ep)):
-        pairs[name] = size, options[option] or size
+        pairs[name] = size or 1, options[option] or size or 1
     if not (own.whole and new.whole and ep == 1):
         pairs["dp"] = source.dp, options[DP] or source.dp
     return [
@@ -67,6 +60,42 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
         for what, (has, wants) in pairs.items()
         if has != wants
     ]
+
+
+def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
+    """In what the engine of a program that has saved `run` differs from that of a target.
+
+    Types are no difference: the loader casts them, and finds the files by both names (0.19.8).
+    """
+    if options[CONFIG] is not None:  # which says it
+        return []
+    own, new = _engine_of(source, options), _engine_of(run, Options())
+    pairs = _pairs(own, new)
+    del pairs["type"]
+    if is_other_optimizer(new, source):
+        pairs["optimizer"] = source.optimizer, new.optimizer
+    hint = "give the next run's ds_config too: --ds-config FILE"
+    return [
+        problem("program-does-not-fit", f"{what} {has}, and not {wants}", subject=what, hint=hint)
+        for what, (has, wants) in pairs.items()
+        if has != wants
+    ]
+
+
+def _engine_of(source: Manifest, options: Options) -> TargetEngine:
+    """The engine of every model rank."""
+    grid = Grid(source.origin.pp or 1, source.origin.tp or 1)
+    return TargetEngine(replace(source, place=Place(0, grid)), options)
+
+
+def _pairs(own: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
+    """What two engines have of all that decides what is in their files."""
+    pairs = {what: (getattr(own, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
+    if own.partitioned and new.partitioned:
+        pairs["sub_group_size"] = own.sub_group_size, new.sub_group_size
+    if None not in (own.adam_class, new.adam_class):
+        pairs["class of Adam"] = own.adam_class, new.adam_class
+    return pairs
 
 
 def missing(source: Manifest, options: Options) -> list[Notice]:
@@ -108,4 +137,5 @@ FUNCTIONS = Functions(
     groups=of_trained,
     obstacles=obstacles,
     missing=missing,
+    unlike=unlike,
 )
