@@ -1,6 +1,7 @@
 """What zckpt does, one function each: read, load, inspect, convert, reshard, verify, diff, stats.
 
-These are the functions of the package `zckpt`. They return the reports that `--json` prints.
+These are the functions of the package `zckpt`. They return the reports that `--json` prints. The
+rooms that compare tensors are imported when they are used.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords as NamedKeywords
 from .formats.reading import Reading, SourceKeywords
 from .judging import verdict
-from .proof import health
-from .proof import verify as proof
-from .proving import prove
 from .reading import check_to_load, read_both
 from .reading import read as read_manifest
 from .remote.anywhere import anywhere as anywhere
@@ -40,7 +38,9 @@ from .remote.urls import At as At
 from .remote.urls import is_url as is_url
 from .training.options import Options as TargetOptions
 from .training.options import Renames
-from .writing.conversion import read_for, write
+from .writing.conversion import Decision as Decision
+from .writing.conversion import read_for, read_source, write
+from .writing.conversion import try_out as try_conversion
 from .writing.running import Keywords as RunningKeywords
 from .writing.running import Running
 from .writing.several import write_run
@@ -89,6 +89,13 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
     reading = _reading(taken(SourceKeywords), by_checksums=running.dry_run, **more)
     rest |= {"buffers": reading.buffers} if reading.buffers else {}  # targets use them too
     return reading, running, options_of(rest)
+
+
+def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
+    """How a checkpoint is read that may be written for ranks that share a model, as it is."""
+    tp = words.get("tp")
+    cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
+    return {"ranks_apart": is_resharded and tp is None, "with_slicings": is_resharded and cuts}
 
 
 @anywhere("path", keep=True)
@@ -218,13 +225,8 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    tp = words.get("tp")
-    reading, running, options = _split(
-        words,
-        masters_from_weights=masters_from_weights,
-        ranks_apart=tp is None,
-        with_slicings=tp is not None and (tp > 1 or words.get("vocab_size") is not None),
-    )
+    more = _of_ranks(words)
+    reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
         manifest = read_for(target, source, reading, options, running)
@@ -234,6 +236,22 @@ def reshard(
     if checkpoints is None:
         return write_one(source, target, running, best_in)
     return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
+
+
+def try_out(
+    source: Path,
+    manifest: Manifest | None = None,
+    *,
+    to: str | None = None,
+    **words: Unpack[Conversion],
+) -> Decision:
+    """What `reshard`, or `convert` to the format `to`, would write; raises what it would refuse.
+
+    `manifest` is the source's, if it was read as the conversion reads it.
+    """
+    reading, _, options = _split({**words, "dry_run": True}, **_of_ranks(words, to is None))
+    manifest = manifest or read_source(source, reading, options)
+    return try_conversion(manifest, to or str(manifest.origin.format), reading, options)
 
 
 @anywhere("source", "config", target="target")
@@ -302,6 +320,8 @@ def verify(
     what was found; a ZckptError is raised only if nothing could be looked at. The processes of a
     `zckpt.group()` as `sharing` share the reading, and all get the report.
     """
+    from .proving import prove
+
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     return prove(
@@ -341,6 +361,8 @@ def diff(
     `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
     policy `keep` are for both.
     """
+    from .proof import verify as proof
+
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
@@ -371,6 +393,8 @@ def stats(
     numbers of a tensor, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
     counts, and a histogram of magnitudes.
     """
+    from .proof import health
+
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     manifest = read_manifest(path, _reading(source, nameless=True))

@@ -716,8 +716,9 @@ TOPICS: dict[str, dict[str, Code]] = {
         "program-does-not-fit": Code(
             (FAULT, REFUSAL),
             "The program asks for what the checkpoint does not hold in this form.",
-            "Its names, groups or types are others.",
-            "Give StorageReader the model and the optimizer, or rename.",
+            "Its names, groups, scheduler or types are others.",
+            "Give the program the groups or the scheduler of the checkpoint; rename; or give "
+            "StorageReader the model and the optimizer.",
         ),
         "program-must-set": Code(
             (FAULT,),

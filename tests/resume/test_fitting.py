@@ -6,16 +6,19 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt import api
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import WrongOption
-from zckpt.resume.fitting import Asked, obstacles
+from zckpt.resume.fitting import Asked, obstacles, unlike
 
 from ..conftest import EXAMPLE, ROOT, Result, texts
 from ..formats.gathered.plain_torch import names_by_group, save, trained_pair
@@ -157,6 +160,90 @@ def test_names_and_shapes(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
     ended = zckpt("check", EXAMPLE, "--dp", 4, "--like", FSDP2, "--json")
     assert ended.code == 3
     assert any(line.startswith("parameters that") for line in texts(ended.document["obstacles"]))
+
+
+def small(
+    groups: list[list[str]], frozen: tuple[str, ...] = (), aliases: Mapping[str, str] = {}
+) -> Manifest:
+    """A manifest of parameters of one shape in these groups; `aliases` are by their owner."""
+    placed = {name: number for number, names in enumerate(groups) for name in names}
+    parameters = {
+        name: Parameter((3,), True, number, aliases=(aliases[name],) if name in aliases else ())
+        for name, number in placed.items()
+    }
+    parameters |= {name: Parameter((3,), False) for name in frozen}
+    origin = Origin("deepspeed")
+    return Manifest("run", "deepspeed", origin, {}, parameters, groups=tuple({} for _ in groups))
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "expected"),
+    [
+        (small([["a", "b"], ["c"]]), small([["a", "b"], ["c"]]), []),
+        (small([["a", "b"], [], ["c"]]), small([["a", "b"], ["c"]]), []),
+        (small([["a"]], aliases={"a": "b"}), small([["b"]], aliases={"b": "a"}), []),
+        (small([["a"]], aliases={"a": "b"}), small([["a"]]), []),
+        (
+            small([["a", "b"], ["c", "d"]]),
+            small([["a"], ["b", "c", "d"]]),
+            ["b is in group 0 of the optimizer, and not in 1"],
+        ),
+        (
+            small([["a", "b"], ["c"]]),
+            small([["c"], ["a", "b"]]),
+            ["a is in group 0 of the optimizer, and not in 1 (2 more parameters like it)"],
+        ),
+        (
+            small([["a", "b", "c"]]),
+            small([["a", "c", "b"]]),
+            ["parameter 1 of group 0 is b, and not c"],
+        ),
+        (
+            small([["a", "b"]]),
+            small([["a"]], frozen=("b",)),
+            ["the checkpoint trains b, and the program does not"],
+        ),
+        (
+            small([["a"]], frozen=("b",)),
+            small([["a", "b"]]),
+            ["the program trains b, and the checkpoint does not"],
+        ),
+    ],
+)
+def test_groups(own: Manifest, wanted: Manifest, expected: list[str]) -> None:
+    found = unlike(own, wanted, by_place=True)
+    assert texts(found) == expected
+    assert {each.severity for each in found} <= {"error"}
+    by_name = unlike(own, wanted, by_place=False)
+    assert [each.severity for each in by_name] == ["warning"] * bool(expected)
+
+
+def test_buffers_are_names_too() -> None:
+    entry = Entry("norm.mean/param", "F32", (3,), ())
+    with_buffer = replace(small([["a"]]), buffers=("norm.mean",), entries={entry.name: entry})
+    (line,) = texts(unlike(with_buffer, small([["a"]]), by_place=True))
+    assert line == "parameters that the model lacks: norm.mean"
+
+
+def test_groups_that_are_not_known() -> None:
+    (line,) = unlike(small([["a"]]), replace(small([["a"]]), groups=None), by_place=True)
+    assert (line.code, line.severity) == ("not-compared", "warning")
+
+
+def test_a_scheduler_that_the_files_lack(run: Path, tmp_path: Path) -> None:
+    """auto_resume warns: the checkpoint loads once the program makes its own."""
+    stage = {"zero_optimization": {"stage": 2}, **BF16}
+    config = {**stage, "scheduler": {"type": "ExponentialLR", "params": {}}}
+    told: list[Any] = []
+    for size in (4, 2):
+        path = zckpt.auto_resume(run, dp=size, ds_config=config, tell=told.extend)
+        assert path is not None
+        lines = [each for each in path.report["warnings"] if each["subject"] == "ExponentialLR"]
+        assert texts(lines) == [
+            "the checkpoint has no last_epoch in the state of its scheduler, and the ds_config's "
+            "ExponentialLR loads that"
+        ]
+        assert path.report["written"] == (size == 2)
 
 
 def test_ranks_that_are_alike_are_parsed_once(

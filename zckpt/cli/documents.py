@@ -311,12 +311,12 @@ class AutoResume(Document, kw_only=True):
     warnings: list[Notice]
 
 
-class Check(Document, kw_only=True):
-    """`zckpt check`"""
+class Checked(Document, kw_only=True):
+    """One checkpoint that `zckpt check` asks."""
 
     path: str
-    format: str
-    engine: str
+    format: str | None
+    engine: str | None
     step: Step
     sizes: dict[str, int]
     loads: bool
@@ -324,6 +324,12 @@ class Check(Document, kw_only=True):
     warnings: list[Notice]
     fix: str | None
     refused: Notice | None
+
+
+class Check(Checked, kw_only=True):
+    """`zckpt check`"""
+
+    goes_on_from: Checked | UnsetType | None = UNSET
 
 
 class Listed(Struct):

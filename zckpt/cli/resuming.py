@@ -16,6 +16,7 @@ from . import parameters, several
 from .help import ExplainedCommand, format_names
 from .options import (
     OF_WRITING,
+    common,
     declared_option,
     grouped,
     masters_from_weights,
@@ -129,9 +130,10 @@ def auto_resume(
     "--like",
     type=PATH,
     metavar="RUN",
-    help="A checkpoint that the next program has saved: names and shapes must be its own.",
+    help="A checkpoint that the next program has saved: names, shapes and the members of each "
+    "optimizer group must be its own.",
 )
-@of_run
+@common
 def check(
     paths: tuple[str, ...],
     engine: str | None,
@@ -143,14 +145,15 @@ def check(
 ) -> int:
     """Say whether an engine will load a checkpoint at a size, without reading a tensor.
 
-    PATH is a checkpoint, or a run, whose newest one is asked. If it does not load as it is, the
-    report says why, and which command makes it fit. `zckpt list RUN` asks all of a run.
+    PATH is a checkpoint, or a run, whose newest one is asked, or the one of --tag. If it does not
+    load as it is, the report says why. It names a command only if this cures every reason.
 
     Exit code 3: it does not load as it is.
     """
+    from ..resume.check import check as ask
     from ..resume.fitting import Asked
-    from ..resume.fitting import check as ask
 
+    tag = words.pop("tag", None)
     reading = {name: words.pop(name) for name in NamedKeywords.__annotations__ if name in words}
     config = None if ds_config is None else parameters.config(ds_config)
     given = {"config": ds_config, "param_names": getattr(reading.get("param_names"), "path", None)}
@@ -158,7 +161,7 @@ def check(
     asked = Asked(None, words | {"config": config})
 
     def look(path: str) -> tuple[Report, int]:
-        report = ask(path, asked, engine, like, reading, files)
+        report = ask(path, asked, engine, like, reading, files, tag)
         return report, 0 if report["loads"] else 3
 
     if len(paths) > 1:

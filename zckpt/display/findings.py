@@ -369,6 +369,8 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
                 print(f"    {safe(line)}")
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")
+    if before := report.get("goes_on_from"):
+        print(f"auto-resume goes on from another one: {_whether_it_loads(before)}")
 
 
 def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
@@ -381,4 +383,5 @@ def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 def _whether_it_loads(report: dict[str, Any]) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in report["sizes"].items())
     relation = "loads as it is" if report["loads"] else "does not load as it is"
-    return f"{safe(report['path'])} {relation} ({report['engine']}, {sizes})"
+    about = f" ({report['engine']}, {sizes})" if report["engine"] else ""
+    return f"{safe(report['path'])} {relation}{about}"

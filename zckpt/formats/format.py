@@ -88,6 +88,8 @@ class Format(Struct, frozen=True, eq=False):
     core/masters.py. None if checksums say that the tensors are of one save."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
+    loads_by_place: bool = False
+    """A program loads the states of an optimizer by the places of parameters in its groups."""
     keeps_estimates: bool = False
     """A target of the same size keeps what each rank's optimizer has estimated of its own."""
     overrides_groups: bool = False
@@ -105,6 +107,9 @@ class Format(Struct, frozen=True, eq=False):
     """What its files are for, by their names; those with axes are written by each rank."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
+    keeps_shapes: bool = False
+    """Its targets have a place for every state that is a tensor of the parameter's elements, also
+    if `states` names a limit."""
     states: str = ""
     """Which states of an optimizer its targets can have, if not any; and another way, if there is
     one."""
@@ -167,6 +172,12 @@ class Functions(Struct, frozen=True, eq=False):
     obstacles: Callable[[Manifest, Options], list[Notice]] | None = None
     """What keeps a run of these options from loading the files as they are, a phrase each; None
     if a run of any size loads them. It may raise what a writer of these options would raise."""
+    unlike: Callable[[Manifest, Manifest, Options], list[Notice]] | None = None
+    """What a checkpoint for a run of these options has otherwise than one that the program has
+    saved, beside names, shapes and groups."""
+    missing: Callable[[Manifest, Options], list[Notice]] | None = None
+    """What a run of these options loads, and the manifest of any format lacks: no conversion gives
+    it."""
     groups: Callable[[Manifest, Options], tuple[Manifest, list[Shell]]] | None = None
     """Gives a source the groups of the target's engine, and the files that change with them."""
 

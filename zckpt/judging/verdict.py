@@ -151,9 +151,7 @@ def of(manifest: Manifest) -> Verdict:
         tuple(each for each in steps if each.severity == "error"),
         tuple(unread),
         tuple(alone),
-        tuple(
-            (*(each for each in steps if each.severity != "error"), *_ranks_without(manifest, rows))
-        ),
+        (*(each for each in steps if each.severity != "error"), *_ranks_without(manifest, rows)),
     )
 
 

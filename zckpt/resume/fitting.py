@@ -6,21 +6,16 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from secrets import token_hex
 from typing import Any
 
 from msgspec import Struct
 
 from .. import api, formats
-from ..core.description import VERSION, line_of, said
-from ..core.facts import layers_of
+from ..core.grouping import by_key
 from ..core.manifest import Manifest
-from ..core.replicas import not_compared
 from ..errors import (
-    NotACheckpoint,
     Notice,
     WrongOption,
-    ZckptError,
     counted,
     listed,
     problem,
@@ -28,8 +23,7 @@ from ..errors import (
 )
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
-from ..judging.verdict import step_of
-from .runs import Candidate, candidates, judged
+from .runs import Candidate
 
 Words = dict[str, Any]
 GRID = ("tp", "pp")
@@ -39,8 +33,9 @@ IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 WITHOUT = 0
 """The stage of a run whose ds_config states none: DeepSpeed's default."""
 CHANGES = "batch-size-changes"
-FEW = 16
-"""So many ranks are tried in place of a thousand, which takes as long as reading them."""
+MUST_SET = "program-must-set"
+CURED = ("size-differs", "format-differs")
+"""The codes of reasons that a conversion can cure: it keeps parameters, groups and schedulers."""
 FLAGS = {"config": "ds-config", "format": "from"}
 """What the command line calls an option, if not by its name in Python."""
 
@@ -95,14 +90,54 @@ def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
     return find(manifest, options_of(_of_target(words))) if find else []
 
 
-def words_for(manifest: Manifest, words: Mapping[str, Any]) -> Words:
-    """The words of a conversion that makes it fit: those that say what the source says are none.
+def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
+    """What a program loads, and neither the checkpoint nor a conversion of it has."""
+    find = formats.named(to).functions.missing
+    return find(manifest, options_of(_of_target(words))) if find else []
 
-    Megatron-Core's do not say for which ranks they are.
+
+class Conversion(Struct, frozen=True):
+    """What makes a checkpoint fit: a call of `zckpt.reshard`, or of `zckpt.convert` to `to`."""
+
+    words: Words
+    to: str | None = None
+
+    def command(
+        self, source: str, reading: Mapping[str, Any], files: Mapping[str, str] = {}
+    ) -> str:
+        """The same as a command for a target DST; `files` have the values of options."""
+        more = {} if self.to is None else {"to": self.to}
+        tail = [
+            word
+            for name, value in {**more, **self.words, **reading}.items()
+            for item in (value if type(value) is tuple else (files.get(name, value),))
+            for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(item))
+        ]
+        verb = "reshard" if self.to is None else "convert"
+        return shlex.join(["zckpt", verb, source, "DST", *tail])
+
+
+def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Conversion:
+    """The conversion that makes a checkpoint fit a run of the format `to` with these words.
+
+    Sizes equal to the source's are left out. So is a number of ranks if the files are for any
+    number, and for another engine what its format does not understand. A checkpoint that belongs to
+    no engine is written for the one that trained.
     """
-    names = () if formats.named(manifest.format).fits_any_dp else GRID
-    own = {name: manifest.origin.sizes.get(name, 1) for name in names}
-    return {name: value for name, value in words.items() if own.get(name) != value}
+    origin = manifest.origin
+    to = str(origin.format) if to == manifest.format else to
+    target = formats.named(to)
+    names = () if target.fits_any_dp else GRID  # such files do not say for which ranks they are
+    own = {name: origin.sizes.get(name, 1) for name in names}
+    given = {name: value for name, value in words.items() if own.get(name) != value}
+    if target.fits_any_dp and not (to == manifest.format and origin.dp):
+        given.pop("dp", None)
+    if to == manifest.format:  # whose groups and slices are its own
+        given.pop("like", None)
+    if to == origin.format:
+        return Conversion(given)
+    known = {option.name for option in target.options or ()}
+    return Conversion({name: value for name, value in given.items() if name in known}, to)
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
@@ -140,113 +175,23 @@ def batch(
     return [warning(CHANGES, message)]
 
 
-@api.anywhere("path", "like")
-def check(
-    path: str,
-    asked: Asked,
-    engine: str | None = None,
-    like: str | None = None,
-    reading: Mapping[str, Any] = {},
-    files: Mapping[str, str] = {},
-) -> Words:
-    """The report of `zckpt check`: does `engine` load the checkpoint, or a run's newest one?
+def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
+    """How names, shapes and groups differ from those of a run that the program has saved.
 
-    `files` are those in which the command found an option's value, for the proposed command.
+    Types are no difference: loaders cast them. Other groups are a warning if the loader does not
+    go `by_place`, but by name.
     """
-    more = {k: v for k, v in reading.items() if v not in (None, ())}
-    found = candidates(path)
-    newest = found[0] if found else Candidate(path, os.path.basename(os.path.abspath(path)), path)
-    own = judged(newest, more)
-    if isinstance(own.error, NotACheckpoint) and not found:
-        raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
-    if own.error is not None:
-        raise own.error
-    manifest = own.manifest
-    assert manifest is not None
-    words = asked.of(manifest)
-    to = formats.named(engine).name if engine else manifest.format
-    differs = f"format {manifest.format}, and not {to}"
-    reasons, unnamed = [problem("format-differs", differs, subject=to)], ""
-    fixed: Words = {"fix": None, "refused": None}
-    if to == manifest.format:
-        unnamed = to_load(newest, manifest)
-        try:
-            reasons = obstacles(manifest, words)
-        except ZckptError as error:
-            reasons = [*error.notices]
-    if reasons:
-        fixed |= _fix(newest, manifest, to, words | ({"like": like} if like else {}), more, files)
-    reasons = [*own.obstacles, *reasons]
-    reasons += [problem("program-must-set", unnamed)] if unnamed else []
-    reasons += _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
-    return {
-        "zckpt": VERSION,
-        "command": "check",
-        "path": newest.where,
-        "format": manifest.format,
-        "engine": to,
-        "step": step_of(manifest),
-        "sizes": sizes_of(words),
-        "loads": not reasons,
-        "obstacles": said(reasons),
-        "warnings": said(
-            [
-                *([newest.note] if newest.note else []),
-                *not_compared(manifest),
-                *own.remarks,
-            ]
-        ),
-        **fixed,
-    }
-
-
-def _fix(
-    source: Candidate,
-    manifest: Manifest,
-    to: str,
-    words: Words,
-    reading: Mapping[str, Any],
-    files: Mapping[str, str],
-) -> Words:
-    """The command that writes it so that it loads, or why there is none: a dry run says it."""
-    target = formats.named(to)
-    usual = {option.name for option in target.options or ()}
-    usual -= {"like"} if to == manifest.format else set()
-    usual -= {"dp"} if target.fits_any_dp else set()
-    given = {k: v for k, v in words_for(manifest, words).items() if k in usual}
-    given |= {"tag": source.tag} if source.tag else {}
-    own = to in (manifest.format, manifest.origin.format)
-    nowhere = f"{os.path.abspath(source.path)}-{token_hex(8)}"
-    more = {} if own else {"to": to}
-    tried = {**given, **reading, **more}
-    if "dp" in given and not layers_of(manifest.engine):  # no number of ranks is refused
-        tried["dp"] = min(given["dp"], FEW)
-    try:
-        (api.reshard if own else api.convert)(source.path, nowhere, dry_run=True, **tried)
-    except ZckptError as error:
-        return {"refused": line_of(error.notice)}
-    tail = [
-        word
-        for name, value in {**more, **given, **reading}.items()
-        for item in (value if type(value) is tuple else (files.get(name, value),))
-        for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(item))
-    ]
-    command = ["zckpt", "reshard" if own else "convert", source.path, "DST", *tail]
-    return {"fix": shlex.join(command)}
-
-
-def _unlike(manifest: Manifest, other: Manifest) -> list[Notice]:
-    """How the parameters differ from those of a run that the program has saved."""
-    own, wanted = ({n: p.shape for n, p in m.parameters.items()} for m in (manifest, other))
+    own, wanted = _shapes(manifest), _shapes(other)
+    known, in_model = ({*side, *m.owners} for side, m in ((own, manifest), (wanted, other)))
     lines = []
-    if extra := [name for name in own if name not in wanted]:
+    if extra := [name for name in own if name not in in_model]:
         message = f"parameters that the model lacks: {listed(extra, 4)}"
         lines.append(problem("parameters-differ", message, subject=extra[0]))
-    if missing := [name for name in wanted if name not in own]:
+    if missing := [name for name in wanted if name not in known]:
         message = f"parameters that only the model has: {listed(missing, 4)}"
         lines.append(problem("parameters-differ", message, subject=missing[0]))
     others = [name for name in own if name in wanted and own[name] != wanted[name]]
-    return lines + [
+    lines += [
         problem(
             "parameters-differ",
             f"{name} has the shape {list(own[name])}, and not {list(wanted[name])}",
@@ -254,6 +199,75 @@ def _unlike(manifest: Manifest, other: Manifest) -> list[Notice]:
         )
         for name in others[:4]
     ]
+    if lines or manifest.groups is None:
+        return lines
+    if other.groups is None:
+        message = f"{other.root} does not say which parameters its optimizer's groups have"
+        return [warning("not-compared", message, subject="param_groups", file=other.root)]
+    differences = _other_groups(_members(manifest, other), _members(other, other))
+    if differences and not by_place:
+        name, message = differences[0]
+        message += "; states are loaded by name, and the group's hyper-parameters may be others'"
+        return [warning("program-does-not-fit", message, subject=name)]
+    hint = "give the program's optimizer the groups with which the checkpoint was saved"
+    return [
+        problem("program-does-not-fit", text, subject=name, hint=hint) for name, text in differences
+    ]
+
+
+def engine_differences(
+    manifest: Manifest, other: Manifest, to: str, words: Mapping[str, Any]
+) -> list[Notice]:
+    """How the engine itself differs from that of the run, for files of one format."""
+    find = formats.named(to).functions.unlike
+    if find is None or not to == manifest.format == other.origin.format:
+        return []
+    return find(manifest, other, options_of(_of_target(words)))
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters and buffers by name."""
+    shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
+    entries = {name: manifest.entries.get(f"{name}/param") for name in manifest.buffers}
+    return shapes | {name: entry.shape for name, entry in entries.items() if entry}
+
+
+def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
+    """By group, the parameters that are trained, under the names of `other`; no empty group."""
+    groups = by_key(
+        (parameter.group or 0, name if name in other.parameters else other.owners.get(name, name))
+        for name, parameter in manifest.parameters.items()
+        if parameter.trainable
+    )
+    return [groups[number] for number in sorted(groups)]
+
+
+def _other_groups(
+    own: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
+) -> list[tuple[str, str]]:
+    """A parameter and a phrase for each way in which groups differ; empty if they are equal."""
+    places, new = ({n: i for i, names in enumerate(side) for n in names} for side in (own, wanted))
+    only = [
+        (names[0], f"{trains} {listed(names, 4)}, and {does_not} does not")
+        for names, trains, does_not in (
+            ([name for name in places if name not in new], "the checkpoint trains", "the program"),
+            ([name for name in new if name not in places], "the program trains", "the checkpoint"),
+        )
+        if names
+    ]
+    if only:
+        return only
+    moved = [name for name in places if places[name] != new[name]]
+    if moved:
+        first, more = moved[0], counted(len(moved) - 1, "more parameter")
+        message = f"{first} is in group {places[first]} of the optimizer, and not in {new[first]}"
+        return [(first, message + (f" ({more} like it)" if len(moved) > 1 else ""))]
+    for number, (names, others) in enumerate(zip(own, wanted, strict=True)):
+        for place, (name, another) in enumerate(zip(names, others, strict=True)):
+            if name != another:
+                text = f"parameter {place} of group {number} is {name}, and not {another}"
+                return [(name, text)]
+    return []
 
 
 def _of_target(words: Mapping[str, Any]) -> Words:

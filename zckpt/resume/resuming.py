@@ -39,7 +39,17 @@ from ..errors import (
 )
 from ..judging import verdict
 from . import beside
-from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
+from .fitting import (
+    Asked,
+    Words,
+    batch,
+    conversion,
+    missing_of,
+    name_for,
+    obstacles,
+    sizes_of,
+    to_load,
+)
 from .ranks import Ranks, Told
 from .runs import Candidate, candidates, damage, judged
 
@@ -265,6 +275,8 @@ class Resuming:
         are_read = self.settings.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
         unsure += own.remarks
+        missing = missing_of(manifest, str(manifest.origin.format), words)
+        missing = [replace(each, severity="warning") for each in missing]
         plan: Words = {
             "step": verdict.step_of(manifest),
             "tag": manifest.origin.tag,
@@ -279,10 +291,10 @@ class Resuming:
         if not plan["obstacles"]:
             say = to_load(candidate, manifest)
             told = [warning("program-must-set", say)] if say else []
-            return plan | {"lines": said([*told, *batch(manifest, words, ()), *unsure])}
-        plan["words"] = words_for(manifest, words)
+            return plan | {"lines": said([*told, *missing, *batch(manifest, words, ()), *unsure])}
+        plan["words"] = conversion(manifest, manifest.format, words).words
         place = self._place(candidate, name_for(candidate.name, words), plan["words"])
-        changes = said(batch(manifest, words, place["lines"]))
+        changes = said([*missing, *batch(manifest, words, place["lines"])])
         return plan | place | {"lines": [*changes, *place["lines"]]}
 
     def _elsewhere(self) -> list[Notice]:

@@ -60,11 +60,14 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
     return next(programs, None)
 
 
-def not_loaded(files: str, dialects: Iterable[str]) -> Notice:
-    """A warning about files that no trainer looks for; `dialects` name those that it does."""
+def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
+    """A warning about files that no trainer looks for; `dialects` name those that it does.
+
+    Its subject is the first of these.
+    """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"{files} is not what the trainer looks for: to resume there, add {ways}"
-    return warning("program-must-set", message)
+    return warning("program-must-set", message, subject=dialects[0])
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:

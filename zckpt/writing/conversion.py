@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import formats
@@ -18,6 +19,7 @@ from ..copying.staging import Staging
 from ..core import description, replicas, states
 from ..core.checksum import crc32
 from ..core.description import Report, said
+from ..core.facts import layers_of
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
@@ -38,6 +40,7 @@ from ..training.lightning import refuse_averages
 from ..training.options import (
     ACCEPT_WEIGHTS,
     BUFFERS,
+    DP,
     DROP_STATE,
     PARAM_NAMES,
     RENAME,
@@ -51,6 +54,9 @@ from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
 from .running import Running
 from .target import has_plain_names, laid_out, named_for
+
+FEW = 16
+"""So many ranks are tried out in place of a thousand, which takes as long as reading them."""
 
 
 def read_for(
@@ -71,6 +77,11 @@ def read_for(
         targets.refuse_existing(os.fspath(target))
     elif not (running.sharing.rank or running.begins_anew or targets.is_taken(os.fspath(target))):
         without_locks.refuse(os.fspath(target), running.sharing.part)
+    return read_source(source, reading, options)
+
+
+def read_source(source: str | os.PathLike[str], reading: Reading, options: Options) -> Manifest:
+    """The source as a conversion with these options needs it."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
         if formats.recognize(os.fspath(source), reading.format, reading.tag).numbers:
@@ -81,22 +92,39 @@ def read_for(
     return read(source, replace(reading, param_names=names, weights_only=weights_only))
 
 
-def write(
+class Decision(Struct, frozen=True):
+    """What a conversion is going to write; no file has been built.
+
+    `manifest` is what was read, without dropped states; `named` has the target's names, and
+    `source` is what fills the files of `layout`. If it is not `is_loaded`, the source lacks what
+    its program needs.
+    """
+
+    manifest: Manifest
+    named: Manifest
+    source: Manifest
+    layout: Layout
+    format: Format
+    options: Options
+    dropped: Sequence[Report]
+    has_models: bool
+    is_loaded: bool
+
+    def keeping(self, report: Report) -> Keeping:
+        manifests = self.manifest, self.named, self.source
+        return Keeping(*manifests, self.format, self.options, report)
+
+
+def decide(
     command: str,
     manifest: Manifest,
     target: str,
     to: str,
     reading: Reading,
     options: Options,
-    running: Running,
     best_in: str | None = None,
-) -> Report:
-    """Writes `manifest`, which was read as `reading` says, as the directory `target`.
-
-    `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
-    will lie. Gives the command's report.
-    """
-    started = time.monotonic()
+) -> Decision:
+    """Decides a conversion, with the arguments of `write`; raises what that refuses."""
     format = formats.named(to)
     if format.options is None:
         raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
@@ -122,17 +150,59 @@ def write(
     source, layout = laid_out(format, manifest, named, parts, target, options, best_in)
     if format.is_resumed and not (format.is_neutral or layout.in_one_file or options.weights_only):
         refuse_averages(source)
+    is_loaded = format.is_neutral or not (resumes and own.problems)
+    about = format, options, dropped, bool(parts), is_loaded
+    return Decision(manifest, named, source, layout, *about)
+
+
+def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> Decision:
+    """Decides a conversion that nobody is going to run; raises what it would refuse.
+
+    The target's files are built, in a temporary folder, only if nothing else shows whether they
+    have a place for a state of the optimizer.
+    """
+    command = "reshard" if to == manifest.origin.format else "convert"
+    target = os.path.abspath("DST")
+    decision = decide(command, manifest, target, to, reading, options)
+    if not decision.keeping({}).is_known:
+        report: Report = {"left_out": [], "warnings": [], "computed_afresh": []}
+        tried = decide(command, manifest, target, to, reading, _for_few(manifest, options))
+        keeping = tried.keeping(report)
+        keeping.try_out(replace(tried.layout, read_back=keeping.read_back(tried.layout)))
+    return decision
+
+
+def write(
+    command: str,
+    manifest: Manifest,
+    target: str,
+    to: str,
+    reading: Reading,
+    options: Options,
+    running: Running,
+    best_in: str | None = None,
+) -> Report:
+    """Writes `manifest`, which was read as `reading` says, as the directory `target`.
+
+    `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
+    will lie. Gives the command's report.
+    """
+    started = time.monotonic()
+    decision = decide(command, manifest, target, to, reading, options, best_in)
+    format, options, layout = decision.format, decision.options, decision.layout
+    source = decision.source
     files = convert.files_of(layout)
     size = sum(files.values())
     report = report_on(command, source, target, format, layout, files, options)
-    if resumes and not format.is_neutral and own.problems:
-        report["next"] = ""  # its program cannot load it
-    report["dropped"] = dropped if format.is_resumed else []
+    if not decision.is_loaded:
+        report["next"] = ""
+    report["dropped"] = decision.dropped if format.is_resumed else []
+    manifest = decision.manifest
     if has_plain_names(format, manifest, options):
-        change = without_words if options[RENAME] or bool(parts) else plain_names
+        change = without_words if options[RENAME] or decision.has_models else plain_names
         report["warnings"] += said(about_words(change(names_of(manifest))))
     report["warnings"] += said(unable_to_step(manifest, options))
-    keeping = Keeping(manifest, named, source, format, options, report)
+    keeping = decision.keeping(report)
     layout = replace(layout, read_back=keeping.read_back(layout))
     report["warnings"] += said(steps.unused_policy(manifest, reading.step_policy))
     run = _identity(layout.source or manifest, to, reading, options, files)
@@ -184,6 +254,15 @@ def write(
             "seconds": _since(started),
             **({"resumed": stage.resumed} if running.continues else {}),
         }
+
+
+def _for_few(manifest: Manifest, options: Options) -> Options:
+    """The options for FEW ranks instead of more, if a target of these has the same states."""
+    dp = options[DP]
+    if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.engine):
+        return options
+    pairs = ((option, FEW if option.name == DP.name else value) for option, value in options.given)
+    return Options(tuple(pairs))
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:

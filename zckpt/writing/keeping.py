@@ -24,11 +24,11 @@ from ..core.grouping import by_key
 from ..core.keys import has_texts_alone, in_doubt
 from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
-from ..core.states import State
+from ..core.states import FACTORING, State
 from ..errors import Notice, UnsupportedState, WrongOption, joined, listed, note, warning
 from ..formats.format import Format
 from ..training import objects
-from ..training.optimizers import needed_states
+from ..training.optimizers import MOMENTS, is_of_axis, needed_states
 from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 
 
@@ -127,6 +127,28 @@ class Keeping(Struct, frozen=True):
         if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the target has a place for all states, as far as no file has to show it.
+
+        Each format has one for the moments of Adam. Those whose `states` name no limit have one for
+        every number too.
+        """
+        if self.options.weights_only or not self.format.is_resumed:
+            return self.options.weights_only
+        if _numbers(self.source) or any(self._unsupported_in_groups):
+            return False
+        if self.named is not self.source and states.missing_in(self.source, self.named):
+            return False
+        groups = (group for own in self.source.each for group in own.groups or ())
+        if any(FACTORING & group.keys() for group in groups):
+            return False
+        every = states.states_of(self.source)
+        forms = ("slot",) if self.format.states else ("slot", "number", "none")
+        if self.format.states and not self.format.keeps_shapes and not every.keys() <= {*MOMENTS}:
+            return False
+        return all(s.form in forms and not is_of_axis(key, ()) for key, s in every.items())
 
     @property
     def has_states(self) -> bool:

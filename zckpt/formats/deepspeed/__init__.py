@@ -48,10 +48,12 @@ FORMAT = Format(
     options=(*options.OPTIONS, *options.OF_RANKS),
     numbers=True,
     compares="beginnings",
+    keeps_shapes=True,
     states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "
     "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
     "FusedAdam",
     keeps_estimates=True,
     roles=ROLES,
+    loads_by_place=True,
     objects=OBJECTS,
 )

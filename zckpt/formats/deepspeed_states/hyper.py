@@ -246,18 +246,35 @@ def _no_states(source: Manifest) -> MissingData:
     )
 
 
+def are_of_families(name: str, source: Manifest) -> bool | None:
+    """Whether the optimizer of this `plain_name` goes on where the source's has stopped.
+
+    None if not both are known. The engine's Muon updates other groups as Adam does.
+    """
+    before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
+    family = known_optimizer(name).family
+    families = {known_optimizer(each).family for each in before} - {None}
+    if not (family and families):
+        return None
+    return family in families and families <= {family, *(["adam"] if family == "muon" else [])}
+
+
+def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
+    """Whether the engine makes another optimizer than the source's, as far as both are named."""
+    if None in (source.optimizer, engine.optimizer):
+        return False
+    name = plain_name(engine.optimizer or "")
+    fits = are_of_families(name, source)
+    return name != plain_name(source.optimizer or "") if fits is None else not fits
+
+
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
     """Raises if the target's optimizer needs optimizer states that the source does not hold."""
     listing = ", ".join(sorted(states)) or "none"
     if not states and source.groups is None and not are_inferred(source):
         raise _no_states(source)
     name = optimizer_name(engine, source)
-    before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
-    family = known_optimizer(name).family
-    families = {known_optimizer(each).family for each in before} - {None}
-    # the engine's Muon updates other groups as Adam does
-    fits = family in families and families <= {family, *(["adam"] if family == "muon" else [])}
-    if states and engine.optimizer and family and families and not fits:
+    if states and engine.optimizer and are_of_families(name, source) is False:
         raise WrongOption(
             "ds-config-wrong",
             f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",

@@ -22,6 +22,7 @@ FORMAT = Format(
     roles=ROLES,
     options=options.OPTIONS,
     compares="beginnings",
+    keeps_shapes=True,
     states="it has place for tensors of the parameters' shapes, and for numbers that all "
     "parameters of a group share",
     objects=OBJECTS,

@@ -51,5 +51,6 @@ FORMAT = Format(
     keeps_steps=True,
     fits_any_dp=True,
     roles=ROLES,
+    loads_by_place=True,
     objects=frozenset(),
 )

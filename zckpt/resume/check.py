@@ -1,0 +1,230 @@
+"""Does an engine load a checkpoint, or a run's newest one, and what makes it fit? `zckpt check`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from .. import api, formats
+from ..core.description import VERSION, line_of, said
+from ..core.manifest import Manifest
+from ..core.replicas import not_compared
+from ..errors import NotACheckpoint, Notice, WrongOption, ZckptError, listed, problem
+from ..judging.verdict import Verdict, step_of
+from .fitting import (
+    CURED,
+    MUST_SET,
+    Asked,
+    Conversion,
+    Words,
+    conversion,
+    engine_differences,
+    missing_of,
+    obstacles,
+    sizes_of,
+    to_load,
+    unlike,
+)
+from .runs import Candidate, candidates, judged
+
+
+class Question(Struct, frozen=True):
+    """What the user asks of each checkpoint; `other` is the run of `--like`, which was read.
+
+    `files` are those in which the command found an option's value, for the proposed command.
+    """
+
+    asked: Asked
+    engine: str | None
+    like: str | None
+    other: Manifest | None
+    reading: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
+@api.anywhere("path", "like")
+def check(
+    path: str,
+    asked: Asked,
+    engine: str | None = None,
+    like: str | None = None,
+    reading: Mapping[str, Any] = {},
+    files: Mapping[str, str] = {},
+    tag: str | None = None,
+) -> Words:
+    """The report of `zckpt check`: does `engine` load the checkpoint, or a run's newest one?
+
+    `tag` is the name of another one. If no program goes on from the newest one, `goes_on_from` is
+    the report on the one that `auto_resume` takes.
+    """
+    found, older = candidates(path), list[Candidate]()
+    first = Candidate(path, os.path.basename(os.path.abspath(path)), path)  # weights alone, maybe
+    if tag is not None:
+        first = chosen(found, tag, path)
+    elif found:
+        first, *older = found
+    given = {k: v for k, v in reading.items() if v not in (None, ())}
+    own = judged(first, given)
+    if isinstance(own.error, NotACheckpoint) and not found:
+        raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
+    other = None if like is None else api.read(like, nameless=True)
+    question = Question(asked, engine, like, other, given, files)
+    before = None
+    if own.obstacles:
+        pairs = ((each, judged(each, given)) for each in older)
+        before = next((pair for pair in pairs if not pair[1].obstacles), None)
+    if own.error is not None and before is None:
+        raise own.error
+    report = _unreadable(first, own) if own.manifest is None else _report(first, own, question)
+    return report | {"goes_on_from": None if before is None else _report(*before, question)}
+
+
+def chosen(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
+    """The checkpoint of a run that has this name; raises WrongOption if none has it."""
+    for each in found:
+        if tag in (each.tag, each.name):
+            return each
+    raise WrongOption(
+        "option-names-nothing",
+        f"{run} has no checkpoint {tag}",
+        hint=f"it has {listed([each.name for each in found])}",
+    )
+
+
+def _unreadable(candidate: Candidate, own: Verdict) -> Words:
+    """The report on one that cannot be read."""
+    return {
+        "zckpt": VERSION,
+        "command": "check",
+        "path": candidate.where,
+        **dict.fromkeys(("format", "engine", "step", "fix", "refused")),
+        "sizes": {},
+        "loads": False,
+        "obstacles": said(own.problems),
+        "warnings": said([candidate.note] if candidate.note else []),
+    }
+
+
+def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
+    """The report on one that was read."""
+    manifest, other = own.manifest, question.other
+    assert manifest is not None
+    to = formats.named(question.engine).name if question.engine else manifest.format
+    words = _as_in(other, manifest, question.asked.of(manifest), to)
+    reasons, notes = _reasons(manifest, other, words, to)
+    fixed: Words = {"fix": None, "refused": None, "warnings": []}
+    if reasons and not own.obstacles:  # no conversion finds what is lost
+        fixed |= _fix(candidate, manifest, to, words, reasons, question)
+    if to == manifest.format and (unnamed := to_load(candidate, manifest)):
+        reasons.append(problem(MUST_SET, unnamed))
+    reasons = [*own.obstacles, *reasons]
+    lines = [*([candidate.note] if candidate.note else []), *not_compared(manifest)]
+    fixed["warnings"] = [*said((*lines, *own.remarks, *notes)), *fixed["warnings"]]
+    return {
+        "zckpt": VERSION,
+        "command": "check",
+        "path": candidate.where,
+        "format": manifest.format,
+        "engine": to,
+        "step": step_of(manifest),
+        "sizes": sizes_of(words),
+        "loads": not reasons,
+        "obstacles": said(reasons),
+        **fixed,
+    }
+
+
+def _reasons(
+    manifest: Manifest, other: Manifest | None, words: Words, to: str
+) -> tuple[list[Notice], list[Notice]]:
+    """Why a program does not load a checkpoint that is whole, and warnings."""
+    if to == manifest.format:
+        try:
+            reasons = [*obstacles(manifest, words), *missing_of(manifest, to, words)]
+        except ZckptError as error:
+            reasons = [*error.notices]
+    else:
+        differs = f"format {manifest.format}, and not {to}"
+        reasons = [problem("format-differs", differs, subject=to)]
+    if other is None:
+        return reasons, []
+    differences = unlike(manifest, other, formats.named(to).loads_by_place)
+    differences += engine_differences(manifest, other, to, words)
+    return (
+        [*reasons, *(each for each in differences if each.severity == "error")],
+        [each for each in differences if each.severity != "error"],
+    )
+
+
+def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
+    """The words of the next run, with the stage of the one that it has saved."""
+    if other is None or not to == manifest.format == other.origin.format:
+        return words
+    stage = other.origin.zero_stage
+    is_stated = "stage" in words or stage in (None, manifest.origin.zero_stage)
+    return words if is_stated else {**words, "stage": stage}
+
+
+def _fix(
+    source: Candidate,
+    manifest: Manifest,
+    to: str,
+    words: Words,
+    reasons: Sequence[Notice],
+    question: Question,
+) -> Words:
+    """The command that cures all `reasons`, or why there is none.
+
+    It is not run: `api.try_out` says what it would write, or refuse.
+    """
+    other, reading = question.other, question.reading
+    cure = conversion(manifest, to, words | ({"like": question.like} if question.like else {}))
+    kept = to == manifest.format  # then it changes no name
+    if kept and (lasting := [each for each in reasons if each.code not in (*CURED, MUST_SET)]):
+        return {"refused": line_of(lasting[0])}
+    if source.tag:
+        cure = replace(cure, words={**cure.words, "tag": source.tag})
+    try:
+        decision = _tried(source, manifest, cure, reading)
+        if (dialect := _dialect_of(decision)) is not None:
+            cure = replace(cure, words={**cure.words, "dialect": dialect})
+            decision = _tried(source, manifest, cure, reading)
+    except ZckptError as error:
+        return {"refused": line_of(error.notice)}
+    if not kept:
+        by_place, is_made_like = formats.named(to).loads_by_place, "like" in cure.words
+        lasting = unlike(decision.source, other, by_place) if other and not is_made_like else []
+        missing = missing_of(decision.source, to, words)
+        if missing and other and is_made_like:  # the target has the scheduler of one of them
+            missing = missing_of(other, to, words)
+        lasting += missing
+        if lasting := [each for each in lasting if each.severity == "error"]:
+            return {"refused": line_of(lasting[0])}
+    notes = [each for each in decision.layout.warnings if each.code == MUST_SET]
+    return {"fix": cure.command(source.path, reading, question.files), "warnings": said(notes)}
+
+
+def _tried(
+    source: Candidate, manifest: Manifest, cure: Conversion, reading: Mapping[str, Any]
+) -> api.Decision:
+    """What a conversion would write; raises what it would refuse.
+
+    The manifest is read again only if a conversion reads it in another way: with the names of an
+    optimizer that has none, or with model ranks apart.
+    """
+    is_in_doubt = manifest.groups is None or manifest.origin.pp or manifest.origin.tp
+    is_read_alike = not (is_in_doubt or cure.words.get("tp"))
+    more: Words = {**cure.words, **reading}
+    return api.try_out(source.path, manifest if is_read_alike else None, to=cure.to, **more)
+
+
+def _dialect_of(decision: api.Decision) -> str | None:
+    """The dialect without which a trainer does not look for the files of a target."""
+    options = decision.format.options or ()
+    known = {choice for each in options if each.name == "dialect" for choice in each.choices}
+    musts = (each.subject for each in decision.layout.warnings if each.code == MUST_SET)
+    return next((subject for subject in musts if subject in known), None)
