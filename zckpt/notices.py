@@ -91,12 +91,6 @@ TOPICS: dict[str, dict[str, Code]] = {
             "A node's disk was not copied, or the save did not finish.",
             "Copy the file of the rank that the message names.",
         ),
-        "random-state-missing": Code(
-            (),
-            "A rank has no file with the state of its random numbers, and others have one.",
-            "It was not copied, or the save did not finish.",
-            "Copy it, if the run is to draw the same numbers; it goes on without.",
-        ),
         "record-damaged": Code(
             (FAULT,),
             "Bytes do not have the checksum that their file states.",

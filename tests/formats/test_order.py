@@ -227,7 +227,7 @@ def test_what_a_link_names_comes_first(
     first, second = candidates(str(run))
     assert (first.name, second.name) == names
     assert first.loaded == str(run / names[0])
-    assert f"names {names[0]} as its last checkpoint" in first.note.message
+    assert f"names {names[0]} as its last checkpoint" in first.notes[0].message
     (run / "latest").unlink()
     assert newest(run) == [*names[::-1]]
     (run / "latest").symlink_to(tmp_path)  # out of the run: it names nothing

@@ -20,7 +20,8 @@ from zckpt import api, formats
 from zckpt.cli.commands import cli
 from zckpt.errors import ZckptError
 from zckpt.files import torchshell
-from zckpt.resume.fitting import Asked, check
+from zckpt.resume.check import check
+from zckpt.resume.fitting import Asked
 from zckpt.resume.runs import candidates
 
 from ..conftest import EXAMPLE, ROOT, Result
@@ -258,7 +259,7 @@ def test_files_of_other_meshes_stay(tmp_path: Path, zckpt: Run) -> None:
     assert report["fix"] is None
     with pytest.raises(ZckptError) as raised:
         zckpt_package.auto_resume(tmp_path / "actor", dp=3)
-    assert raised.value.message == report["refused"]["message"]
+    assert raised.value.message.endswith(report["refused"]["message"])
 
 
 def test_files_of_ranks_by_other_names_stay(tmp_path: Path, zckpt: Run) -> None:

@@ -150,6 +150,18 @@ def test_the_command_names_the_file_of_names(tmp_path: Path, zckpt: Callable[...
 def test_it_cannot_be_read(run: Path, zckpt: Callable[..., Result]) -> None:
     DAMAGE["lost"](run / TAGS[-1])
     ended = zckpt("check", run, "--dp", 4)
+    assert ended.code == 3
+    assert f"{run / TAGS[-1]} does not load as it is: 1 reason" in ended.out
+    assert "lacks bf16_zero_pp_rank_1_" in ended.out
+    goes_on = f"auto-resume goes on from another one: {run / TAGS[-2]} loads as it is"
+    assert goes_on in ended.out
+    report = zckpt("check", run, "--dp", 4, "--json").document
+    assert (report["loads"], report["format"]) == (False, None)
+    assert report["goes_on_from"]["loads"]
+    assert zckpt("auto-resume", run, "--dp", 4).out == f"{report['goes_on_from']['path']}\n"
+    for tag in TAGS[:-1]:
+        DAMAGE["lost"](run / tag)
+    ended = zckpt("check", run, "--dp", 4)
     assert ended.code == 1
     assert "lacks bf16_zero_pp_rank_1_" in ended.err
     assert zckpt("check", run / "nothing").code == 1

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from .. import formats
+from ..core import sources
 from ..core.inventory import Role, Row, State, known, nearest
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
@@ -84,6 +85,13 @@ def _row(roles: Iterable[Role], name: str, path: str, state: State = "ok") -> Ro
 def _beside(manifest: Manifest) -> Iterable[Row]:
     for item in chain(manifest.siblings, manifest.omitted_files):
         yield _row(needs.ROLES, item.name, item.path, state_of(item))
+
+
+def roles_beside(folder: str) -> set[str]:
+    """The roles of the files in a folder that are a program's, by their names alone."""
+    is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
+    names = os.listdir(folder) if is_listed else ()
+    return {own.role.name for name in names if (own := known(needs.ROLES, name)) is not None}
 
 
 def _missing(manifest: Manifest, need: needs.Need) -> Row:

@@ -193,7 +193,7 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
     without = sorted({*range(max((ranks, *(number + 1 for number in there))))} - there)
     if there and without:
         yield warning(
-            "random-state-missing",
+            "missing-rank-file",
             f"{os.path.dirname(own[0].path)} has no random state of rank {listed(without)}: the "
             "run goes on with other random numbers there",
             subject=needs.RANDOM_STATE.name,

@@ -57,7 +57,12 @@ def report(
     for each in chosen:
         own = {**source, "tag": each.tag} if each.tag else source
         other = None if against is None or each is not chosen[-1] else os.fspath(against)
-        shown = _document(each.path, own, other, copying, begin)
+        try:
+            shown = _document(each.path, own, other, copying, begin)
+        except NOTHING_TO_SHOW as error:
+            if len(chosen) == 1:
+                raise
+            shown = _nothing(each.path, error)
         strip.append(run.checkpoint(shown, each.name))
     if len(chosen) > 1:
         shown["run"] = run.section(strip, shown)
@@ -71,6 +76,14 @@ def report(
         ]
     )
     return shown | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _nothing(path: str, error: ZckptError) -> Report:
+    """The document of one checkpoint of a run that is none: an empty folder, or a foreign one."""
+    found = Found(path)
+    found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
+    wrong = faults.section(found, ())
+    return begun(found, "report") | {"faults": wrong, "map": owners.files_alone(found)}
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:

@@ -98,12 +98,12 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
     return [
         {
             **dict.fromkeys(faults.FIELDS),
-            **line_of(each.note),
+            **line_of(note),
             "kind": "warning",
             "fault": False,
         }
         for each in checkpoints
-        if each.note
+        for note in each.notes
     ]
 
 

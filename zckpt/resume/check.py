@@ -105,7 +105,7 @@ def _unreadable(candidate: Candidate, own: Verdict) -> Words:
         "sizes": {},
         "loads": False,
         "obstacles": said(own.problems),
-        "warnings": said([candidate.note] if candidate.note else []),
+        "warnings": said(candidate.notes),
     }
 
 
@@ -122,7 +122,7 @@ def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
     if to == manifest.format and (unnamed := to_load(candidate, manifest)):
         reasons.append(problem(MUST_SET, unnamed))
     reasons = [*own.obstacles, *reasons]
-    lines = [*([candidate.note] if candidate.note else []), *not_compared(manifest)]
+    lines = [*candidate.notes, *not_compared(manifest)]
     fixed["warnings"] = [*said((*lines, *own.remarks, *notes)), *fixed["warnings"]]
     return {
         "zckpt": VERSION,

@@ -111,7 +111,7 @@ def _row(
     begin: Begin | None,
 ) -> Report:
     """What is known of one checkpoint, whatever is wrong with it."""
-    notes = [candidate.note] if candidate.note else []
+    notes = candidate.notes
     row: Report = {
         "name": candidate.name,
         "path": candidate.where,

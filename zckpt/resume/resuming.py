@@ -119,8 +119,8 @@ class Resuming:
         broken: list[Words] = []
         found = self.ranks.told(self._candidates)
         for path, name, loaded, tag, said_of in found:
-            notice = None if said_of is None else Notice(**said_of)
-            candidate = Candidate(path, name, loaded, tag, notice)
+            notes = tuple(Notice(**line) for line in said_of)
+            candidate = Candidate(path, name, loaded, tag, notes)
             while "broken" not in (plan := self.planned(candidate)):
                 if taken := self.taken(candidate, plan, left):
                     return taken
@@ -215,7 +215,7 @@ class Resuming:
             )
             for each in left
         ]
-        lines = said([*aside, *([candidate.note] if candidate.note else [])])
+        lines = said([*aside, *candidate.notes])
         for line in (*plan["lines"], *plan.get("said", ())):
             lines += [line] if line not in lines else []
         report = {
@@ -243,7 +243,7 @@ class Resuming:
     def _candidates(self) -> list[Any]:
         with api.local(self.run) as run:
             found = [
-                [each.path, each.name, each.loaded, each.tag, each.note and line_of(each.note)]
+                [each.path, each.name, each.loaded, each.tag, said(each.notes)]
                 for each in candidates(run)
             ]
             return [api.translated(each) for each in found]

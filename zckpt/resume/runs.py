@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from ..errors import (
 )
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
 from ..judging import verdict
+from ..judging.inventory import roles_beside
 from ..judging.verdict import Verdict
 
 FILE = ".ckpt"
@@ -42,17 +44,20 @@ VERSION = re.compile(r"version_\d+", re.ASCII)
 """A start of one run that goes on: Lightning numbers them."""
 
 
+Notices = tuple[Notice, ...]
+
+
 class Candidate(Struct, frozen=True):
     """A checkpoint of a run: `path` and `tag` as `zckpt.read` takes them.
 
-    `loaded` is what the engine's loader takes. `note` is a warning if this one is taken.
+    `loaded` is what the engine's loader takes. `notes` are warnings if this one is taken.
     """
 
     path: str
     name: str
     loaded: str
     tag: str | None = None
-    note: Notice | None = None
+    notes: Notices = ()
 
     @property
     def where(self) -> str:
@@ -115,22 +120,23 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     else:
         return []
     standings = _newest_first(os.path.join(run, tag) for tag in {*tags, *_alike(run, tags)})
-    notes = {os.path.basename(path): note for path, note in standings.items()}
+    notes = {os.path.basename(path): own for path, own in standings.items()}
     linked = sources.beside(os.path.join(run, LATEST))
     pointed = format.pointer(run) if format.pointer else linked
     if pointed is not None:
         newest = next(iter(notes))
-        note = _set_back(run, pointed, newest) if newest in tags and newest != pointed else None
-        notes = {pointed: note, **_without(notes, pointed)}
+        is_behind = newest in tags and newest != pointed
+        own = (_set_back(run, pointed, newest),) if is_behind else ()
+        notes = {pointed: own, **_without(notes, pointed)}
     return [
         Candidate(
             run,
             tag,
             run if (tag == pointed and not linked) or format.to_load else os.path.join(run, tag),
             tag,
-            note,
+            own,
         )
-        for tag, note in notes.items()
+        for tag, own in notes.items()
     ]
 
 
@@ -143,19 +149,20 @@ def _set_back(run: str, pointed: str, newest: str) -> Notice:
     )
 
 
-def _newest_first(paths: Iterable[str]) -> dict[str, Notice | None]:
+def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
     """Checkpoints by their age, each with a warning if only the times of files say it."""
     order = formats.by_age(paths)[::-1]
-    notes: dict[str, Notice | None] = {standing.path: None for standing in order}
+    notes: dict[str, Notices] = {standing.path: () for standing in order}
     for standing, older in zip(order, [*order[1:], None], strict=True):
         if standing.is_timed and len(order) > 1:
             place = f"directly above {older.path}" if older else "below all others"
-            notes[standing.path] = warning(
+            timed = warning(
                 "place-inferred",
                 f"neither the files of {standing.path} nor its name say how far the training was: "
                 f"by the times of files it stands {place}",
                 file=standing.path,
             )
+            notes[standing.path] = (timed,)
     return notes
 
 
@@ -204,15 +211,36 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
     newest = next(iter(notes))
     if (pointed := next(filter(links.__contains__, notes), newest)) != newest:
         run, name = os.path.split(pointed)
-        note = _set_back(run, name, os.path.basename(newest))
-        notes = {pointed: note, **_without(notes, pointed)}
+        behind = _set_back(run, name, os.path.basename(newest))
+        notes = {pointed: (behind,), **_without(notes, pointed)}
+    lacks = _lacking(notes)
     return [
-        Candidate(path, os.path.basename(path), path, note=note) for path, note in notes.items()
+        Candidate(path, os.path.basename(path), path, notes=(*own, *lacks[path]))
+        for path, own in notes.items()
     ]
 
 
-def _without(notes: dict[str, Notice | None], name: str) -> dict[str, Notice | None]:
-    return {other: note for other, note in notes.items() if other != name}
+def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
+    """What one checkpoint lacks beside its engine's files, and all of two others or more have."""
+    roles = {path: roles_beside(path) for path in paths}
+    counts = Counter(role for own in roles.values() for role in own)
+    common = {role for role, count in counts.items() if count == len(roles) - 1 >= 2}
+    return {
+        path: [
+            warning(
+                "missing-file",
+                f"{path} has no file for the {role}, which all other checkpoints of the run have",
+                subject=role,
+                file=path,
+            )
+            for role in sorted(common - own)
+        ]
+        for path, own in roles.items()
+    }
+
+
+def _without(notes: dict[str, Notices], name: str) -> dict[str, Notices]:
+    return {other: own for other, own in notes.items() if other != name}
 
 
 def _refuse_several(run: str, others: list[str]) -> None:
