@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import zckpt
 import zckpt.dcp
 from examples.make_checkpoint import Model
-from zckpt import probe, reading
+from zckpt import probe
 from zckpt.errors import InconsistentCheckpoint
+from zckpt.judging import contents
 
 from .conftest import EXAMPLE
 from .formats.test_masters import TRAINER, edit, swap_in_average
@@ -153,13 +154,13 @@ def test_what_is_not_a_model_is_loaded_as_before(tmp_path: Path) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checkpoints whose tensors were checked."""
     paths: list[str] = []
-    check = reading.check_tensors
+    check = contents.check_tensors
 
     def noted(manifest: zckpt.Manifest, *words: Any) -> list[str]:
         paths.append(manifest.root)
         return check(manifest, *words)
 
-    monkeypatch.setattr(reading, "check_tensors", noted)
+    monkeypatch.setattr(contents, "check_tensors", noted)
     return paths
 
 

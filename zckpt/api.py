@@ -29,8 +29,9 @@ from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords as NamedKeywords
 from .formats.reading import Reading, SourceKeywords
 from .judging import verdict
-from .reading import check_to_load, read_both
+from .judging.contents import check_to_load
 from .reading import read as read_manifest
+from .reading import read_both
 from .remote.anywhere import anywhere as anywhere
 from .remote.anywhere import local as local
 from .remote.anywhere import translated as translated

@@ -22,9 +22,10 @@ from .errors import (
 )
 from .formats.reading import Reading
 from .judging import verdict
+from .judging.contents import OTHER_TIME
 from .proof import saved
 from .proof.verify import verify_against, verify_alone
-from .reading import alike, oddly_timed, read, read_both, read_other
+from .reading import alike, read, read_both, read_other
 
 Path = str | os.PathLike[str]
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
@@ -149,7 +150,7 @@ def _verify(
             found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
         with sources.unchanged(other.fingerprints):
-            about["warnings"] += said(oddly_timed(other))
+            about["warnings"] += said(each for each in other.warnings if each.code == OTHER_TIME)
             found = verify_against(manifest, other, selection, copying, begin)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
 
@@ -180,6 +181,6 @@ def _gather(
     with sources.unchanged(manifest.fingerprints, other.fingerprints):
         partitions = formats.named(manifest.format).functions.partitions
         parts = partitions(manifest.root, rules) if partitions else None
-        about["warnings"] += said(oddly_timed(other))
+        about["warnings"] += said(line for line in other.warnings if line.code == OTHER_TIME)
         found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
         return about | found | {"notes": [*said(lines), *found["notes"]]}

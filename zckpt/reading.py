@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from itertools import chain
 
 from msgspec.structs import replace
 
 from . import formats
-from .core import agreement, covering, duplicates, masters, sources
+from .core import agreement, covering, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.inventory import known
@@ -82,57 +81,10 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
         *_unused(manifest, reading, format),
     ]
     omitted = [*manifest.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
-    lines += [*oddly_timed(manifest), *_in_other_order(manifest, reading)]
+    lines += [*_oddly_timed(manifest), *_in_other_order(manifest, reading)]
     lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
     seen = (*manifest.steps, *formats.trainers_counters(manifest))
     return replace(manifest, warnings=tuple(lines), omitted=tuple(omitted), steps=seen)
-
-
-def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[Notice]:
-    """Warnings of the checks that read tensors, before one is handed out, or written.
-
-    Is a file a copy of another one? Do masters round to their weights? Are the copies of ranks
-    equal? Raises InconsistentCheckpoint if not, and CorruptCheckpoint if damage is the cause. Other
-    masters are a warning if the engine changes weights beside them, or if `accept_weights` says
-    that they are meant; `replicas` says which of several copies that differ is taken.
-    """
-    format = formats.named(manifest.format)
-    functions, lines = format.functions, list[Notice]()
-    if not format.is_neutral:  # it states each file's checksum
-        lines += duplicates.check_duplicates(manifest)
-    if format.compares is not None and not manifest.weights_differ:
-        hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
-        lines += masters.check(manifest, format.compares, hint, accept_weights)
-    if functions.check:
-        lines += functions.check(manifest, replicas)
-    return lines
-
-
-def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool) -> None:
-    """`check_tensors` for a program that loads tensors, which is warned.
-
-    Files that stay as they are are asked once, however many tensors are loaded. Raises WrongOption
-    for the mean of copies, which is no tensor of the files.
-    """
-    if replicas == "mean":
-        raise WrongOption(
-            "option-not-applicable",
-            "no mean of the tensor ranks' copies is loaded",
-            hint='give replicas="rank0", or convert with --replicas mean and load the target',
-        )
-    question = replicas, accept_weights, manifest.origin, manifest.fingerprints
-    if _asked.get(manifest.root) == question:
-        return
-    with sources.unchanged(manifest.fingerprints):
-        lines = check_tensors(manifest, replicas, accept_weights)
-    for line in (*oddly_timed(manifest), *lines):
-        warnings.warn(line.message, stacklevel=3)
-    _asked.clear()
-    _asked[manifest.root] = question
-
-
-_asked: dict[str, object] = {}
-"""What was checked last, by the path of the checkpoint, with the fingerprints of its files."""
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
@@ -167,7 +119,7 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
     return rebuilt(manifest)
 
 
-def oddly_timed(manifest: Manifest) -> list[Notice]:
+def _oddly_timed(manifest: Manifest) -> list[Notice]:
     """Warnings about files of ranks that were not written when their siblings were."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known

@@ -208,8 +208,8 @@ def fill(job: Job, program: Program, checkpoint: Path) -> tuple[Any, dict[str, A
 
 def count_reads() -> list[int]:
     """Bytes of every read of a load from now on, without those of the checks before it."""
-    from zckpt import reading
     from zckpt.core.fileio import Reader
+    from zckpt.judging import contents
 
     counts: list[int] = []
     plain: Callable[..., None] = Reader.read
@@ -218,7 +218,7 @@ def count_reads() -> list[int]:
         counts.append(extent.length)
         plain(self, extent, into)
 
-    check = reading.check_tensors
+    check = contents.check_tensors
 
     def check_tensors(*words: Any) -> list[str]:
         before = len(counts)
@@ -227,7 +227,7 @@ def count_reads() -> list[int]:
         return lines
 
     Reader.read = read  # type: ignore[method-assign]
-    reading.check_tensors = check_tensors
+    contents.check_tensors = check_tensors
     return counts
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from zckpt.resume.runs import Candidate, judged
+
 from ..conftest import Once, needs
 from ..engines.needs import (
     DAMAGE,
@@ -234,6 +236,28 @@ def test_what_a_program_does(
     tmp_path: Path,
 ) -> None:
     assert found(saved(PROGRAMS[name]), PROGRAMS[name], file, DAMAGE[damage], tmp_path) == outcome
+    (checkpoint,) = (tmp_path / "run").iterdir() if file else [tmp_path / "run"]
+    is_whole = not reasons(checkpoint)
+    assert is_whole == (outcome in ("sound", "unread") or may_lack(name, file, damage))
+
+
+def reasons(checkpoint: Path) -> list[str]:
+    """Why zckpt says that no program resumes from a checkpoint."""
+    candidate = Candidate(str(checkpoint), checkpoint.name, str(checkpoint))
+    return [notice.message for notice in judged(candidate, {}).obstacles]
+
+
+def may_lack(name: str, file: str, damage: str) -> bool:
+    """Whether some programs save no such file, so that it is necessary for nobody.
+
+    Nor is the file that names the tag where a program may give the tag itself, as `auto_resume`
+    says it.
+    """
+    optional = {
+        "accelerate": ("scheduler.bin", "custom_checkpoint_0.pkl"),
+        "deepspeed": ("latest",),
+    }
+    return damage == "missing" and file in optional.get(PROGRAMS[name].kind, ())
 
 
 def found(

@@ -45,7 +45,8 @@ from ..formats.reading import Reading
 from ..formats.statedict.keys import in_folder, keys_of
 from ..formats.statedict.tree import TreePath, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
-from ..reading import check_to_load, read
+from ..judging.contents import check_to_load
+from ..reading import read
 from ..training import steps
 from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames

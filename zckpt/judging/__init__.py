@@ -3,7 +3,7 @@
     inventory.py   which files there are, what each is for, and in which state it is
     file_state.py  whether one file is empty, zeros, cut or unreadable
     verdict.py     is it whole, and of one save? What is damaged without need?
-    contents.py    is it intact: masters, copies of ranks, files that were copied over others
+    contents.py    is it intact, before a tensor leaves: masters, copies of ranks, copied files
 
 Whether an engine loads it at a size is what its format says (`Functions.obstacles`), and which file
 a program needs is a row of `training/needs.py`.

@@ -33,8 +33,9 @@ from ..core.records import RecordChecker
 from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..formats.reading import Reading
+from ..judging.contents import check_to_load
 from ..naming.names import matched, plain, renamed
-from ..reading import check_to_load, read
+from ..reading import read
 from ..training.options import Renames
 from .compiled import is_compiled
 from .prefetch import Prefetcher, WeightPart, most

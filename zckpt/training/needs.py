@@ -2,7 +2,7 @@
 
 A row is what the program's source does, in the version that was looked at; tests/resume/
 test_needs.py lets the programs themselves say it. Only this table makes a file necessary: to add
-one that a new trainer needs, add its row.
+one that a new trainer needs, add its row, and `python -m tests.needs_page > docs/resume-files.md`.
 
     ends      an error: the run does not begin
     anew      the program says nothing, and begins the optimizer or the schedule anew
@@ -76,9 +76,16 @@ ROLES = (
 )
 """What the name of a file beside an engine's says, in this order."""
 
+VERSIONS = {
+    TRANSFORMERS: "Trainer of transformers 5.24",
+    ACCELERATE: "Accelerate 1.15",
+    AUTOMODEL: "NeMo AutoModel 0.5",
+    LIGHTNING: "Lightning 2.6",
+}
+"""The versions whose source was looked at."""
 SCHEDULERS = "_load_optimizer_and_scheduler"
 NEEDS: dict[str, tuple[Need, ...]] = {
-    TRANSFORMERS: (  # Trainer of transformers 5.24
+    TRANSFORMERS: (
         Need(TRAINER_STATE, "trainer_state.json", "ends", "ends", "train"),
         Need(SCHEDULER, "scheduler.pt", "ends", "ends", SCHEDULERS, DEEPSPEED, "program"),
         Need(SCHEDULER, "scheduler.pt", "unread", "unread", SCHEDULERS, DEEPSPEED, "engine"),
@@ -88,14 +95,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need(CONFIGURATION, "config.json", "goes on", "unread", "train", DEEPSPEED),
         Need(CONFIGURATION, "config.json", "goes on", "ends", "_load_from_checkpoint"),
     ),
-    ACCELERATE: (  # accelerate 1.15
+    ACCELERATE: (
         Need(SCHEDULER, "scheduler.bin", "goes on", "ends", "load_accelerator_state"),
         Need(SCALER, "scaler.pt", "goes on", "ends", "load_accelerator_state"),
         Need(DATALOADER, "dl_state_dict.bin", "goes on", "ends", "load_accelerator_state"),
         Need(CUSTOM, "custom_checkpoint_0.pkl", "goes on", "ends", "load_custom_state"),
         Need(RANDOM_STATE, "random_states_0.pkl", "goes on", "goes on", "load_accelerator_state"),
     ),
-    AUTOMODEL: (  # NeMo AutoModel 0.5
+    AUTOMODEL: (
         Need(STEP_SCHEDULER, "step_scheduler.pt", "ends", "ends", "_load_checkpoint_tracked_state"),
         Need(RANDOM_STATE, "rng/rng_global_rank_0.pt", "ends", "ends", "load_on_global_ranks"),
         Need(
@@ -103,9 +110,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
             "load_on_dp_ranks",
         ),
     ),
-    LIGHTNING: (  # lightning 2.6
-        Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),
-    ),
+    LIGHTNING: (Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),),
 }
 """By program. The first row of a role that applies says what the program does."""
 

@@ -32,9 +32,10 @@ from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..judging import verdict
+from ..judging.contents import check_tensors
 from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
-from ..reading import check_tensors, read
+from ..reading import read
 from ..training import steps
 from ..training.lightning import refuse_averages
 from ..training.options import (

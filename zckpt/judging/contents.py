@@ -1,0 +1,65 @@
+"""Is a checkpoint intact, as far as bytes must be read before a tensor is handed out, or written?
+
+`verify` reads all of them; these checks are for the doors by which tensors leave: `convert`,
+`load`, and the loader of torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from .. import formats
+from ..core import duplicates, masters, sources
+from ..core.manifest import Manifest
+from ..errors import Notice, WrongOption
+
+OTHER_TIME = "files-of-other-time"
+"""The code of a warning that a program which loads tensors gets, too."""
+
+
+def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[Notice]:
+    """Warnings of the checks that read tensors, before one is handed out, or written.
+
+    Is a file a copy of another one? Do masters round to their weights? Are the copies of ranks
+    equal? Raises InconsistentCheckpoint if not, and CorruptCheckpoint if damage is the cause. Other
+    masters are a warning if the engine changes weights beside them, or if `accept_weights` says
+    that they are meant; `replicas` says which of several copies that differ is taken.
+    """
+    format = formats.named(manifest.format)
+    functions, lines = format.functions, list[Notice]()
+    if not format.is_neutral:  # it states each file's checksum
+        lines += duplicates.check_duplicates(manifest)
+    if format.compares is not None and not manifest.weights_differ:
+        hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
+        lines += masters.check(manifest, format.compares, hint, accept_weights)
+    if functions.check:
+        lines += functions.check(manifest, replicas)
+    return lines
+
+
+def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool) -> None:
+    """`check_tensors` for a program that loads tensors, which is warned.
+
+    Files that stay as they are are asked once, however many tensors are loaded. Raises WrongOption
+    for the mean of copies, which is no tensor of the files.
+    """
+    if replicas == "mean":
+        raise WrongOption(
+            "option-not-applicable",
+            "no mean of the tensor ranks' copies is loaded",
+            hint='give replicas="rank0", or convert with --replicas mean and load the target',
+        )
+    question = replicas, accept_weights, manifest.origin, manifest.fingerprints
+    if _asked.get(manifest.root) == question:
+        return
+    with sources.unchanged(manifest.fingerprints):
+        lines = check_tensors(manifest, replicas, accept_weights)
+    timed = (line for line in manifest.warnings if line.code == OTHER_TIME)
+    for line in (*timed, *lines):
+        warnings.warn(line.message, stacklevel=3)
+    _asked.clear()
+    _asked[manifest.root] = question
+
+
+_asked: dict[str, object] = {}
+"""What was checked last, by the path of the checkpoint, with the fingerprints of its files."""
