@@ -31,6 +31,8 @@ def row(need: Need) -> str:
     engine = need.engine or "any"
     if need.scheduler_of:
         engine += f", the scheduler is the {need.scheduler_of}'s"
+    if need.beside:
+        engine += f", beside `{need.beside}`"
     return f"| `{need.name}` | {need.role.name} | {engine} | {need.missing} | {need.damaged} |"
 
 

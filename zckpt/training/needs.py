@@ -36,8 +36,8 @@ class Need(Struct, frozen=True):
     """A file that a program may read: what it does if it is `missing`, and if it is `damaged`.
 
     `name` is the usual name of such a file, `read_by` the function that reads it. A row applies to
-    an `engine`'s format, and to a scheduler that is the "program"'s or the "engine"'s own, or to
-    all.
+    an `engine`'s format, to a scheduler that is the "program"'s or the "engine"'s own, and where a
+    file `beside` it shows how the program saved; or to all.
     """
 
     role: Role
@@ -47,6 +47,7 @@ class Need(Struct, frozen=True):
     read_by: str
     engine: str = ""
     scheduler_of: str = ""
+    beside: str = ""
 
 
 TRAINER_STATE = role("trainer state", r"trainer_state\.json")
@@ -65,14 +66,15 @@ CUSTOM = role("registered object", r"custom_checkpoint_(\d+)\.pkl", "number")
 CONFIGURATION = role("configuration", r"config\.json")
 ARGUMENTS = role("arguments", r"training_args\.bin")
 STEP_SCHEDULER = role("trainer state", r"step_scheduler\.pt")
-META = role("metadata", re.escape(META_FILE))
+META = role("trainer state", re.escape(META_FILE))
+FULL_WEIGHTS = role("weights of FSDP", r"pytorch_model_fsdp(?:_(\d+))?\.bin", "model")
 WEIGHTS = role(
     "weights", r".*\.safetensors(?:\.index\.json)?|.*pytorch_model.*\.bin(?:\.index\.json)?"
 )
 TOKENIZER = role("tokenizer", LOADED.pattern)
 ROLES = (
     *(TRAINER_STATE, STEP_SCHEDULER, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, CUSTOM),
-    *(CONFIGURATION, ARGUMENTS, META, WEIGHTS, TOKENIZER),
+    *(CONFIGURATION, ARGUMENTS, META, FULL_WEIGHTS, WEIGHTS, TOKENIZER),
 )
 """What the name of a file beside an engine's says, in this order."""
 
@@ -92,6 +94,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need(SCHEDULER, "scheduler.pt", "anew", "ends", SCHEDULERS),
         Need(SCALER, "scaler.pt", "goes on", "ends", "_load_scaler"),
         Need(RANDOM_STATE, "rng_state_0.pth", "goes on", "ends", "_load_rng_state"),
+        Need(
+            *(FULL_WEIGHTS, "pytorch_model_fsdp.bin", "ends", "ends", "_load_from_checkpoint"),
+            beside="optimizer.bin",
+        ),
         Need(CONFIGURATION, "config.json", "goes on", "unread", "train", DEEPSPEED),
         Need(CONFIGURATION, "config.json", "goes on", "ends", "_load_from_checkpoint"),
     ),
@@ -120,8 +126,13 @@ def of_program(manifest: Manifest) -> list[Need]:
     rows: dict[str, Need] = {}
     has_scheduler = manifest.state.get("lr_scheduler") is not None
     scheduler_of = "engine" if has_scheduler else "program"
+    names = {os.path.basename(path) for path in manifest.files}
     for need in NEEDS.get(_program(manifest) or "", ()):
-        if need.engine in ("", manifest.format) and need.scheduler_of in ("", scheduler_of):
+        if (
+            need.engine in ("", manifest.format)
+            and need.scheduler_of in ("", scheduler_of)
+            and need.beside in ("", *names)
+        ):
             rows.setdefault(need.role.name, need)
     return [*rows.values()]
 

@@ -84,11 +84,13 @@ class TagKind(Struct, frozen=True):
             return []
         if self.holds(path):
             return [os.path.basename(os.path.abspath(path))]
-        latest = pointed(path, self.pointer)
+        latest, tags = pointed(path, self.pointer), self.tags(path)
         if latest is None:
-            return self.tags(path)
-        models = _of_models(self.tags(path)) if OF_MODELS.fullmatch(latest) else []
-        return models if len(models) > 1 else [latest]
+            return tags
+        models = _of_models(tags)
+        if models == tags and latest not in tags:  # Accelerate does not read the file (1.15)
+            return tags or [latest]
+        return models if len(models) > 1 and OF_MODELS.fullmatch(latest) else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
         """The tag that is meant; raises as `_folder`, and AmbiguousCheckpoint."""
