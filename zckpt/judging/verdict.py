@@ -138,7 +138,7 @@ def of(manifest: Manifest) -> Verdict:
             hint = REMOVE.format(quote(row.path)) if need.missing == "goes on" else ""
             damaged.append(_wrong(row, FAILS, hint))
         elif row.state != "ok":
-            unread.append(_unread(row))
+            unread.append(_unread(row, need))
     try:
         refuse_share(manifest)
     except IncompleteCheckpoint as error:
@@ -227,10 +227,12 @@ UNREAD = "unread-file-damaged"
 """The code of damage that sets no checkpoint aside."""
 
 
-def _unread(row: Row) -> Notice:
+def _unread(row: Row, need: needs.Need | None) -> Notice:
+    goes_on = need is not None and need.damaged == "goes on"
+    then = "the program goes on without it" if goes_on else "resuming does not read it"
     return problem(
         UNREAD,
-        f"{row.path} {WORDS[row.state]}; resuming does not read it",
+        f"{row.path} {WORDS[row.state]}; {then}",
         hint="take another copy of it",
         subject=row.role,
         file=row.path,

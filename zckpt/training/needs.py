@@ -17,9 +17,11 @@ import re
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ..core.inventory import Role, role
+from ..core.inventory import Role, known, role
 from ..core.manifest import Manifest
+from ..errors import listed, note
 from .lightning import META as META_FILE
 from .lightning import NAME as LIGHTNING
 from .lightning import TAG
@@ -121,6 +123,34 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 """By program. The first row of a role that applies says what the program does."""
 
 
+OF_TRANSFORMERS = re.compile(
+    r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
+    r"|/pytorch_model_fsdp"
+)
+"""Files of engines under names of transformers and accelerate. Its Trainer writes the file by which
+it is known last, and with sharded FSDP no other one."""
+SCHEDULER_FILE = "scheduler.pt"
+OF_RUN = frozenset(
+    each.name for each in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, CUSTOM)
+)
+"""The roles of files with which a run goes on, and which weights alone have no use for."""
+
+
+def for_weights_alone(manifest: Manifest) -> Manifest:
+    """A source whose target gets no optimizer: the files of its run are left out, and named."""
+    of_run = [
+        item
+        for item in manifest.siblings
+        if (own := known(ROLES, item.name)) is not None and own.role.name in OF_RUN
+    ]
+    if not of_run:
+        return manifest
+    names = listed([item.name for item in of_run], len(of_run))
+    left = note("file-omitted", f"{names}: weights alone continue no run", file=of_run[0].path)
+    siblings = tuple(item for item in manifest.siblings if item not in of_run)
+    return replace(manifest, siblings=siblings, omitted=(*manifest.omitted, left))
+
+
 def of_program(manifest: Manifest) -> list[Need]:
     """What the program that saved a checkpoint needs beside the engine's files, each role once."""
     rows: dict[str, Need] = {}
@@ -139,8 +169,15 @@ def of_program(manifest: Manifest) -> list[Need]:
 
 def _program(manifest: Manifest) -> str | None:
     """The program that saved a checkpoint, by the files beside it, or by the folder's name."""
-    is_lightnings = manifest.format == "dcp" and manifest.root.endswith(ENDING)
-    return LIGHTNING if is_lightnings else program_of(manifest.siblings)
+    if manifest.format == "dcp" and manifest.root.endswith(ENDING):
+        return LIGHTNING
+    names = [item.name for item in manifest.siblings]
+    has_lost_its_state = (
+        SCHEDULER_FILE in names
+        and any(map(RANDOM_STATE.names.fullmatch, names))
+        and any(map(OF_TRANSFORMERS.search, manifest.files))
+    )
+    return program_of(manifest.siblings) or (TRANSFORMERS if has_lost_its_state else None)
 
 
 def reads_pointer(manifest: Manifest) -> bool:

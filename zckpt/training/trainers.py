@@ -47,7 +47,7 @@ STATE = "trainer_state.json"
 HEAD = 1 << 12  # bytes of it in which the counter is looked for first
 _COUNTER = re.compile(rb'(?s)\s*\{[^{}\[\]]*\n  "global_step": ([0-9]{1,18}),')
 _MARKS = (
-    (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin|rng_state(?:_\d+)?\.pth")),
+    (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
     (ACCELERATE, re.compile(r"random_states_\d+\.pkl|scheduler\.bin|sampler\.bin")),
     (AUTOMODEL, re.compile(r"step_scheduler\.pt|rng/rng_(?:global|dp)_rank_\d+\.pt")),
 )

@@ -36,7 +36,7 @@ from ..judging.contents import check_tensors
 from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
 from ..reading import read
-from ..training import steps
+from ..training import needs, steps
 from ..training.lightning import refuse_averages
 from ..training.options import (
     ACCEPT_WEIGHTS,
@@ -132,6 +132,8 @@ def decide(
     resumes = format.is_resumed and not options.weights_only
     own = verdict.of(manifest)
     manifest = replace(manifest, warnings=(*manifest.warnings, *own.warnings(resumes)))
+    if options.weights_only and format.family == "torch":  # others write a fresh optimizer
+        manifest = needs.for_weights_alone(manifest)
     if manifest.buffers_named:  # when it was read
         options = _without_unknown(options, BUFFERS, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
