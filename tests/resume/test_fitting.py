@@ -153,7 +153,7 @@ def test_it_cannot_be_read(run: Path, zckpt: Callable[..., Result]) -> None:
     assert ended.code == 3
     assert f"{run / TAGS[-1]} does not load as it is: 1 reason" in ended.out
     assert "lacks bf16_zero_pp_rank_1_" in ended.out
-    goes_on = f"auto-resume goes on from another one: {run / TAGS[-2]} loads as it is"
+    goes_on = f"auto-resume goes on from {run / TAGS[-2]}, which loads as it is"
     assert goes_on in ended.out
     report = zckpt("check", run, "--dp", 4, "--json").document
     assert (report["loads"], report["format"]) == (False, None)

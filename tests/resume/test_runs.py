@@ -160,7 +160,7 @@ def test_the_trainer_writes_its_state_last(tmp_path: Path) -> None:
     run = laid_out(tmp_path / "run", EXAMPLE, "checkpoint-9", "checkpoint-10")
     for folder in run.iterdir():
         (folder / "training_args.bin").write_bytes(b"pickle")
-    (run / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    (run / "checkpoint-9" / "trainer_state.json").write_text('{"global_step": 7}')
     with pytest.warns(
         UserWarning, match="trainer_state.json is missing, without which the program cannot resume"
     ):

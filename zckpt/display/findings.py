@@ -370,7 +370,10 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")
     if before := report.get("goes_on_from"):
-        print(f"auto-resume goes on from another one: {_whether_it_loads(before)}")
+        path = safe(before["path"])
+        how = "which loads as it is" if before["loads"] else "which it first writes so that it fits"
+        how = how if before["loads"] or not before["refused"] else "which does not load as it is"
+        print(f"auto-resume goes on from {path}, {how}")
 
 
 def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:

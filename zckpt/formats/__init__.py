@@ -112,6 +112,12 @@ def of(manifest: Manifest) -> Format | None:
     return next((item for item in FORMATS if item.name == manifest.format), None)
 
 
+def is_of_trainer(path: str) -> bool:
+    """Whether a trainer's program has put its files into this folder."""
+    is_listed = sources.is_folder(path) and not sources.is_denied(path)
+    return is_listed and trainers.is_of_program(os.listdir(path))
+
+
 def are_weights_alone(path: str) -> bool:
     """Whether a trainer's program has saved a model without its optimizer, by its counter."""
     return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
@@ -339,8 +345,9 @@ def _of_torch(path: str) -> str | None:
 def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
         return f"{os.path.join(path, inside[0])} is one"
-    if holder := _holder(path):
-        return f"the directory above it, {holder}, is one"
+    with suppress(OSError):  # folders around it may be closed to this user
+        if holder := _holder(path):
+            return f"the directory above it, {holder}, is one"
     names = sorted(os.listdir(path)) if sources.is_folder(path) else []
     if file := next((name for name in names if name.endswith(".safetensors")), None):
         return f"give one of its files, such as {os.path.join(path, file)}"

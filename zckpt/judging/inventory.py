@@ -18,6 +18,7 @@ from ..core.inventory import Role, Row, State, known, nearest
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
 from ..training import needs
+from ..training.trainers import STATE, counter
 from .file_state import state_of
 
 OTHER = "other"
@@ -38,7 +39,7 @@ def inventory(manifest: Manifest) -> list[Row]:
         need
         for need in required
         if need.missing in needs.LOST
-        and not os.path.lexists(os.path.join(folder_of(manifest), need.name))
+        and not os.path.isfile(os.path.join(folder_of(manifest), need.name))
     ]
     return rows + [_missing(manifest, need) for need in lost if need.role.name not in there]
 
@@ -84,7 +85,10 @@ def _row(roles: Iterable[Role], name: str, path: str, state: State = "ok") -> Ro
 
 def _beside(manifest: Manifest) -> Iterable[Row]:
     for item in chain(manifest.siblings, manifest.omitted_files):
-        yield _row(needs.ROLES, item.name, item.path, state_of(item))
+        state = state_of(item)
+        if state == "ok" and item.name == STATE and counter(os.path.dirname(item.path)) is None:
+            state = "unreadable"  # JSON, and not the Trainer's
+        yield _row(needs.ROLES, item.name, item.path, state)
 
 
 def roles_beside(folder: str) -> set[str]:

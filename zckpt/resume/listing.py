@@ -32,7 +32,7 @@ from ..errors import (
 from ..formats.order import last_time
 from ..judging.verdict import BROKEN, step_of
 from .fitting import Asked, obstacles
-from .runs import Candidate, candidates, damage, judged
+from .runs import LACKS, Candidate, candidates, damage, judged
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -138,10 +138,13 @@ def _row(
         "unread": said(verdict.unread),
         "obstacles": said(verdict.alone),
     }
+    if problems:  # which say what is missing
+        row["warnings"] = said(note for note in notes if note.code != LACKS)
+        notes = ()
     if manifest is None:
         return row
     row |= _facts(manifest)
-    row["warnings"] = said([*notes, *manifest.warnings])
+    row["warnings"] = said([*notes, *manifest.warnings, *verdict.doubts])
     if asked is not None:
         reasons = [*verdict.alone, *_obstacles(manifest, asked)]
         row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}

@@ -37,9 +37,13 @@ from ..judging.inventory import roles_beside
 from ..judging.verdict import Verdict
 
 FILE = ".ckpt"
+OF_FILESYSTEM = "lost+found"
+"""The folder of this name may be listed by nobody."""
 LATEST = "latest"
 """A link of this name leads to the last checkpoint; DeepSpeed's file of this name has its tag."""
 
+LACKS = "missing-file"
+"""The code of what others of the run have."""
 VERSION = re.compile(r"version_\d+", re.ASCII)
 """A start of one run that goes on: Lightning numbers them."""
 
@@ -92,7 +96,10 @@ def candidates(run: str) -> list[Candidate]:
     """
     if sources.status(run) is None:
         return []
-    if found := _by_tag(run):
+    found = _by_tag(run)
+    if len(found) == 1 and formats.is_of_trainer(run):  # the engine's folder is a part of it
+        return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
+    if found:
         return found
     if _is_one(run, neutral=True):
         return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
@@ -125,7 +132,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     pointed = format.pointer(run) if format.pointer else linked
     if pointed is not None:
         newest = next(iter(notes))
-        is_behind = newest in tags and newest != pointed
+        is_behind = {newest, pointed} <= {*tags} and newest != pointed
         own = (_set_back(run, pointed, newest),) if is_behind else ()
         notes = {pointed: own, **_without(notes, pointed)}
     return [
@@ -228,7 +235,7 @@ def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
     return {
         path: [
             warning(
-                "missing-file",
+                LACKS,
                 f"{path} has no file for the {role}, which all other checkpoints of the run have",
                 subject=role,
                 file=path,
@@ -264,13 +271,15 @@ def _names(folder: str) -> list[str]:
 
     Nor a link to one of the others: it is a second name.
     """
+    if sources.is_denied(folder):
+        return []
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
             for entry in entries
             if not entry.name.startswith(".")
             and (entry.name.endswith(FILE) or sources.is_folder(entry.path))
-            and not sources.is_denied(entry.path)
+            and not (entry.name == OF_FILESYSTEM and sources.is_denied(entry.path))
             and sources.beside(entry.path) is None
         )
 
@@ -295,5 +304,5 @@ def _is_one(path: str, neutral: bool = False) -> bool:
     """Whether a format finds a checkpoint; zckpt's own, which no engine loads, if `neutral`."""
     try:
         return any(f.detect(path) for f in FORMATS if neutral or not f.is_neutral)
-    except ZckptError:
+    except (ZckptError, OSError):
         return True  # its files say what is wrong when they are read

@@ -74,12 +74,6 @@ WEIGHTS = role(
     "weights", r".*\.safetensors(?:\.index\.json)?|.*pytorch_model.*\.bin(?:\.index\.json)?"
 )
 TOKENIZER = role("tokenizer", LOADED.pattern)
-ROLES = (
-    *(TRAINER_STATE, STEP_SCHEDULER, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, CUSTOM),
-    *(CONFIGURATION, ARGUMENTS, META, FULL_WEIGHTS, WEIGHTS, TOKENIZER),
-)
-"""What the name of a file beside an engine's says, in this order."""
-
 VERSIONS = {
     TRANSFORMERS: "Trainer of transformers 5.24",
     ACCELERATE: "Accelerate 1.15",
@@ -123,6 +117,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 """By program. The first row of a role that applies says what the program does."""
 
 
+ROLES = (
+    *dict.fromkeys(need.role for rows in NEEDS.values() for need in rows),
+    *(ARGUMENTS, WEIGHTS, TOKENIZER),
+)
+"""What the name of a file beside an engine's says: the first role that has the name."""
 OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
     r"|/pytorch_model_fsdp"

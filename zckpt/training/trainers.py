@@ -55,7 +55,15 @@ _MARKS = (
 
 def program_of(siblings: Iterable[Sibling]) -> str | None:
     """The program that saved a checkpoint, by the files beside it."""
-    names = [item.name for item in siblings]
+    return _program([item.name for item in siblings])
+
+
+def is_of_program(names: Collection[str]) -> bool:
+    """Whether files of these names are those of a program."""
+    return _program(names) is not None
+
+
+def _program(names: Collection[str]) -> str | None:
     programs = (program for program, mark in _MARKS if any(map(mark.fullmatch, names)))
     return next(programs, None)
 

@@ -101,7 +101,9 @@ def is_of_rank(name: str) -> bool:
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
-    """Whether a run has a checkpoint in the folder of this name."""
+    """Whether a run has a checkpoint in the folder of this name, as far as this user may see."""
+    if sources.is_denied(os.path.join(run, name)):
+        return False
     try:
         if is_iteration(name):
             return kind_of(os.path.join(run, name)) is not None
