@@ -233,7 +233,7 @@ def test_what_resuming_does_not_read(run: Path, zckpt: Zckpt) -> None:
     message = rows(zckpt("list", run, "--json"))["checkpoint-100"]["unread"][0]["message"]
     assert f"\ncheckpoint-100: {message}\n" in ended.out
     ended = zckpt("list", run, "--intact")
-    assert (ended.code, states(ended)["checkpoint-100"]) == (3, "damaged")
+    assert (ended.code, states(ended)["checkpoint-100"]) == (3, "whole")
     assert ended.out.count(message) == 1
 
 

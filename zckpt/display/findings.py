@@ -57,12 +57,21 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
     if any(report.get("rounded", {}).values()):
         relation += " up to rounding"
     if is_wrong:
-        relation = f"differs from {safe(other)}" if other else "contradicts itself"
+        relation = f"differs from {safe(other)}" if other else _fault(report)
     if is_wrong and not any(report.get(key) for key in DIFFERENCES):
         relation = f"has the same bytes as {safe(other)}, but this proves nothing"
     if report.get("lacking") and not any(report.get(key) for key in DIFFERENCES[1:]):
         relation += f": {_both_have(report)}"
     return f"{path} {relation}{_selection(report)}"
+
+
+def _fault(report: dict[str, Any]) -> str:
+    """What is wrong with one checkpoint: files that lack or are damaged contradict nothing."""
+    codes = {line["code"] for line in report["problems"]}
+    is_of_files = codes <= {*NOT_WHOLE, UNREAD}
+    if not is_of_files or any(report.get(key) for key in DIFFERENCES if key != "problems"):
+        return "contradicts itself"
+    return "is not whole" if codes - {UNREAD} else "has damaged files that resuming does not read"
 
 
 def _about(report: dict[str, Any]) -> str:
@@ -125,6 +134,8 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
         _remarks(report)
 
 
+NOT_WHOLE, UNREAD = ("trainer-file-damaged", "unfinished-save"), "unread-file-damaged"
+"""Codes of files that a program needs, and of others."""
 DIFFERENCES = (
     "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
 )  # fmt: skip

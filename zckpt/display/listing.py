@@ -55,7 +55,7 @@ def state_of(row: Row) -> str:
         return "damaged"
     if row["of_one_save"] is False:
         return "mixed"
-    if row["intact"] is False:
+    if row["intact"] is False and row["problems"]:
         return "damaged"
     if row["whole"] is None or row["problems"]:
         return "unknown"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import struct
 import zipfile
+import zlib
 from typing import BinaryIO
 
 from ..core import sources
@@ -17,6 +20,8 @@ BLOCK = 1 << 20
 OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """With this pickle of a number begins a file that torch.save wrote before 1.6."""
 PICKLE = b"\x80"
+MALFORMED_ZIP = (ValueError, RuntimeError, OverflowError, zlib.error, struct.error)
+"""What zipfile raises for damaged directories, beside its own error."""
 MAX_HEADER = 100_000_000  # bytes, of safetensors 0.6
 
 
@@ -80,13 +85,30 @@ def _state_of_torch(file: BinaryIO, size: int) -> State:
         parts = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, EOFError):
         return "cut"  # the directory is behind the members
+    except MALFORMED_ZIP:
+        return "unreadable"
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the file, that the directory states
+            raise
+        return "unreadable"
     with parts:
         for part in parts.infolist() if size <= MOST else ():
-            if part.CRC:  # a program may save without
-                try:
-                    with parts.open(part) as content:
-                        while content.read(BLOCK):
-                            pass
-                except (zipfile.BadZipFile, EOFError, NotImplementedError):
-                    return "unreadable"
+            # a program may save without checksums; torch compresses nothing
+            if part.CRC and part.compress_type == zipfile.ZIP_STORED and not _is_sound(parts, part):
+                return "unreadable"
     return "ok"
+
+
+def _is_sound(parts: zipfile.ZipFile, part: zipfile.ZipInfo) -> bool:
+    """Whether a member can be read, and has its CRC-32."""
+    try:
+        with parts.open(part) as content:
+            while content.read(BLOCK):
+                pass
+    except (zipfile.BadZipFile, EOFError, *MALFORMED_ZIP):
+        return False
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True

@@ -84,7 +84,20 @@ def _row(roles: Iterable[Role], name: str, path: str, state: State = "ok") -> Ro
 
 
 def _beside(manifest: Manifest) -> Iterable[Row]:
+    """Files beside the engine's; one that this user may not open is asked only if it is needed."""
+    required = {need.role.name for need in needs_of(manifest) if need.damaged in needs.LOST}
+
+    def is_needed(name: str) -> bool:
+        own = known(needs.ROLES, name)
+        return own is not None and own.role.name in required
+
     for item in chain(manifest.siblings, manifest.omitted_files):
+        if known(needs.ROLES, item.name) is None:  # of a form that its ending need not say
+            yield _row((), item.name, item.path)
+            continue
+        if sources.is_denied(item.path) and not is_needed(item.name):
+            yield _row(needs.ROLES, item.name, item.path)
+            continue
         state = state_of(item)
         if state == "ok" and item.name == STATE and counter(os.path.dirname(item.path)) is None:
             state = "unreadable"  # JSON, and not the Trainer's

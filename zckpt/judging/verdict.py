@@ -38,7 +38,8 @@ from ..errors import (
     warning,
 )
 from ..training import needs, trainers_steps
-from .inventory import has_optimizer, inventory, needs_of
+from .file_state import OF_TORCH
+from .inventory import OTHER, has_optimizer, inventory, needs_of
 
 MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
 NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
@@ -52,7 +53,7 @@ WORDS: Mapping[State, str] = {
     "unreadable": "is damaged",
 }
 ENDS = "without which the program cannot resume"
-ANEW = "without which the program begins optimizer and schedule anew, and says nothing"
+ANEW = "without which the program silently begins its optimizer and schedule anew"
 REMOVE = "remove it: the run goes on without it (rm {})"
 FAILS = "with which the program cannot resume"
 
@@ -98,7 +99,7 @@ class Verdict(Struct, frozen=True):
         return _as_warnings((*self.unread, *self.doubts))
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
-        """All of it for a command that goes on; of a target that no run resumes, damage alone."""
+        """All of it for a command that goes on; what only resuming needs, if it `resumes`."""
         return [*_as_warnings(self.problems if resumes else self.damaged), *self.remarks]
 
 
@@ -180,6 +181,7 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
             "unfinished-save",
             f"{folder} has no file that names {tag}, which a save writes last, and without which "
             "the program loads nothing",
+            hint=f"if the save did end: printf {quote(tag)} > {quote(folder)}/latest",
             file=folder,
         )
 
@@ -207,9 +209,12 @@ def _without_optimizer(
     """An optimizer that was lost, and one that was not saved; at most one of these."""
     if has_optimizer(manifest):
         return [], []
+    is_known = bool(needs_of(manifest))
+    if not is_known and any(row.role == OTHER and row.name.endswith(OF_TORCH) for row in rows):
+        return [], []  # it may be there, under a name of the program's own
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
     what = "has weights and no optimizer"
-    if scheduler is None or scheduler.state == "missing":
+    if scheduler is None or scheduler.state == "missing" or not is_known:
         message = f"{manifest.root} {what}: no run goes on from it"
         hint = "weights are all that `zckpt export` needs, and a new training"
         return [], [problem("optimizer-missing", message, hint=hint, file=manifest.root)]

@@ -78,7 +78,11 @@ def list_checkpoints(
     reading = {name: value for name, value in source.items() if value not in (None, ())}
     copying = Copying(jobs, memory) if intact else None
     rows = []
-    for each in candidates(run)[::-1]:
+    found = candidates(run)
+    if not found:  # weights alone are no run's, and may be the path itself
+        alone = Candidate(run, os.path.basename(os.path.abspath(run)), run)
+        found = [] if judged(alone, reading).manifest is None else [alone]
+    for each in found[::-1]:
         was_there = not _is_gone(each.where)
         row = _row(each, asked, reading, copying, begin)
         if row["problems"] and was_there and _is_gone(each.where):

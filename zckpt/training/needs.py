@@ -19,18 +19,19 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ..core.facts import StateDictEngine
 from ..core.inventory import Role, known, role
 from ..core.manifest import Manifest
 from ..errors import listed, note
 from .lightning import META as META_FILE
 from .lightning import NAME as LIGHTNING
-from .lightning import TAG
-from .trainers import ACCELERATE, AUTOMODEL, LOADED, TRANSFORMERS, program_of
+from .lightning import SHARDED, TAG
+from .trainers import ACCELERATE, LOADED, TRANSFORMERS, program_of
 
 Outcome = Literal["ends", "anew", "goes on", "unread"]
 LOST: tuple[Outcome, ...] = ("ends", "anew")
 """What makes a file necessary."""
-DEEPSPEED = "deepspeed"
+DEEPSPEED, AUTOMODEL = "deepspeed", "automodel"
 ENDING = ".ckpt"
 
 
@@ -64,6 +65,7 @@ DATALOADER = role(
     "dataloader", r"dl_state_dict(?:_(\d+))?\.bin|dataloader/dataloader_dp_rank_(\d+)\.pt",
     "model", "rank",
 )  # fmt: skip
+SAMPLER = role("sampler", r"sampler(?:_(\d+))?\.bin", "model")
 CUSTOM = role("registered object", r"custom_checkpoint_(\d+)\.pkl", "number")
 CONFIGURATION = role("configuration", r"config\.json")
 ARGUMENTS = role("arguments", r"training_args\.bin")
@@ -101,6 +103,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need(SCHEDULER, "scheduler.bin", "goes on", "ends", "load_accelerator_state"),
         Need(SCALER, "scaler.pt", "goes on", "ends", "load_accelerator_state"),
         Need(DATALOADER, "dl_state_dict.bin", "goes on", "ends", "load_accelerator_state"),
+        Need(SAMPLER, "sampler.bin", "goes on", "ends", "load_accelerator_state"),
         Need(CUSTOM, "custom_checkpoint_0.pkl", "goes on", "ends", "load_custom_state"),
         Need(RANDOM_STATE, "random_states_0.pkl", "goes on", "goes on", "load_accelerator_state"),
     ),
@@ -126,11 +129,14 @@ OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
     r"|/pytorch_model_fsdp"
 )
-"""Files of engines under names of transformers and accelerate. Its Trainer writes the file by which
-it is known last, and with sharded FSDP no other one."""
-SCHEDULER_FILE = "scheduler.pt"
+"""Engines' files under the names by which the Trainer looks for them."""
+OF_OPTIMIZER = "/optim/"
+CONFIGURATIONS = {"config.json", "adapter_config.json"}
+SCHEDULER_FILE, STEP_SCHEDULER_FILE = "scheduler.pt", "step_scheduler.pt"
+RNG_OF_AUTOMODEL = re.compile(r"rng/rng_(?:global|dp)_rank_\d+\.pt", re.ASCII)
 OF_RUN = frozenset(
-    each.name for each in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, CUSTOM)
+    each.name
+    for each in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, SAMPLER, CUSTOM)
 )
 """The roles of files with which a run goes on, and which weights alone have no use for."""
 
@@ -167,16 +173,28 @@ def of_program(manifest: Manifest) -> list[Need]:
 
 
 def _program(manifest: Manifest) -> str | None:
-    """The program that saved a checkpoint, by the files beside it, or by the folder's name."""
+    """The program that resumes from a checkpoint, by the files beside it and by the engine's names.
+
+    What is known by one file alone would be unknown without it. The Trainer writes its state last.
+    """
+    names = {item.name for item in (*manifest.siblings, *manifest.omitted_files)}
+    files = manifest.files
+    engine = manifest.engine
     if manifest.format == "dcp" and manifest.root.endswith(ENDING):
-        return LIGHTNING
-    names = [item.name for item in manifest.siblings]
-    has_lost_its_state = (
-        SCHEDULER_FILE in names
-        and any(map(RANDOM_STATE.names.fullmatch, names))
-        and any(map(OF_TRANSFORMERS.search, manifest.files))
-    )
-    return program_of(manifest.siblings) or (TRANSFORMERS if has_lost_its_state else None)
+        is_lightnings = isinstance(engine, StateDictEngine) and engine.model == SHARDED.model
+        return LIGHTNING if is_lightnings else None
+    if any(OF_OPTIMIZER in path for path in files) and (
+        STEP_SCHEDULER_FILE in names or any(map(RNG_OF_AUTOMODEL.fullmatch, names))
+    ):
+        return AUTOMODEL
+    program = program_of(manifest.siblings)
+    of_transformers = any(map(OF_TRANSFORMERS.search, files))
+    if program == TRANSFORMERS:
+        return program if of_transformers else None
+    has_others = SCHEDULER_FILE in names and any(map(RANDOM_STATE.names.fullmatch, names))
+    is_model = manifest.format != "gathered" or not CONFIGURATIONS.isdisjoint(names)
+    has_lost_its_state = has_others and of_transformers and is_model
+    return TRANSFORMERS if program is None and has_lost_its_state else program
 
 
 def reads_pointer(manifest: Manifest) -> bool:

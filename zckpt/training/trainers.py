@@ -24,7 +24,7 @@ from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
 from ..errors import Notice, literal, note, warning
 
-TRANSFORMERS, ACCELERATE, AUTOMODEL = "transformers", "accelerate", "automodel"
+TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
@@ -49,7 +49,6 @@ _COUNTER = re.compile(rb'(?s)\s*\{[^{}\[\]]*\n  "global_step": ([0-9]{1,18}),')
 _MARKS = (
     (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
     (ACCELERATE, re.compile(r"random_states_\d+\.pkl|scheduler\.bin|sampler\.bin")),
-    (AUTOMODEL, re.compile(r"step_scheduler\.pt|rng/rng_(?:global|dp)_rank_\d+\.pt")),
 )
 
 
@@ -84,7 +83,7 @@ def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Ca
     `otherwise` is for files of no program.
     """
     program = program_of(siblings)
-    if program not in RESUMING:
+    if program is None:
         return otherwise
     before, after = RESUMING[program]
     return lambda path: f"{before}{literal(path)}{after}"

@@ -91,7 +91,7 @@ def test_the_latest_is_not_there(run: Path) -> None:
     tracker = run / "latest_checkpointed_iteration.txt"
     for word in ("9", "../elsewhere"):
         tracker.write_text(word)
-        with pytest.raises(errors.NotACheckpoint, match=r"no such checkpoint") as caught:
+        with pytest.raises(errors.IncompleteCheckpoint, match=r"no such checkpoint") as caught:
             package.read(run)
         assert "--tag" in (caught.value.hint or "")
     tracker.write_text("7")

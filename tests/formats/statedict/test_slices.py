@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -162,20 +163,37 @@ class TestBuffers:
         assert ended.code == 0, ended.err
         assert "seen: ranks hold different ones, rank 0's is taken" in ended.out
 
-    def test_in_python(self, ddp: Path) -> None:
+    def test_in_python(self, ddp: Path, tmp_path: Path) -> None:
         run = ddp / "weights_and_seen"
         seen = torch.load(run / "model_rank_0.pt")["seen"]
         assert torch.equal(zckpt.load(run, "seen/param", buffers=["seen"]), seen)
         assert StorageReader(run, buffers=["seen"]).manifest.buffers[0] == "seen"
-        assert zckpt.auto_resume(run, buffers=["seen"], single=True) == str(run)
+        trained = with_optimizer(run, tmp_path)
+        assert zckpt.auto_resume(trained, buffers=["seen"], single=True) == str(trained)
 
     def test_what_names_nothing_is_refused(self, ddp: Path, tmp_path: Path, zckpt: Program) -> None:
         words = (ddp / "both", tmp_path / "new", "--to", "dcp", "--buffers", "nothing")
         assert "--buffers does not apply to --to dcp" in zckpt("convert", *words).err
 
-    def test_a_proposed_command_has_it(self, ddp: Path, zckpt: Program) -> None:
-        words = (ddp / "weights_and_seen", "--dp", 3, "--buffers", "seen")
-        assert "DST --buffers seen" in zckpt("check", *words).out
+    def test_a_proposed_command_has_it(self, ddp: Path, tmp_path: Path, zckpt: Program) -> None:
+        trained = with_optimizer(ddp / "weights_and_seen", tmp_path)
+        words = (trained, "--for", "dcp", "--buffers", "seen")
+        assert "--buffers seen" in zckpt("check", *words).out
+
+
+def with_optimizer(run: Path, folder: Path) -> Path:
+    """A copy of ranks' weights, beside which each rank has the optimizer's states of all."""
+    copy = Path(shutil.copytree(run, folder / run.name))
+    for path in sorted(copy.glob("model_rank_*.pt")):
+        weights = {n: w for n, w in torch.load(path).items() if n.endswith(("w", "weight", "bias"))}
+        states = {
+            name: {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(weight)}
+            for name, weight in weights.items()
+        }
+        group = {"lr": 0.1, "params": [*weights]}
+        optimizer = {"state": states, "param_groups": [group]}
+        torch.save(optimizer, path.with_name(path.name.replace("model", "optim")))
+    return copy
 
 
 class TestNoChecksums:
@@ -183,17 +201,20 @@ class TestNoChecksums:
 
     NOT_LOOKED = "not looked at: whether ranks hold different values of 1 tensor"
 
-    def test_check_says_that_it_did_not_look(self, fsdp2: Path, zckpt: Program) -> None:
+    def test_check_says_that_it_did_not_look(
+        self, fsdp2: Path, tmp_path: Path, zckpt: Program
+    ) -> None:
         for name in ("equal_legacy", "even_legacy"):
-            ended = zckpt("check", fsdp2 / name)
+            run = with_optimizer(fsdp2 / name, tmp_path)
+            ended = zckpt("check", run)
             assert ended.code == 0
             assert self.NOT_LOOKED in ended.err
-            (warning,) = zckpt("check", fsdp2 / name, "--json").document["warnings"]
+            (warning,) = zckpt("check", run, "--json").document["warnings"]
             assert warning["message"].startswith(self.NOT_LOOKED)
 
-    def test_so_does_auto_resume_by_files(self, fsdp2: Path) -> None:
+    def test_so_does_auto_resume_by_files(self, fsdp2: Path, tmp_path: Path) -> None:
         told: list[dict[str, Any]] = []
-        run = fsdp2 / "even_legacy"
+        run = with_optimizer(fsdp2 / "even_legacy", tmp_path)
         zckpt.auto_resume(run, verify="files", single=True, tell=told.extend)
         assert [line for line in texts(told) if line.startswith(self.NOT_LOOKED)]
         with pytest.raises(zckpt.ZckptError, match="one rank's slice"):
