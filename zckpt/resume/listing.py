@@ -148,7 +148,7 @@ def _row(
     if manifest is None:
         return row
     row |= _facts(manifest)
-    row["warnings"] = said([*notes, *manifest.warnings, *verdict.doubts])
+    row["warnings"] = said([*notes, *manifest.warnings, *(() if problems else verdict.doubts)])
     if asked is not None:
         reasons = [*verdict.alone, *_obstacles(manifest, asked)]
         row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}

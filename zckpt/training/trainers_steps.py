@@ -57,7 +57,8 @@ def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
 
 def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
     """The counters of files, and of the folder in which a trainer has saved."""
-    name = os.path.basename(_folder(manifest)) if program_of(manifest.siblings) else ""
+    folder = _folder(manifest) if program_of(manifest.siblings) else ""
+    name = os.path.basename(os.path.abspath(folder)) if folder else ""
     if match := CHECKPOINT.fullmatch(name):
         yield Sighting(f"name of the folder {name}", int(match[1]), False, FOLDER)
     for item in manifest.siblings:
@@ -84,7 +85,7 @@ def _number(item: Sibling, key: str, number_in: Number) -> int | None:
 def _folder(manifest: Manifest) -> str:
     """The folder of the files beside a checkpoint."""
     paths = [item.path for item in manifest.siblings if "/" not in item.name]
-    return os.path.dirname(os.path.abspath(paths[0])) if paths else ""
+    return os.path.dirname(paths[0]) if paths else ""
 
 
 def global_step(manifest: Manifest) -> int | None:
