@@ -385,7 +385,7 @@ READS_TEXTS = {
     "processes/store.py": 1,  # torch's, which has a stack
     "proving.py": 1,
     "reading.py": 1,
-    "remote/anywhere.py": 3,
+    "remote/anywhere.py": 1,
     "remote/failures.py": 1,  # obstore's, whose classes do not say what failed
     "remote/outgoing.py": 1,
     "reporting/faults.py": 2,  # a page has each sentence once
