@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zckpt import __version__, api
 from zckpt.cli import cli
@@ -328,7 +329,8 @@ class TestConvert:
         line = f'next: trainer.train(resume_from_checkpoint="{tmp_path}/{{}}")'
         out = zckpt("reshard", example, tmp_path / "a", "--dp", 2).out
         assert out.splitlines()[-1] == f'next: model_engine.load_checkpoint("{tmp_path}/a")'
-        (example / "trainer_state.json").write_text("{}")
+        (example / "trainer_state.json").write_text('{"global_step": 7}')
+        torch.save({"last_epoch": 7}, example / "scheduler.pt")
         out = zckpt("reshard", example, tmp_path / "b", "--dp", 2).out
         assert out.splitlines()[-1] == line.format("b")
         run = tmp_path / "several"

@@ -216,7 +216,8 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
             "several-checkpoints",
             f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
             hint=f"give one of them, such as {os.path.join(path, inside[-1])}"
-            + _all_of(path, inside),
+            + _all_of(path, inside)
+            + f"; `zckpt list {path}` shows the state of each",
             file=path,
         )
     what = f" of format {name}" if name else ""
