@@ -99,8 +99,11 @@ class Verdict(Struct, frozen=True):
         return _as_warnings((*self.unread, *self.doubts))
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
-        """All of it for a command that goes on; what only resuming needs, if it `resumes`."""
-        return [*_as_warnings(self.problems if resumes else self.damaged), *self.remarks]
+        """All of it for a command that goes on; for a target that no run resumes, what it copies."""
+        if resumes:
+            return [*_as_warnings(self.problems), *self.remarks]
+        files = (*self.damaged, *self.unread)
+        return _as_warnings(each for each in files if each.subject not in needs.OF_RUN)
 
 
 def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
