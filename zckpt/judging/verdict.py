@@ -99,7 +99,7 @@ class Verdict(Struct, frozen=True):
         return _as_warnings((*self.unread, *self.doubts))
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
-        """All of it for a command that goes on; for a target that no run resumes, what it copies."""
+        """All of it for a command that goes on; of a target for no run, only what it copies."""
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
         files = (*self.damaged, *self.unread)
