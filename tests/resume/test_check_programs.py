@@ -113,7 +113,7 @@ def test_the_command_writes_what_deepspeed_loads(
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("universal", marks=[engines, first]),
+        pytest.param("universal", marks=engines),
         pytest.param("dcp", marks=engines),
         pytest.param("gathered", marks=engines),
     ],
@@ -156,9 +156,7 @@ def test_from_deepspeed_to_torch(to: str, saved: Save, tmp_path: Path, zckpt: Ru
     assert following_losses(net, optimizer) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(3, marks=[engines, first]), pytest.param(1, marks=engines)]
-)
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=engines), pytest.param(1, marks=engines)])
 def test_files_of_ranks(ranks: int, once: Once, tmp_path: Path, zckpt: Run) -> None:
     """FSDP2's, in verl's layout, which loads the files of its number of ranks alone."""
 
@@ -224,7 +222,6 @@ def test_what_no_command_cures(
 ROUND = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 
 
-@first
 @engines
 def test_another_engine_of_the_same_stage(saved: Save, tmp_path: Path, zckpt: Run) -> None:
     """--like shows that it is another one, and only its ds_config makes the command."""
