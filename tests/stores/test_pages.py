@@ -31,6 +31,8 @@ def test_commands_run(
     bucket.upload(
         TRAINER if is_trainers else EXAMPLE, "run/checkpoint-500" if is_trainers else "run"
     )
+    if "/out" in text:
+        bucket.upload(TRAINER, "out/checkpoint-500")
     if "clean-up" in text:
         bucket.client.create_multipart_upload(Bucket=bucket.name, Key="resumed/latest")
     for line in pages.whole_lines(text):

@@ -60,7 +60,7 @@ def test_a_run_in_a_store_is_listed(
         there = zckpt("list", url, *more, "--json")
         assert (here.code, there.code) == (3, 3)
         assert there.document["run"] == url
-        own = {"path", "saved", "being_written", "problems"}
+        own = {"path", "saved", "being_written", "problems", "warnings"}
         for one, other in zip(
             here.document["checkpoints"], there.document["checkpoints"], strict=True
         ):
@@ -69,9 +69,8 @@ def test_a_run_in_a_store_is_listed(
             }
             assert other["path"] == f"{url}/{other['name']}"
             assert other["being_written"] is True  # it was uploaded just now
-            assert [line["code"] for line in other["problems"]] == [
-                line["code"] for line in one["problems"]
-            ]
+            for key in ("problems", "warnings"):
+                assert [line["code"] for line in other[key]] == [line["code"] for line in one[key]]
     assert "/tmp/" not in there.out
     assert "checkpoint-6 is damaged: " in zckpt("list", url).out
 
