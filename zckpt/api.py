@@ -12,8 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from . import formats
 from .copying.sharing import Part as Part
 from .core import description, loading, sources
@@ -131,8 +129,7 @@ def read(
 
 def inspect(manifest: Manifest) -> Report:
     """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
-    warnings = (*manifest.warnings, *verdict.of(manifest).warnings())
-    manifest = replace(manifest, warnings=warnings)
+    manifest = verdict.with_warnings(manifest)
     return dict(translated(description.inspect(manifest, formats.other_objects(manifest))))
 
 

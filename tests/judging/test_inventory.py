@@ -46,7 +46,7 @@ def test_the_same_role_and_the_next_rank(lost: str, there: list[str], found: str
 
 
 def test_rows() -> None:
-    rows = {row.name: row for row in inventory(zckpt.read(TRAINER))}
+    rows = {row.name: row for row in inventory(zckpt.read(TRAINER), {})}
     assert {row.state for row in rows.values()} == {"ok"}
     assert rows["mp_rank_00_model_states.pt"].rank == (("mp", 0),)
     optimizer = rows["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]

@@ -175,3 +175,13 @@ def test_automodel_becomes_plain_torch(tmp_path: Path) -> None:
     source = ROOT / "tests" / "data" / "automodel-0.7.0-w2"
     package.convert(source, tmp_path / "plain", to="gathered")
     assert verdict.of(package.read(tmp_path / "plain")).problems == ()
+
+
+def test_a_trainers_folder_is_no_run_of_tags(tmp_path: Path, zckpt: Run) -> None:
+    """Also if `latest` names nothing: its engine's folder is no other checkpoint."""
+    folder = Path(shutil.copytree(TRAINER, tmp_path / "checkpoint-4"))
+    (folder / "latest").write_text("global_step9")
+    ended = zckpt("check", folder, "--dp", 2)
+    assert (ended.code, ended.out) == (1, "")
+    assert "names 'global_step9'" in ended.err
+    assert zckpt("auto-resume", folder, "--dp", 2).code == 1

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from msgspec.structs import replace
 
 from .. import display
 from ..core import description
@@ -111,8 +110,8 @@ def inspect(
     def look(path: str) -> tuple[Report, int]:
         with local(path) as here, telling():
             manifest = read(here, Reading(**reading, inspected=True, nameless=True))
-            lines = (*manifest.warnings, *verdict.of(manifest).warnings())
-            manifest = replace(manifest, warnings=lines)
+            if is_report or html:
+                manifest = verdict.with_warnings(manifest)
             if html:
                 from ..reporting import parts
 

@@ -8,7 +8,7 @@ of a program are looked at here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -25,23 +25,27 @@ OTHER = "other"
 """The role of a file whose name says nothing."""
 
 
-def inventory(manifest: Manifest) -> list[Row]:
+def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
     """The rows of a checkpoint that was read: the engine's files, then those beside them.
 
-    Small files beside them are read, and the ends of large ones; not those behind links that lead
-    out of the folder. What a program needs and is not there has a row of its own, unless there are
-    weights alone.
+    `required` are the program's needs by role. Small files beside the engine's are read, and the
+    ends of large ones; not those behind links that lead out of the folder. What is needed and is
+    not there has a row of its own, unless there are weights alone.
     """
-    rows = [*of_engine(manifest), *_beside(manifest)]
-    there = {row.role for row in rows}
-    required = needs_of(manifest) if has_optimizer(manifest) else []
+    rows = [*of_engine(manifest), *_beside(manifest, required)]
+    there, folder = {row.role for row in rows}, folder_of(manifest)
     lost = [
         need
-        for need in required
+        for need in required.values()
         if need.missing in needs.LOST
-        and not os.path.isfile(os.path.join(folder_of(manifest), need.name))
+        and need.role.name not in there
+        and not os.path.isfile(os.path.join(folder, need.name))
     ]
-    return rows + [_missing(manifest, need) for need in lost if need.role.name not in there]
+    if not lost or not has_optimizer(manifest):
+        return rows
+    missing: State = "missing"
+    paths = [(need, os.path.join(folder, need.name)) for need in lost]
+    return rows + [Row(need.role.name, need.name, path, state=missing) for need, path in paths]
 
 
 def has_optimizer(manifest: Manifest) -> bool:
@@ -83,24 +87,20 @@ def _row(roles: Iterable[Role], name: str, path: str, state: State = "ok") -> Ro
     return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state)
 
 
-def _beside(manifest: Manifest) -> Iterable[Row]:
-    """Files beside the engine's; one that this user may not open is asked only if it is needed."""
-    required = {need.role.name for need in needs_of(manifest) if need.damaged in needs.LOST}
+def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
+    """Files beside the engine's; one that this user may not open is asked only if it is needed.
 
-    def is_needed(name: str) -> bool:
-        own = known(needs.ROLES, name)
-        return own is not None and own.role.name in required
-
+    A file without a role may have another form than its ending says.
+    """
+    read = {role for role, need in required.items() if need.damaged in needs.LOST}
     for item in chain(manifest.siblings, manifest.omitted_files):
-        if known(needs.ROLES, item.name) is None:  # of a form that its ending need not say
-            yield _row((), item.name, item.path)
-            continue
-        if sources.is_denied(item.path) and not is_needed(item.name):
-            yield _row(needs.ROLES, item.name, item.path)
-            continue
-        state = state_of(item)
-        if state == "ok" and item.name == STATE and counter(os.path.dirname(item.path)) is None:
-            state = "unreadable"  # JSON, and not the Trainer's
+        own = known(needs.ROLES, item.name)
+        is_asked = own is not None and (own.role.name in read or not sources.is_denied(item.path))
+        state: State = "ok"
+        if is_asked:
+            state = state_of(item)
+            if (state, item.name) == ("ok", STATE) and counter(os.path.dirname(item.path)) is None:
+                state = "unreadable"  # JSON, and not the Trainer's
         yield _row(needs.ROLES, item.name, item.path, state)
 
 
@@ -109,11 +109,6 @@ def roles_beside(folder: str) -> set[str]:
     is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     names = os.listdir(folder) if is_listed else ()
     return {own.role.name for name in names if (own := known(needs.ROLES, name)) is not None}
-
-
-def _missing(manifest: Manifest, need: needs.Need) -> Row:
-    path = os.path.join(folder_of(manifest), need.name)
-    return Row(need.role.name, need.name, path, state="missing")
 
 
 def folder_of(manifest: Manifest) -> str:

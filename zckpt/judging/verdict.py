@@ -129,9 +129,9 @@ def judged(read: Callable[[], Manifest]) -> Verdict:
 
 def of(manifest: Manifest) -> Verdict:
     """The verdict on a checkpoint that was read; reads no tensor."""
-    rows, steps = inventory(manifest), trainers_steps.disagreements(manifest)
     required = {need.role.name: need for need in needs_of(manifest)}
-    missing, alone = _without_optimizer(manifest, rows)
+    rows, steps = inventory(manifest, required), trainers_steps.disagreements(manifest)
+    missing, alone = _without_optimizer(manifest, rows, is_known=bool(required))
     missing += _pointer(manifest)
     damaged, unread = list[Notice](), list[Notice]()
     for row in rows:
@@ -157,6 +157,11 @@ def of(manifest: Manifest) -> Verdict:
         tuple(alone),
         (*(each for each in steps if each.severity != "error"), *_ranks_without(manifest, rows)),
     )
+
+
+def with_warnings(manifest: Manifest) -> Manifest:
+    """A checkpoint that is only shown, with what is wrong among its warnings."""
+    return replace(manifest, warnings=(*manifest.warnings, *of(manifest).warnings()))
 
 
 def step_of(manifest: Manifest) -> int | float | None:
@@ -207,12 +212,14 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
 
 
 def _without_optimizer(
-    manifest: Manifest, rows: Iterable[Row]
+    manifest: Manifest, rows: Iterable[Row], is_known: bool
 ) -> tuple[list[Notice], list[Notice]]:
-    """An optimizer that was lost, and one that was not saved; at most one of these."""
+    """An optimizer that was lost, and one that was not saved; at most one of these.
+
+    If the program `is_known`, so are the names under which it saves one.
+    """
     if has_optimizer(manifest):
         return [], []
-    is_known = bool(needs_of(manifest))
     if not is_known and any(row.role == OTHER and row.name.endswith(OF_TORCH) for row in rows):
         return [], []  # it may be there, under a name of the program's own
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)

@@ -97,7 +97,8 @@ def candidates(run: str) -> list[Candidate]:
     if sources.status(run) is None:
         return []
     found = _by_tag(run)
-    if len(found) == 1 and formats.is_of_trainer(run):  # the engine's folder is a part of it
+    there = [each for each in found if sources.is_folder(each.where)]
+    if found and len(there) <= 1 and formats.is_of_trainer(run):  # its folder is a part
         return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
     if found:
         return found
