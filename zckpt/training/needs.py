@@ -69,6 +69,8 @@ SAMPLER = role("sampler", r"sampler(?:_(\d+))?\.bin", "model")
 CUSTOM = role("registered object", r"custom_checkpoint_(\d+)\.pkl", "number")
 CONFIGURATION = role("configuration", r"config\.json")
 ARGUMENTS = role("arguments", r"training_args\.bin")
+LOSSES = role("losses", r"losses\.json")
+INDEX = role("index of weights", r"fqn_to_file_index_mapping\.json")
 STEP_SCHEDULER = role("trainer state", r"step_scheduler\.pt")
 META = role("trainer state", re.escape(META_FILE))
 FULL_WEIGHTS = role("weights of FSDP", r"pytorch_model_fsdp(?:_(\d+))?\.bin", "model")
@@ -114,6 +116,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
             *(DATALOADER, "dataloader/dataloader_dp_rank_0.pt", "goes on", "ends"),
             "load_on_dp_ranks",
         ),
+        Need(LOSSES, "losses.json", "goes on", "unread", "read_checkpoint_metric"),
     ),
     LIGHTNING: (Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),),
 }
@@ -122,7 +125,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 
 ROLES = (
     *dict.fromkeys(need.role for rows in NEEDS.values() for need in rows),
-    *(ARGUMENTS, WEIGHTS, TOKENIZER),
+    *(ARGUMENTS, INDEX, WEIGHTS, TOKENIZER),
 )
 """What the name of a file beside an engine's says: the first role that has the name."""
 OF_TRANSFORMERS = re.compile(
