@@ -1,4 +1,4 @@
-"""Pages: the command `report`, and the option `--html` of others. Needs jinja2."""
+"""Pages: the command `report`, and how a page is saved. Needs jinja2."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ from .parameters import PATH
 
 MARKDOWN = ".md"
 STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
-
-html = grouped(
-    "Output",
-    "--html",
-    rare=True,
-    type=PATH,
-    metavar="FILE",
-    help="Write the report as a page, too.",
-)
 
 
 def check(path: str | None) -> None:

@@ -1,6 +1,6 @@
 """What differs from another checkpoint, and what proves the rest: the section `against`.
 
-It is made from the report of `zckpt diff`, or of `zckpt verify --against`.
+It is made from the report of `zckpt diff`.
 """
 
 from __future__ import annotations
@@ -134,25 +134,24 @@ def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
         result = f"{counted(differing, 'tensor')} {verb}" if differing else "equal"
         yield {"what": f"{counted(count, 'tensor')} of {slot}", "by": "bits", "result": result}
     for key, what in OTHERS.items():
-        if key in report:
-            count = len(report[key])
-            result = counted(count, "difference") if count else "equal"
-            yield {"what": what, "by": "value", "result": result}
+        count = len(report[key])
+        result = counted(count, "difference") if count else "equal"
+        yield {"what": what, "by": "value", "result": result}
 
 
 def _not_compared(report: Report) -> Iterator[Report]:
-    yield from report.get("not_compared", ())
+    yield from report["not_compared"]
     for side in ("a", "b"):
-        for name in report.get(f"only_{side}", ()):
-            message = f"only in {report.get(side) or side}: {name}"
+        for name in report[f"only_{side}"]:
+            message = f"only in {report[side]}: {name}"
             yield line_of(note("not-compared", message, subject=name))
-    yield from report.get("unproven", ())
+    yield from report["unproven"]
 
 
 def _differences(report: Report) -> Iterator[Report]:
     """Everything that differs and is no tensor of both."""
     for key in OTHERS:
-        for line in report.get(key, ()):
+        for line in report[key]:
             if "only" in line:
                 alone = {"a": None, "b": None, line["only"]: "has it"}
                 yield {"what": line.get("key") or line.get("state"), **alone}

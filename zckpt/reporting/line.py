@@ -78,7 +78,7 @@ def _known(manifest: Manifest, found: Found) -> Report:
     }
 
 
-def checked(records: RecordCounts, damaged: int, lacks: bool = False) -> str:
+def checked(records: RecordCounts, damaged: int, lacks: bool) -> str:
     """What the checksums in the files have shown; `lacks` if not all of the files can be read."""
     if damaged:
         return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"

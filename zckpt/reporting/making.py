@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from .. import api
-from ..core.description import Report, line_of
+from ..core.description import VERSION, Report, line_of
+from ..core.layers import Places, places_of
+from ..core.manifest import Manifest
 from ..core.pooling import SINGLE, Pool
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
+from ..core.version import __version__
 from ..errors import ZckptError, notice_of, warning
 from ..resume.runs import Candidate, candidates
 from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
 from .lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
 from .measuring import measured
-from .parts import begun, metadata_sections, places_in
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -83,7 +85,7 @@ def _nothing(path: str, error: ZckptError) -> Report:
     found = Found(path)
     found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
     wrong = faults.section(found, ())
-    return begun(found, "report") | {"faults": wrong, "map": owners.files_alone(found)}
+    return _begun(found) | {"faults": wrong, "map": owners.files_alone(found)}
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
@@ -112,7 +114,7 @@ def _document(
     begin: Begin | None,
 ) -> Report:
     with what_is_there(path, source) as found:
-        document = begun(found, "report")
+        document = _begun(found)
         if found.manifest is None:
             found_faults = faults.section(found, ())
             return document | {"faults": found_faults, "map": owners.files_alone(found)}
@@ -124,11 +126,39 @@ def _document(
             raise
         except (ZckptError, OSError) as error:
             lines.append(line_of(notice_of(error), kind="unreadable"))
-            document |= metadata_sections(found)
+            document |= _metadata_sections(found)
         if against is not None:
             document |= _against(found, path, against, source, copying, begin, lines)
         document["faults"] = faults.section(found, lines)
         return document
+
+
+def _begun(found: Found) -> Report:
+    """What every document has."""
+    return {
+        "zckpt": VERSION,
+        "command": "report",
+        "path": found.root,
+        "version": __version__,
+        "line": line.section(found),
+    }
+
+
+def _metadata_sections(found: Found) -> Report:
+    """The sections for which no tensor is read."""
+    manifest = found.manifest
+    assert manifest is not None
+    entries = [*manifest.entries.values()]
+    return {
+        "tensors": numbers.table(entries),
+        "map": owners.section(found, _places_in(manifest), entries, ()),
+        "steps": steps.section(found),
+    }
+
+
+def _places_in(manifest: Manifest) -> Places:
+    """Layers and kinds of all tensors."""
+    return places_of(entry.parameter for entry in manifest.entries.values())
 
 
 def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
@@ -137,7 +167,7 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     assert manifest is not None
     done = measured(found, copying, begin)
     entries = [*manifest.entries.values()]
-    places = places_in(manifest)
+    places = _places_in(manifest)
     table = {entry.name: number for number, entry in enumerate(entries)}
     distances = {
         name: (
@@ -184,7 +214,7 @@ def _against(
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
         return {}
     entries = [*manifest.entries.values()]
-    places = places_in(manifest)
+    places = _places_in(manifest)
     try:
         differing = api.diff(
             path, against, jobs=copying.jobs, memory=copying.memory, begin=begin,

@@ -142,15 +142,4 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
                 for row in layers
             ],
         )
-    if histogram := against.get("histogram"):
-        first, counts = histogram["first"], histogram["counts"]
-        found["histogram"] = chart(
-            [power_of(2, first + place) for place in range(len(counts))],
-            counts,
-            [
-                f"{count:,} elements changed by {power_of(2, first + place)} or more, and by less "
-                f"than {power_of(2, first + place + 1)}"
-                for place, count in enumerate(counts)
-            ],
-        )
     return found
