@@ -113,19 +113,24 @@ def test_a_journal_that_is_another_one(
 @pytest.mark.parametrize("value", first([["pass", 1 << 60], ["pass", 0], ["pass", "x"], 7, None]))
 def test_a_pass_that_cannot_be(value: Any, sources: dict[str, Path], launch: Launch) -> None:
     """The first message of rank 0: how many bytes are read at a time."""
-    results = ended(launch(2, "stats", sources["dcp"], preparing={0: partial(sends, value, 1)}))
+    results = ended(launch(2, "verify", sources["dcp"], preparing={0: partial(sends, value, 1)}))
     refused(results, "rank 0 carries out another command", code=2)
 
 
+NOTHING: dict[str, Any] = {"tensors": [[]], "records": [[]], "differences": [], "bytes": 0}
+"""What a process has found that got no block, of one tensor."""
 RESULTS = [
     7,
     None,
     [1],
     [1, {}],
-    ["x", {"tensors": [], "records": []}],
-    [1, {"tensors": [["../mine", [], []]], "records": []}],
-    [1, {"tensors": [], "records": [[1 << 60, 0, 1, 2]]}],
-    [1, {"tensors": [], "records": [[0, "x", 1, 2]]}],
+    ["x", NOTHING],
+    [1, NOTHING | {"tensors": [["../mine", 0, 0]]}],
+    [1, NOTHING | {"tensors": []}],
+    [1, NOTHING | {"records": [[[1 << 60, 0, 1, 2]]]}],
+    [1, NOTHING | {"records": [[[0, "x", 1, 2]]]}],
+    [1, NOTHING | {"differences": [[0, ["x"]]]}],
+    [1, NOTHING | {"bytes": "x"}],
 ]
 
 
@@ -137,7 +142,7 @@ def test_a_result_that_cannot_be(
     """What rank 1 has found, or the sum that rank 0 sends back."""
     if rank == 0 and type(value) is list:
         value = value[1] if value[0] == 1 and len(value) > 1 else "x"
-    words = ("stats", sources["dcp"])
+    words = ("verify", sources["dcp"], "--tensors", "embed.weight/param")
     results = ended(launch(2, *words, preparing={rank: partial(sends, value, number)}))
     if rank == 0:  # which has its own result, and reports it
         assert results[1].code == 1

@@ -12,7 +12,18 @@ from ..core.description import Report
 from ..errors import warning
 from . import launched, pages, several
 from .help import ExplainedCommand
-from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
+from .options import (
+    as_document,
+    by_rank_0,
+    common,
+    family,
+    given,
+    grouped,
+    moving,
+    renaming,
+    single,
+    uncompared,
+)
 from .parameters import PATH
 
 
@@ -82,8 +93,6 @@ def verify(
 
     Exit code 3: verify found something.
     """
-    from .. import api
-
     several.refuse_for_several(paths, "--save-proof", save_proof)
     several.refuse_to_share(paths, words["single"])
     if save_proof:
@@ -91,7 +100,7 @@ def verify(
 
     def look(path: str) -> tuple[Report, int]:
         with display.progress(quiet or as_json) as begin:
-            report = launched.look(api.verify, path, against, begin=begin, **words)
+            report = launched.verify(path, against, begin=begin, **given(words))
         if report is None or report["rank"]:  # rank 0 reports the findings of all
             return {}, 0
         return report, 0 if report["equal"] else 3
@@ -130,7 +139,7 @@ def verify(
 @renaming
 @family
 @moving
-@single
+@by_rank_0
 @common
 def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
@@ -143,9 +152,7 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     from .. import api
 
     with display.progress(quiet or as_json) as begin:
-        report = launched.look(api.diff, a, b, begin=begin, **words)
-    if report is None:
-        return 0
+        report = api.diff(a, b, begin=begin, **given(words))
     display.answer(report, as_json, quiet, display.differing)
     return 0 if report["equal"] else 3
 
@@ -165,7 +172,7 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     help="Measure only the tensors whose name matches.",
 )
 @moving
-@single
+@by_rank_0
 @common
 def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
@@ -178,9 +185,7 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     from .. import api
 
     with display.progress(quiet or as_json) as begin:
-        report = launched.look(api.stats, path, begin=begin, **words)
-    if report is None:
-        return
+        report = api.stats(path, begin=begin, **given(words))
     display.answer(report, as_json, quiet, display.statistics)
 
 

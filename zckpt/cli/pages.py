@@ -10,9 +10,8 @@ import click
 
 from .. import display
 from ..errors import MissingExtra, WrongOption, safe
-from . import launched
 from .help import ExplainedCommand
-from .options import common, grouped, moving, single
+from .options import by_rank_0, common, given, grouped, moving
 from .parameters import PATH
 
 MARKDOWN = ".md"
@@ -95,7 +94,7 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
 )
 @grouped("Output", "--md", is_flag=True, help="Write Markdown, and a picture (.svg) beside it.")
 @moving
-@single
+@by_rank_0
 @common
 def report(
     path: str,
@@ -124,9 +123,7 @@ def report(
         raise click.UsageError("--md writes a file whose name ends with .md")
     check(output)
     with display.progress(quiet or as_json) as begin:
-        document = launched.look(make, path, against=against, begin=begin, **words)
-    if document is None:  # rank 0 reports what all have read
-        return 0
+        document = make(path, against=against, begin=begin, **given(words))
     save(output, document, quiet or as_json)
     display.answer(document, as_json, quiet, display.reported)
     return 3 if any(line["fault"] for line in document["faults"]) else 0

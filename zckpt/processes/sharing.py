@@ -1,4 +1,4 @@
-"""How do the processes of a group share a conversion, or a pass over tensors that only reads?
+"""How do the processes of a group share a conversion, or the comparison of `verify`?
 
 A conversion: all read the source and lay out the target by themselves. Rank 0 writes the shells and
 begins the journal; the others read both. Then every process takes regions, the largest first, until

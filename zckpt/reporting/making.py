@@ -14,7 +14,6 @@ from .. import api
 from ..core.description import VERSION, Report, line_of
 from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
-from ..core.pooling import SINGLE, Pool
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
 from ..core.version import __version__
@@ -41,7 +40,6 @@ def report(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    sharing: Pool = SINGLE,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
     """The checkpoint at `path`, or the run, as the document that a page is made of.
@@ -52,7 +50,7 @@ def report(
     `read`. Raises a ZckptError only if there is nothing to show.
     """
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=sharing)
+    copying = Copying(jobs, memory)
     chosen, gone = _checkpoints(os.fspath(path), source)
     shown: Report = {}
     strip: list[Report] = []
@@ -217,9 +215,8 @@ def _against(
     places = _places_in(manifest)
     try:
         differing = api.diff(
-            path, against, jobs=copying.jobs, memory=copying.memory, begin=begin,
-            sharing=copying.pool, **source,
-        )  # fmt: skip
+            path, against, jobs=copying.jobs, memory=copying.memory, begin=begin, **source
+        )
         step = api.read(against, nameless=True).step
     except NO_FAULT:
         raise

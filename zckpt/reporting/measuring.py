@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from ..core.cast import array, cast
 from ..core.checksum import Cover, crc32
@@ -115,20 +114,6 @@ class Pass(health.Measuring):
             update /= np.float32(rule.first)
             update /= root
         self.add(f"{first.entry.parameter}/{UPDATE}", first, update.data.cast("B"), "F32")
-
-    def found(self) -> Any:
-        return super().found() | {
-            "crcs": [(name, cover.parts()) for name, cover in self.covers.items()],
-            "distances": [(name, astuple(item)) for name, item in self.distances.items()],
-        }
-
-    def take(self, found: Any) -> None:
-        super().take(found)
-        for name, parts in found["crcs"]:
-            for part in parts:
-                self.covers[name].add(*part)
-        for name, values in found["distances"]:
-            self.distances.setdefault(name, Difference()).add(Difference(*values))
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:

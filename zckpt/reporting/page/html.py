@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import MissingExtra, sized
 from . import words
-from .charts import PALETTE, SIGNS, Chart, chart, power_of
+from .charts import PALETTE, SIGNS, Chart, chart
 
 FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page
@@ -53,7 +53,6 @@ def render(document: Mapping[str, Any]) -> str:
         sized=words.size,
         cut=words.cut,
         listed=_listed,
-        power_of=power_of,
     )
     style, script = _text("page.css"), "".join(map(_text, SCRIPTS))
     line = document.get("line") or {}
