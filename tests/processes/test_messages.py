@@ -16,7 +16,7 @@ import pytest
 
 import zckpt
 from zckpt.copying import journals
-from zckpt.errors import CorruptCheckpoint
+from zckpt.errors import CorruptCheckpoint, ProcessFailed
 from zckpt.processes import group as groups
 from zckpt.processes import store as stores
 from zckpt.processes.group import Group
@@ -187,7 +187,7 @@ def alone() -> Any:
 @pytest.mark.parametrize("count", ["0", "-1", "x", "", "1.5", "129", "9" * 5000, "../1"])
 def test_a_message_of_impossible_parts(count: str, alone: Group) -> None:
     alone.store.set(f"{alone._name}1/parts", count)
-    with pytest.raises(CorruptCheckpoint, match=r"it has .* parts"):
+    with pytest.raises(ProcessFailed, match=r"it has .* parts"):
         alone.share()
 
 
@@ -195,14 +195,14 @@ def test_a_message_of_impossible_parts(count: str, alone: Group) -> None:
 def test_a_message_that_is_no_json(text: str, alone: Group) -> None:
     alone.store.set(f"{alone._name}1/part/0", text)
     alone.store.set(f"{alone._name}1/parts", "1")
-    with pytest.raises(CorruptCheckpoint, match="it is no JSON"):
+    with pytest.raises(ProcessFailed, match="it is no JSON"):
         alone.share()
 
 
 def test_a_value_that_is_too_long(alone: Group) -> None:
     alone.store.set(f"{alone._name}1/part/0", " " * (stores.VALUE + 1))
     alone.store.set(f"{alone._name}1/parts", "1")
-    with pytest.raises(CorruptCheckpoint, match=f"it has {stores.VALUE + 1} bytes"):
+    with pytest.raises(ProcessFailed, match=f"it has {stores.VALUE + 1} bytes"):
         alone.share()
 
 
@@ -210,13 +210,13 @@ def test_a_value_that_is_too_long(alone: Group) -> None:
 def test_a_counter_that_somebody_lowers(count: int, alone: Group) -> None:
     number = alone.counter()
     alone.store.add(f"{alone._name}1", count)
-    with pytest.raises(CorruptCheckpoint, match="a counter is"):
+    with pytest.raises(ProcessFailed, match="a counter is"):
         number()
 
 
 @pytest.mark.parametrize("text", ["", "../../../../name", "x" * 17, "x" * 1000, "a/b" * 6, "\xff"])
 def test_a_name_that_is_none(text: str) -> None:
-    with pytest.raises(CorruptCheckpoint, match="is no name"):
+    with pytest.raises(ProcessFailed, match="is no name"):
         groups._word(text.encode())
 
 

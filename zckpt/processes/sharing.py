@@ -180,7 +180,7 @@ def _length_and_crc(value: Any) -> tuple[int, int]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raises CorruptCheckpoint for a result that no pass of zckpt has found."""
+    """Raises ProcessFailed for a result that no pass of zckpt has found."""
     try:
         yield
     except MALFORMED as error:

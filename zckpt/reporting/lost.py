@@ -36,7 +36,6 @@ from ..errors import (
     InconsistentCheckpoint,
     MissingExtra,
     NotACheckpoint,
-    ProcessFailed,
     SourceChanged,
     WrongOption,
     ZckptError,
@@ -48,7 +47,7 @@ from ..errors import (
 from ..judging.inventory import stand_in
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
-NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
+NO_FAULT = (WrongOption, MissingExtra, SourceChanged)
 """Errors that say nothing about the checkpoint."""
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
