@@ -267,7 +267,7 @@ class Job:
         journal: Journal | None = None,
     ) -> CopyOutcome | None:
         source, target = self.source.manifest(checked), self.target.manifest()
-        pairs = plan.join(source, target)
+        pairs = plan.join(source, target, from_masters=False)
         with Folder.at(str(self.target.root)) as root:
             return execute.copy(pairs, source, target, root, copying, progress, journal, sharing)
 
@@ -367,13 +367,13 @@ def test_tensors_of_one_name_on_several_ranks(
         )
         for disks in (sources, targets)
     ]
-    pairs = plan.join(*grids)
+    pairs = plan.join(*grids, from_masters=False)
     with Folder.at(str(tmp_path)) as root:
         if damaged is not None:
             with pytest.raises(CorruptCheckpoint, match=f"/{damaged}/source"):
-                execute.copy(pairs, *grids, root)
+                execute.copy(pairs, *grids, root, DEFAULT_COPYING, None, None, ALONE)
             return
-        outcome = execute.copy(pairs, *grids, root)
+        outcome = execute.copy(pairs, *grids, root, DEFAULT_COPYING, None, None, ALONE)
     assert outcome is not None
     assert outcome.counts.unchecked == 0
     assert outcome.digests == {
@@ -463,8 +463,9 @@ def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: st
     job.source.entries["a/exp_avg"] = changed(entry, mean=tuple(copies))
     source, target = job.source.manifest(), job.target.manifest()
     source = changed(source, records=tuple(stated))
+    pairs = plan.join(source, target, from_masters=False)
     with Folder.at(str(job.target.root)) as root:
-        outcome = execute.copy(plan.join(source, target), source, target, root)
+        outcome = execute.copy(pairs, source, target, root, DEFAULT_COPYING, None, None, ALONE)
     assert outcome is not None
     job.check(outcome)
     assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
@@ -683,8 +684,9 @@ def test_a_source_that_is_another_file_by_now_is_found(tmp_path: Path) -> None:
     job = one(tmp_path)
     seen = {path: Fingerprint(0, 0, 0, 0) for path in job.source.files}
     source, target = changed(job.source.manifest(), fingerprints=seen), job.target.manifest()
+    pairs = plan.join(source, target, from_masters=False)
     with Folder.at(str(job.target.root)) as root, pytest.raises(SourceChanged):
-        execute.copy(plan.join(source, target), source, target, root)
+        execute.copy(pairs, source, target, root, DEFAULT_COPYING, None, None, ALONE)
     assert not open_files(job)
 
 

@@ -73,7 +73,7 @@ def test_every_fragment_is_compared(rank: int, store: Store, tmp_path: Path) -> 
     wide[bounds[rank] : bounds[rank + 1]] += 1
     checked = manifest(tmp_path, weight, master_of(cut(store, wide, *bounds)))
     with pytest.raises(InconsistentCheckpoint, match=f"masters are in rank{rank}, .* in model"):
-        masters.check(checked, BEGINNINGS, "")
+        masters.check(checked, BEGINNINGS, "", accepted=False)
 
 
 @pytest.mark.parametrize("number", [0, 1, 1234, 2999])
@@ -156,7 +156,7 @@ def test_columns_of_tensor_ranks(rank: int, store: Store, tmp_path: Path) -> Non
     wide[:, 2 * rank : 2 + 4 * rank] *= 3
     checked = manifest(tmp_path, weight, of_ranks("master", "F32", wide))
     with pytest.raises(InconsistentCheckpoint, match=f"are in master{rank}, .* in param{rank}$"):
-        masters.check(checked, BEGINNINGS, "")
+        masters.check(checked, BEGINNINGS, "", accepted=False)
 
 
 class TestCopies:
@@ -225,7 +225,7 @@ def test_weights_that_are_accepted(store: Store, tmp_path: Path) -> None:
         entry("w/master", "F32", (64,), store("rank0", wide)),
     )
     with pytest.raises(InconsistentCheckpoint, match=r"^1 weight of .* is not its") as raised:
-        masters.check(checked, BEGINNINGS, masters.USUAL_HINT)
+        masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=False)
     assert "--accept-weights" in raised.value.hint
     (accepted,) = masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=True)
     assert accepted.code == raised.value.code
@@ -335,4 +335,4 @@ def test_damage_elsewhere_is_not_the_cause(store: Store, tmp_path: Path) -> None
         records=(Record(model.part(0, 16), 0), Record(other, 0)),
     )
     with pytest.raises(InconsistentCheckpoint):
-        masters.check(checked, BEGINNINGS, "")
+        masters.check(checked, BEGINNINGS, "", accepted=False)

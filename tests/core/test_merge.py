@@ -223,15 +223,21 @@ def counted(name: str, *steps: int) -> Manifest:
 
 
 def test_ranks_of_one_save_have_one_step() -> None:
-    assert agreed_steps([counted("0", 3, 3), counted("1", 3)]) == {"0.0": 3, "0.1": 3, "1.0": 3}
-    agreed_steps([counted("0", 3, 2), counted("1", 3)])  # the first counts each by itself
-    agreed_steps([counted("0", 3, 2), counted("0", 3, 2)])
+    assert agreed_steps([counted("0", 3, 3), counted("1", 3)], policy=None) == {
+        "0.0": 3,
+        "0.1": 3,
+        "1.0": 3,
+    }
+    agreed_steps(
+        [counted("0", 3, 2), counted("1", 3)], policy=None
+    )  # the first counts each by itself
+    agreed_steps([counted("0", 3, 2), counted("0", 3, 2)], policy=None)
     for other in (counted("1", 4), counted("0", 4, 4)):
         with pytest.raises(InconsistentCheckpoint, match=r"step differs: 3 .*, 4 "):
-            agreed_steps([counted("0", 3, 3), other])
+            agreed_steps([counted("0", 3, 3), other], policy=None)
         assert {*agreed_steps([counted("0", 3, 3), other], "max").values()} == {4}
     with pytest.raises(InconsistentCheckpoint, match=r"step differs: 2 .*, 3 "):
-        agreed_steps([counted("0", 3, 2), counted("0", 3, 3)])
+        agreed_steps([counted("0", 3, 2), counted("0", 3, 3)], policy=None)
 
 
 def test_keep_keeps_steps_of_single_parameters_alone() -> None:

@@ -62,12 +62,12 @@ def test_every_entry_finds_its_source(
 )
 def test_what_the_source_lacks_is_missing(source: list[Entry], target: Entry) -> None:
     with pytest.raises(MissingData, match="w"):
-        plan.join(manifest(*source), manifest(target))
+        plan.join(manifest(*source), manifest(target), from_masters=False)
 
 
 def test_ranks_that_are_not_joined_supply_their_own() -> None:
     whole = replace(manifest(), ranks=(manifest(MOMENT), manifest(MASTER, PARAM)))
-    pairs = plan.join(whole, whole)
+    pairs = plan.join(whole, whole, from_masters=False)
     assert [(pair.rank, pair.source) for pair in pairs] == [(0, MOMENT), (1, MASTER), (1, PARAM)]
 
 
@@ -75,8 +75,10 @@ def test_ranks_that_are_not_joined_supply_their_own() -> None:
 def test_only_floats_change_their_type(dtype: str, wanted: str) -> None:
     source, target = entry("w/exp_avg", dtype), entry("w/exp_avg", wanted)
     with pytest.raises(UnsupportedCheckpoint, match=f"type {dtype}, .* {wanted}"):
-        plan.join(manifest(source), manifest(target))
-    assert plan.join(manifest(source), manifest(source)) == [Pair(source, source)]
+        plan.join(manifest(source), manifest(target), from_masters=False)
+    assert plan.join(manifest(source), manifest(source), from_masters=False) == [
+        Pair(source, source)
+    ]
 
 
 def test_files_list_their_pieces_in_order() -> None:

@@ -27,6 +27,7 @@ from zckpt.proof import health
 
 from .. import faults
 from ..conftest import EXAMPLE, Result
+from ..proof.test_health import measure_all
 
 Zckpt = Callable[..., Result]
 
@@ -260,7 +261,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
 
 
 def messages(manifest: Manifest) -> list[str]:
-    return [line["message"] for line in health.measure_all(manifest)["problems"]]
+    return [line["message"] for line in measure_all(manifest)["problems"]]
 
 
 def test_every_tensor_in_every_part(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_every_tensor_in_every_part(tmp_path: Path) -> None:
     tensors |= {"empty/param": torch.empty(0, 3), "scalar/param": torch.tensor(4.0)}
     manifest = manifest_of(tmp_path, tensors)
     reports = [
-        health.measure_all(manifest, copying=Copying(jobs, memory))
+        measure_all(manifest, copying=Copying(jobs, memory))
         for jobs, memory in ((1, 2 << 20), (4, 64 << 20), (4, 64 << 20))
     ]
     for report in reports:
@@ -285,7 +286,7 @@ def test_every_tensor_in_every_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_is_not_computed_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, {"a/param": torch.ones(3).to(dtype), "b/param": torch.ones(3)})
-    report = health.measure_all(manifest)
+    report = measure_all(manifest)
     assert [line["tensor"] for line in report["not_computed"]] == ["a/param"]
     assert [line["tensor"] for line in report["tensors"]] == ["b/param"]
 
@@ -392,4 +393,4 @@ def test_torch_is_not_needed(zckpt_without: Callable[..., Result]) -> None:
 
 def test_a_manifest_without_tensors(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, {})
-    assert health.measure_all(manifest)["tensors"] == []
+    assert measure_all(manifest)["tensors"] == []

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.compare import Result
-from zckpt.core.description import said
+from zckpt.core.description import Report, said
 from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
@@ -20,23 +20,37 @@ from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
-from zckpt.core.resources import Copying
-from zckpt.core.states import Selection
+from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying
+from zckpt.core.states import EVERYTHING, Selection
 from zckpt.errors import MissingData, note
 from zckpt.formats.statedict.keys import keys_of
-from zckpt.proof.verify import (
-    diff,
-    inferences,
-    needs_weights,
-    roundings,
-    verify_against,
-    verify_alone,
-)
+from zckpt.proof import verify as proof
+from zckpt.proof.verify import inferences, needs_weights, roundings
 
 from ..conftest import texts
 
 OF_READER = note("value-assumed", "of the reader")
 KINDS = {"F32": "<f4", "F64": "<f8", "F16": "<f2"}
+
+
+def verify_alone(own: Manifest, begin: Begin | None = None) -> Report:
+    return proof.verify_alone(own, None, DEFAULT_COPYING, begin)
+
+
+def verify_against(
+    a: Manifest, b: Manifest, chosen: Selection = EVERYTHING, begin: Begin | None = None
+) -> Report:
+    return proof.verify_against(a, b, chosen, DEFAULT_COPYING, begin)
+
+
+def diff(
+    a: Manifest,
+    b: Manifest,
+    chosen: Selection = EVERYTHING,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
+    return proof.diff(a, b, chosen, copying, begin)
 
 
 def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: Any) -> Manifest:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from zckpt.core.description import Report
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
-from zckpt.core.resources import Progress
+from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.core.statistics import Statistics, exponents, magnitudes, measure
 from zckpt.errors import SourceChanged
@@ -26,6 +27,15 @@ from zckpt.proof.health import Total
 
 NAN, INF = math.nan, math.inf
 Tensors = dict[str, tuple[str, list[Any]]]
+
+
+def measure_all(
+    own: Manifest,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
+    return health.measure_all(own, pattern, copying, begin)
 
 
 def statistics_of(dtype: str, numbers: list[Any]) -> Statistics:
@@ -219,7 +229,7 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
         seen.append(-total)
         return seen.append
 
-    report = health.measure_all(manifest, begin=begin)
+    report = measure_all(manifest, begin=begin)
     assert [line["tensor"] for line in report["tensors"]] == [
         "a/param",
         "a/exp_avg",
@@ -229,7 +239,7 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
     assert [line["tensor"] for line in report["not_computed"]] == ["b/param"]
     assert report["bytes"] == -seen[0] == 9000 * 6 + 40 + 40
     assert sum(seen) == 0
-    (line,) = health.measure_all(manifest, "random/*")["tensors"]
+    (line,) = measure_all(manifest, "random/*")["tensors"]
     assert line["elements"] == 10
 
 
@@ -238,7 +248,7 @@ def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
     extent = Extent(str(tmp_path / "f"), 0, 12)
     own = {"w/param": Entry("w/param", "F32", (3,), solid(3, extent))}
-    (line,) = health.measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
+    (line,) = measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
     assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
 
@@ -258,7 +268,7 @@ class Shown:
 def test_progress_names_what_is_measured(manifest: Manifest) -> None:
     shown = Shown()
     alone = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
-    health.measure_all(alone, begin=lambda total: shown)
+    measure_all(alone, begin=lambda total: shown)
     assert {*shown.texts} == {"measuring a/param"}
 
 
@@ -274,9 +284,9 @@ def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None
 
     def found(place: int) -> list[str]:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        problems = health.measure_all(padded)["problems"]
+        problems = measure_all(padded)["problems"]
         return [line["tensor"] for line in problems if line["kind"] == "checksum"]
 
     assert (found(6), found(36_010), found(100)) == ([], [], ["a/param"])
     with pytest.raises(SourceChanged):
-        health.measure_all(replace(padded, fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))
+        measure_all(replace(padded, fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))

@@ -12,12 +12,14 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
+from zckpt.core.description import Report
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.origin import Origin
-from zckpt.core.states import OTHER, Selection
+from zckpt.core.resources import DEFAULT_COPYING, Begin
+from zckpt.core.states import EVERYTHING, OTHER, Selection
 from zckpt.errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -25,11 +27,21 @@ from zckpt.errors import (
     UnsupportedCheckpoint,
 )
 from zckpt.proof import saved
-from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof, verify_proof
-from zckpt.proof.verify import verify_alone
+from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof
 
 from ..conftest import texts
-from .test_findings import checkpoint
+from .test_findings import checkpoint, verify_alone
+
+
+def verify_proof(
+    own: Manifest,
+    proven: Manifest,
+    contents: str,
+    chosen: Selection = EVERYTHING,
+    begin: Begin | None = None,
+    root: str = "",
+) -> Report:
+    return saved.verify_proof(own, proven, contents, chosen, DEFAULT_COPYING, begin, root)
 
 
 def entry(name: str, digest: int | None = None) -> Entry:

@@ -68,7 +68,7 @@ def test_a_policy_decides(policy: str, step: int) -> None:
 def test_disagreement_names_places_and_values() -> None:
     places = [("rank 0", 3.0), *((f"rank {rank}", 4) for rank in range(1, 9))]
     with pytest.raises(InconsistentCheckpoint) as caught:
-        agree(places)
+        agree(places, policy=None)
     message = caught.value.message
     assert "3.0 (rank 0)" in message
     assert "4 (rank 1, rank 2, rank 3 and 5 more)" in message
@@ -196,7 +196,7 @@ def test_a_step_that_is_no_number_of_updates(policy: str | None) -> None:
         stated.settled(policy)
     assert "--step-policy keep" in str(refused.value.hint)
     with pytest.raises(InconsistentCheckpoint, match=r"step is 1\.75, .* rank 1"):
-        agree([("rank 0", 1.75), ("rank 1", 1.75)][::-1])
+        agree([("rank 0", 1.75), ("rank 1", 1.75)][::-1], policy=None)
 
 
 def test_the_place_of_stated_steps_has_their_type_and_shape() -> None:

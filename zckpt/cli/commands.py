@@ -169,7 +169,7 @@ def write(
             target,
             **words,
             dry_run=dry_run,
-            copying=api.Copying(jobs or jobs_for(4, memory, source), memory, io),
+            copying=api.Copying(jobs or jobs_for(memory, source), memory, io),
             begin=begin,
             tell=tell,
             before_rename=signals.ignore,

@@ -96,7 +96,7 @@ def auto_resume(
         path = resume(
             run,
             ds_config=config,
-            copying=Copying(jobs or jobs_for(4, memory, run), memory),
+            copying=Copying(jobs or jobs_for(memory, run), memory),
             tell=lambda lines: display.warn(list(lines), quiet),
             begin=begin,
             **{**said, "single": launch is None},

@@ -48,7 +48,7 @@ def with_masters(entries: Mapping[str, Entry]) -> Iterator[Match]:
             yield from _matches(entry, [weight])
 
 
-def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) -> list[Notice]:
+def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
     """A warning about masters that do not round to their weights, if the user has `accepted` them.
 
     `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are

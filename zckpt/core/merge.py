@@ -217,7 +217,7 @@ def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
     return [next((place for place, group in rest if group == own), -1) for own in some]
 
 
-def agreed_steps(ranks: Sequence[Manifest], policy: str | None = None) -> dict[str, Step]:
+def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
     """The step of each parameter that has one, whose groups have one numbering.
 
     It has one wherever it is. So has a group, whose parameters an optimizer updates together,

@@ -71,7 +71,7 @@ class Chunk(Struct, frozen=True):
     pieces: Sequence[TargetPiece]
 
 
-def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
+def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
 
     Model ranks that are not joined are those of both, in order. `weights` says which entry supplies

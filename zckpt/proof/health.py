@@ -19,7 +19,7 @@ from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import ElementReader, ReadRequest
 from ..core.records import RecordChecker
-from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
+from ..core.resources import Begin, Copying, Progress, describe
 from ..core.statistics import Statistics, exponents, magnitudes, measure
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
@@ -125,9 +125,9 @@ def _bytes_of(batch: Sequence[Sequence[ReadRequest]]) -> int:
 
 def measure_all(
     manifest: Manifest,
-    pattern: str | None = None,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    pattern: str | None,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Statistics of every tensor whose name matches the glob, and their problems.
 

@@ -27,8 +27,8 @@ from ..core.manifest import (
 )
 from ..core.origin import Origin
 from ..core.plan import Match, match
-from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..core.states import EVERYTHING, Selection, State, states_of
+from ..core.resources import Begin, Copying
+from ..core.states import Selection, State, states_of
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -134,10 +134,10 @@ def verify_proof(
     manifest: Manifest,
     proven: Manifest,
     contents: str,
-    selection: Selection = EVERYTHING,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
-    root: str = "",
+    selection: Selection,
+    copying: Copying,
+    begin: Begin | None,
+    root: str,
 ) -> Report:
     """Whether a checkpoint still equals the one of a proof, by the CRC-32 of every tensor.
 

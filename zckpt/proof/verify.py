@@ -15,8 +15,8 @@ from ..core.description import Report, line_of, said
 from ..core.manifest import Manifest
 from ..core.missing_states import missing_states
 from ..core.plan import Match
-from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..core.states import EVERYTHING, Selection
+from ..core.resources import Begin, Copying
+from ..core.states import Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed, note, problem
 from . import damage, unsupported, values
@@ -34,9 +34,9 @@ FINDINGS = (
 
 def verify_alone(
     manifest: Manifest,
-    pattern: str | None = None,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    pattern: str | None,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Whether a checkpoint contradicts itself: that part of the report of `verify`."""
     matches = selected(own_matches(manifest), pattern)
@@ -75,9 +75,9 @@ def verify_alone(
 def verify_against(
     a: Manifest,
     b: Manifest,
-    selection: Selection = EVERYTHING,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    selection: Selection,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Whether two checkpoints are equal: that part of the report of `verify`.
 
@@ -113,9 +113,9 @@ def verify_against(
 def diff(
     a: Manifest,
     b: Manifest,
-    selection: Selection = EVERYTHING,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    selection: Selection,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
     whole, pattern = (a, b), selection.tensors

@@ -84,7 +84,7 @@ class StoredItems(Struct, frozen=True):
     saving: dict[str, Any]
 
 
-def stored_items(path: str, tag: str | None = None) -> StoredItems:
+def stored_items(path: str, tag: str | None) -> StoredItems:
     """The items of the directory at `path`; opens none of their files.
 
     Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint

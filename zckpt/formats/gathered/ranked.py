@@ -64,9 +64,9 @@ Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
 
 def merge(
     files: Mapping[int, TorchFile],
-    step_policy: str | None = None,
-    place: TreePath = (),
-    by_checksums: bool = False,
+    step_policy: str | None,
+    place: TreePath,
+    by_checksums: bool,
 ) -> MergedRanks:
     """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
 

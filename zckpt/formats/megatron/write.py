@@ -131,7 +131,7 @@ class MegatronWriter:
     `types` are those that weights and buffers get, by name, if they are not the source's.
     """
 
-    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str] = {}) -> None:
+    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str]) -> None:
         self.source = source
         self.options = options
         self.types = types
