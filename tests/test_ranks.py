@@ -23,6 +23,7 @@ from zckpt.core.layout import Layout
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.missing_states import missing_states
 from zckpt.core.origin import Origin
+from zckpt.core.placement import Cut
 from zckpt.errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -297,7 +298,7 @@ def test_what_the_state_says_of_parameters_has_their_names(files: Files) -> None
         stages, buffers = [[name], []], [[], [f"{name}.b"]]
         return {
             "pipeline": Pipeline(stages, buffers, [0], {0: "a"}),
-            "tensor_parallel": TensorParallel({name: "0"}, {name: Vocabulary(3, 2)}),
+            "tensor_parallel": TensorParallel({name: Cut(0)}, {name: Vocabulary(3, 2)}),
             "state": {"universal": {"files": {name: {"cat_dim": 0}}, "model_parallel": 2}},
         }
 

@@ -15,7 +15,7 @@ from zckpt.core.inert import Scalar, TensorName
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.origin import Origin
-from zckpt.core.placement import SUM, Sliced, Table
+from zckpt.core.placement import Replicated, Sliced, Sum, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, PLACES
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint, note, warning
@@ -156,7 +156,7 @@ def test_an_empty_slice_needs_no_tensor(widths: list[int]) -> None:
 
 def test_parts_of_a_sum_are_no_copies() -> None:
     """Each rank's weight is another one; their moments are copies."""
-    cut = Sliced((2,), replicated((2,), 3), SUM)
+    cut = Sliced((2,), replicated((2,), 3), Sum())
     made = grid([Placed("b", (2,), cut, [np.arange(2)] * 3)], ("param", "exp_avg"))
     whole = merge(made.ranks, made.table)
     assert [copy.name for copy in whole.replicas] == ["b/exp_avg"] * 2
@@ -198,7 +198,7 @@ def test_a_name_may_have_slashes() -> None:
 
 def test_a_copy_has_the_bytes_of_its_rank() -> None:
     made = grid([Placed("b", (2,), None, [np.arange(2)] * 3)])
-    table = Table("rank", {"b": Sliced((2,), replicated((2,), 3), "replicated")})
+    table = Table("rank", {"b": Sliced((2,), replicated((2,), 3), Replicated())})
     whole = merge(made.ranks, table)
     holders = (whole.entries["b/param"], *whole.replicas)
     files = [fragment.extent.file for entry in holders for fragment in entry.fragments]
@@ -460,7 +460,7 @@ def test_a_copy_says_along_which_axis_it_is_one() -> None:
     """Of two stages that both have a tensor, on two tensor ranks: four copies in all."""
     ranks = [grid([Placed("b", (2,), None, [np.arange(2)] * 2)]).ranks for _ in range(2)]
     models = [merge(stages, STAGES) for stages in ranks]
-    cuts = {"b": Sliced((2,), replicated((2,), 2), "replicated")}
+    cuts = {"b": Sliced((2,), replicated((2,), 2), Replicated())}
     for table in (Table("tensor rank"), Table("tensor rank", cuts)):
         whole = merge(models, table)
         assert whole.entries["b/param"].axis == ""

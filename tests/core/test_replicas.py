@@ -14,6 +14,7 @@ from zckpt.core.facts import UNCUT, TensorParallel
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
+from zckpt.core.placement import from_text
 from zckpt.core.replicas import (
     OWN,
     SAMPLE,
@@ -41,6 +42,7 @@ def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:
 def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
     """The first entry of a name is taken, the others are copies of it."""
     taken: dict[str, Entry] = {}
+    placements = {name: from_text(rule) for name, rule in (rules or {}).items()}
     copies = [own for own in entries if taken.setdefault(own.name, own) is not own]
     return Manifest(
         root="run",
@@ -49,7 +51,7 @@ def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
         entries=taken,
         parameters={own.parameter: Parameter(own.shape, group=0) for own in taken.values()},
         replicas=tuple(copies),
-        tensor_parallel=TensorParallel(rules or {}, {}),
+        tensor_parallel=TensorParallel(placements, {}),
     )
 
 

@@ -30,9 +30,9 @@ def test_merge_is_the_inverse(made: Grid) -> None:
     for name, entry in merged.entries.items():
         expected, sliced = whole.entries[name], made.table.cuts.get(entry.parameter)
         copies = [copy for copy in merged.replicas if copy.name == name]
-        is_alone = sliced is not None and sliced.is_sum and entry.slot in WEIGHTS
+        is_alone = sliced is not None and sliced.placement.is_sum and entry.slot in WEIGHTS
         holders = sum(name in rank.entries for rank in made.ranks)
-        is_cut = sliced is not None and sliced.rule == "cut"
+        is_cut = sliced is not None and sliced.placement.is_cut
         assert len(copies) == (0 if is_cut or is_alone else holders - 1)
         for each in (entry, *copies):
             assert (each.dtype, each.shape) == (expected.dtype, expected.shape)

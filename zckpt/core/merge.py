@@ -126,8 +126,7 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
             fragments = slicing.joined(cut.slicing, slices, size, holder)
             of_copy = axis or (table.word if holder else "")
             wholes.append(Entry(name, known[0].dtype, cut.shape, fragments, axis=of_copy))
-    # parts of a sum are no copies, but all have the same gradient, and so the same moments
-    return wholes[:1] if cut.is_sum and slot in WEIGHTS else wholes
+    return wholes if cut.placement.agree(slot in WEIGHTS) else wholes[:1]
 
 
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Entry]]]:

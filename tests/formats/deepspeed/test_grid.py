@@ -15,6 +15,7 @@ import torch
 import zckpt
 from zckpt.core.facts import Vocabulary
 from zckpt.core.loading import fill
+from zckpt.core.placement import Cut
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
     IncompleteCheckpoint,
@@ -449,7 +450,7 @@ class TestRules:
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
         facts = zckpt.read(bare, tp_rules=rules).tensor_parallel
         assert facts is not None
-        assert facts.rules["1.fused.weight"] == "0:16,4,8"
+        assert facts.placements["1.fused.weight"] == Cut(0, (16, 4, 8))
 
     def test_without_rules_all_names_are_listed(self, bare: Path, tmp_path: Path) -> None:
         with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:

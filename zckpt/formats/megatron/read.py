@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.manifest import Entry, Manifest
-from ...core.placement import Sliced
+from ...core.placement import Boxes, Sliced
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -278,7 +278,7 @@ class _Reader:
         for name in names:
             entry, pieces = self.entries[f"{name}/param"], self.pieces[name]
             slicing = flats.slicing_of(name, entry.shape, pieces, tp)
-            cuts[name] = Sliced(entry.shape, slicing, "saved so")
+            cuts[name] = Sliced(entry.shape, slicing, Boxes("saved so"))
             ordered = sorted(pieces, key=lambda piece: piece.offsets)
             for rank, part in enumerate(parts):
                 piece = ordered[rank if len(ordered) >= tp else 0]

@@ -14,6 +14,7 @@ from zckpt.core.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Voca
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
+from zckpt.core.placement import Cut, Replicated
 from zckpt.core.states import OTHER
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
@@ -68,7 +69,7 @@ def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
         "embed": (4,), "norm": (1,),
     }  # fmt: skip
     assert whole.tensor_parallel == TensorParallel(
-        {"embed": "0", "norm": "replicated"}, {"embed": Vocabulary(rows=4, used=3)}
+        {"embed": Cut(0), "norm": Replicated()}, {"embed": Vocabulary(rows=4, used=3)}
     )
     assert [(copy.name, copy.axis) for copy in whole.replicas] == [
         ("norm/exp_avg_sq", "tensor rank")
@@ -80,7 +81,7 @@ def test_the_users_rules_come_first(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = 0"), None)
     assert whole.parameters["norm"].shape == (2,)
     assert whole.tensor_parallel == TensorParallel(
-        {"embed": "0", "norm": "0"}, {"embed": Vocabulary(rows=4, used=3)}
+        {"embed": Cut(0), "norm": Cut(0)}, {"embed": Vocabulary(rows=4, used=3)}
     )
 
 
