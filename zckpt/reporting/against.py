@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.description import Report, line_of
+from ..core.grouping import by_key
 from ..core.layers import Places
 from ..core.manifest import Entry
 from ..core.statistics import magnitudes
-from ..core.weights import WEIGHTS
 from ..errors import brief, counted, note
 from .numbers import finite
 
@@ -64,45 +64,43 @@ def _layers(
 ) -> tuple[list[Report], list[Counter[int]]]:
     """The change of each layer's weights: of masters, where there are any."""
     masters = {entry.parameter for entry in entries if entry.slot == "master"}
-    rows: dict[int, Report] = {}
-    sums: dict[int, list[float]] = {}
-    histograms: dict[int, Counter[int]] = {}
-    for number, entry in enumerate(entries):
-        wanted = "master" if entry.parameter in masters else "param"
-        if entry.slot != wanted or entry.slot not in WEIGHTS:
-            continue
-        layer = places.row(entry.parameter)
-        row = rows.setdefault(
-            layer,
-            {
-                **dict.fromkeys(("rms", "relative", "tensor")),
-                **dict.fromkeys(("largest", "elements", "changed"), 0),
-                "layer": places.rows[layer],
-            },
-        )
-        row["elements"] += entry.numel
-        line = lines.get(entry.name)
-        if line is None:
-            continue
-        row["changed"] += line["count"]
-        largest = finite(line.get("max_abs")) or 0.0
-        if row["tensor"] is None or largest > row["largest"]:
-            row |= {"tensor": number, "largest": largest}
-        own = sums.setdefault(layer, [0.0, 0.0])
+    weights = (
+        (places.row(entry.parameter), (number, entry))
+        for number, entry in enumerate(entries)
+        if entry.slot == ("master" if entry.parameter in masters else "param")
+    )
+    by_layer = by_key(weights)
+    ordered = sorted(by_layer)
+    rows = [_layer(places.rows[layer], by_layer[layer], lines) for layer in ordered]
+    histograms = []
+    for layer in ordered:
+        counts = Counter[int]()
+        for _, entry in by_layer[layer]:
+            counts.update(_powers(lines.get(entry.name, {}).get("histogram")))
+        histograms.append(counts)
+    return rows, histograms
+
+
+def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, Report]) -> Report:
+    """The change of the weights of one layer; `weights` have their numbers in the table."""
+    elements = sum(entry.numel for _, entry in weights)
+    changed = [(each, entry, lines[entry.name]) for each, entry in weights if entry.name in lines]
+    squares = first = 0.0
+    for _, entry, line in changed:
         rms, relative = finite(line.get("rms")), finite(line.get("relative"))
         if rms is not None:
-            own[0] += rms * rms * entry.numel
-            own[1] += (rms / relative) ** 2 * entry.numel if relative else 0.0
-        histograms.setdefault(layer, Counter()).update(_powers(line.get("histogram")))
-    ordered = sorted(rows)
-    for layer in ordered:
-        changed, first = sums.get(layer, [0.0, 0.0])
-        row = rows[layer]
-        row["rms"] = math.sqrt(changed / row["elements"]) if row["elements"] else None
-        row["relative"] = math.sqrt(changed / first) if first else 0.0 if not changed else None
-    return [rows[layer] for layer in ordered], [
-        histograms.get(layer, Counter()) for layer in ordered
-    ]
+            squares += rms * rms * entry.numel
+            first += (rms / relative) ** 2 * entry.numel if relative else 0.0
+    worst = max(changed, key=lambda each: finite(each[2].get("max_abs")) or 0.0, default=None)
+    return {
+        "rms": math.sqrt(squares / elements) if elements else None,
+        "relative": math.sqrt(squares / first) if first else None if squares else 0.0,
+        "tensor": None if worst is None else worst[0],
+        "largest": 0 if worst is None else finite(worst[2].get("max_abs")) or 0.0,
+        "elements": elements,
+        "changed": sum(line["count"] for _, _, line in changed),
+        "layer": name,
+    }
 
 
 def _powers(histogram: Report | None) -> dict[int, int]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.description import Report, line_of
-from ..core.difference import ULPS, Difference
+from ..core.difference import ULPS
 from ..core.layers import Places
 from ..core.manifest import Entry
 from ..errors import counted, problem
 from .lost import Found
-from .measuring import original, place_of
-
-Distance = tuple[int, Difference]
-"""The elements that were compared, and how they differ."""
+from .measuring import Distance, original, place_of
 
 
 def section(

@@ -170,6 +170,10 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
     return replace(entry, shape=(first,), fragments=Runs(parts)), tuple(ranges)
 
 
+Distance = tuple[int, Difference]
+"""The elements that were compared, and how they differ."""
+
+
 class Measured(Struct, frozen=True):
     """What a pass has found.
 
@@ -179,7 +183,7 @@ class Measured(Struct, frozen=True):
 
     lines: dict[str, Report]
     updates: dict[str, float]
-    distances: dict[str, Difference]
+    distances: dict[str, Distance]
     ranges: dict[str, tuple[tuple[int, int], ...]]
     problems: list[Report]
     records: RecordCounts
@@ -204,6 +208,7 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
         for group in groups_of(entries)
         for alike in by_key((ranges.get(entry.name), entry) for entry in group).values()
     ]
+    read = {entry.name: entry.numel for entry in entries}
     done = health.passed(Pass, manifest, together, copying, begin)
     records = finish([done.checker], everything=True)
     numbers = [entry for entry in manifest.entries.values() if entry.dtype in NUMBERS]
@@ -212,7 +217,7 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     return Measured(
         lines={entry.name: statistics[entry.name].report() for entry in numbers},
         updates={name: own.rms for name, own in updates.items() if own.rms is not None},
-        distances=done.distances,
+        distances={name: (read[name], each) for name, each in done.distances.items()},
         ranges=ranges,
         problems=[
             *health.damaged(manifest, done.checker),
