@@ -18,7 +18,7 @@ from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
 from ..core.version import __version__
 from ..errors import ZckptError, notice_of, warning
-from ..resume.runs import Candidate, candidates
+from ..resume.runs import Candidate, alone, candidates
 from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
 from .lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
@@ -91,17 +91,17 @@ def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate],
 
     A run may name one that was removed, or whose name was cut short.
     """
-    alone = [Candidate(path, os.path.basename(os.path.abspath(path)), path, source.get("tag"))]
+    itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
-        return alone, []
+        return itself, []
     try:
         found = candidates(path)[::-1]
     except NOTHING_TO_SHOW:
         raise
     except (ZckptError, OSError):  # it is read as one, and says what is wrong
-        return alone, []
+        return itself, []
     there = [each for each in found if os.path.isdir(each.where) or os.path.isfile(each.where)]
-    return (there, [each for each in found if each not in there]) if there else (alone, [])
+    return (there, [each for each in found if each not in there]) if there else (itself, [])
 
 
 def _document(
@@ -167,18 +167,9 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     entries = [*manifest.entries.values()]
     places = _places_in(manifest)
     table = {entry.name: number for number, entry in enumerate(entries)}
-    distances = {
-        name: (
-            sum(stop - start for start, stop in done.ranges[name])
-            if name in done.ranges
-            else manifest.entries[name].numel,
-            each,
-        )
-        for name, each in done.distances.items()
-    }
     lines += done.problems
     lines += faults.contradictions(manifest)
-    lines += masters.faults(found, distances, done.ranges)
+    lines += masters.faults(found, done.distances, done.ranges)
     lines += faults.denormal(done.lines.items())
     wrong = sum(each["kind"] == "checksum" for each in done.problems)
     about = line.section(found) | {
@@ -190,7 +181,7 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
         "tensors": numbers.table(entries, done.lines),
         "numbers": numbers.section(entries, places, done.lines, done.updates),
         "map": owners.section(found, places, entries, done.problems),
-        "masters": masters.section(distances, places, table),
+        "masters": masters.section(done.distances, places, table),
         "steps": steps.section(found),
     }
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from .. import api, formats
 from ..core import sources
@@ -69,6 +69,11 @@ class Candidate(Struct, frozen=True):
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
 
+def alone(path: str, tag: str | None = None) -> Candidate:
+    """The checkpoint at a path that is no run."""
+    return Candidate(path, os.path.basename(os.path.abspath(path)), path, tag)
+
+
 def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     """Whether a checkpoint is whole and of one save, by everything but tensors."""
     # without the tag's folder it is the file that names it which is wrong
@@ -80,8 +85,7 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
     """What `verify` has found that is wrong with a checkpoint, also what resuming does not read."""
-    fields = Notice.__struct_fields__
-    found = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
+    found = convert(report["problems"], list[Notice])
     for line in () if accept_weights else report["differences"]:
         message = f"{line['tensor']}: what is stored twice differs"
         found.append(problem("tensor-differs", message, subject=line["tensor"]))
@@ -99,11 +103,11 @@ def candidates(run: str) -> list[Candidate]:
     found = _by_tag(run)
     there = [each for each in found if sources.is_folder(each.where)]
     if found and len(there) <= 1 and formats.is_of_trainer(run):  # its folder is a part
-        return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
+        return [alone(run)]
     if found:
         return found
     if _is_one(run, neutral=True):
-        return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
+        return [alone(run)]
     if not sources.is_folder(run):
         raise NotACheckpoint(
             "not-a-checkpoint",
