@@ -14,7 +14,7 @@ from functools import partial
 from shlex import quote
 from typing import Any
 
-from msgspec import Struct, convert, to_builtins
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from .. import api
@@ -25,6 +25,7 @@ from ..errors import (
     IncompleteCheckpoint,
     MissingData,
     NotEnoughSpace,
+    Notice,
     TargetExists,
     UnsupportedCheckpoint,
     WrongOption,
@@ -116,7 +117,9 @@ class Resuming(Struct, dict=True):
 
     def resumed(self) -> tuple[Resumed | None, list[Report]]:
         left: list[Words] = []
-        for candidate in convert(self.ranks.told(self._candidates), list[Candidate]):
+        for each in self.ranks.told(self._candidates):
+            notes = tuple(Notice(**line) for line in each["notes"])
+            candidate = Candidate(**{**each, "notes": notes})
             while "reason" not in (plan := self.planned(candidate)):
                 if taken := self.taken(candidate, plan, left):
                     return taken

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import Struct, convert
+from msgspec import Struct
 
 from .. import api, formats
 from ..core import sources
@@ -85,7 +85,8 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
     """What `verify` has found that is wrong with a checkpoint, also what resuming does not read."""
-    found = convert(report["problems"], list[Notice])
+    fields = Notice.__struct_fields__
+    found = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
     for line in () if accept_weights else report["differences"]:
         message = f"{line['tensor']}: what is stored twice differs"
         found.append(problem("tensor-differs", message, subject=line["tensor"]))
