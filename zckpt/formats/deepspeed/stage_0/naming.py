@@ -114,10 +114,9 @@ def names_of(
     try:
         return [*map(named, asked)]
     except MissingData:
-        in_row = None if param_names is not None else of_stages(asked)
-        if in_row is None:
+        if param_names is not None or (found := of_stages(asked)) is None:
             raise
-        return in_row
+        return found
 
 
 def named(asked: Nameless) -> Named:
@@ -354,11 +353,12 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     Group by group, the stages' parameters follow each other as the layers do. None if two layers
     have equal weights: they may be a tied layer.
     """
+    counts = {len(each.groups) for each in asked}
+    if len(asked) == 1 or len(counts) > 1 or any(each.flats for each in asked):
+        return None
     parts = ((LayerName.of(name), weight) for name, weight in asked[0].weights.items())
     layers = by_key((part.number, (part.inner, weight)) for part, weight in parts)
-    are_tied = any(len(own) > 1 for own in alike({n: dict(own) for n, own in layers.items()}))
-    counts = {len(each.groups) for each in asked}
-    if len(asked) == 1 or len(counts) > 1 or are_tied or any(each.flats for each in asked):
+    if len(alike({number: dict(own) for number, own in layers.items()})) < len(layers):
         return None
     stages = zip(*(each.groups for each in asked), strict=True)
     whole = replace(asked[0], groups=[[*chain.from_iterable(own)] for own in stages])
@@ -400,11 +400,11 @@ def _matched(
         matched = match(unclear, [item for item in labelled.items() if item[0] not in taken], True)
     except MissingData as error:
         others = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
-        alike = [name for label in others for name in owners.get(label, ())]
+        equal = [name for label in others for name in owners.get(label, ())]
         why = f"does not show the {what} of every parameter"
-        if alike:
+        if equal:
             order = "which the order of the module does not tell apart"
-            why = f"{listed(alike, 6)} have equal {what}, {order}"
+            why = f"{listed(equal, 6)} have equal {what}, {order}"
         said = f"{asked.path}: the optimizer's state has no names, and {why}"
         raise MissingData(
             "names-needed", said, hint=HINT if what == "shape" else TRAINED

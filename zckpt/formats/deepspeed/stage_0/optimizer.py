@@ -6,7 +6,7 @@
     FP16_UnfusedOptimizer       fp32_groups, one per parameter     optimizer_state_dict
 
 Every rank has the same, and rank 0 saves it in the model file; with experts there is a file for
-each ep rank: see moe/ep_optimizers.py. Both wrappers make one update with zero gradients when they
+each ep rank: see ../ep_optimizers.py. Both wrappers make one update with zero gradients when they
 are built, which their steps count: 4 after 3 updates (0.19.8).
 """
 
