@@ -1,30 +1,42 @@
-"""The rows of an inventory: what each file of a checkpoint is for, whose it is, and its state.
+"""The one room of an inventory: which files are there, whose they are, and which are another's.
 
 A format, and each trainer's program, has a table of roles. So the name of a file says its role and
 the rank that wrote it, and a file that stands in for a lost one is that of the same role, of the
 next rank.
+
+torch.save gives the folder in its zip the name of the file, without the ending (torch 1.6 to 2.13).
+So a file that was renamed or copied still states whose it is. It states nothing if it was saved
+into a buffer (torch calls the folder `archive`), under a name of another form that no file beside
+it has, or before torch 1.6.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+
+from ..errors import InconsistentCheckpoint, Notice, note
+from . import sources
 
 State = Literal["ok", "missing", "empty", "zeros", "cut", "unreadable"]
 """`cut` ends too early, `unreadable` cannot be parsed, or has a wrong checksum."""
 Rank = tuple[tuple[str, int], ...]
 """The number of each axis that the name of a file states, the outermost first: dp 3, mp 0."""
+Numbers = tuple[int, ...]
+"""The numbers of a rank alone."""
 
 
 class Role(Struct, frozen=True):
     """What files of one form are for, such as `model`, `optimizer` or `scheduler`.
 
-    `names` are the names, with the folders in them, and each group is the number of one of the
-    `axes`. Of a `fixed` axis (a layer's) no file is like that of another number. A program writes
-    the `last` one when all ranks have written theirs.
+    `names` are the names, with the folders in them. Each group is the number of one of the `axes`,
+    and an empty one is 0; a first group `stem` is what the program chose. Of a `fixed` axis (a
+    layer's) no file is like that of another number. A program writes the `last` one when all ranks
+    have written theirs.
     """
 
     name: str
@@ -33,18 +45,49 @@ class Role(Struct, frozen=True):
     fixed: str = ""
     is_last: bool = False
 
+    def named(self, example: str, numbers: Numbers) -> str:
+        """The name of the file with these numbers; `example` is one of the same form."""
+        match = _match(self, example)
+        assert match is not None
+        for (group, digits), number in reversed([*zip(_groups(match), numbers, strict=True)]):
+            if digits:
+                width = len(digits) if digits.startswith("0") else 1
+                start, stop = match.span(group)
+                example = f"{example[:start]}{number:0{width}d}{example[stop:]}"
+        return example
+
 
 def role(name: str, names: str, *axes: str, fixed: str = "", is_last: bool = False) -> Role:
     """A role whose names are given as a regular expression, in which digits are ASCII."""
     return Role(name, re.compile(names, re.ASCII | re.DOTALL), axes, fixed, is_last)
 
 
+ANY = role("file", r"(?P<stem>.*)")
+"""Files that are told apart by their whole names."""
+
+
 class Known(Struct, frozen=True):
-    """What the name of a file says: its role, whose it is, and the name without these numbers."""
+    """What the name of a file says: its role, whose it is, and what stands before that."""
 
     role: Role
     rank: Rank
-    form: str
+    stem: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.rank)
+
+    @property
+    def numbers(self) -> Numbers:
+        return tuple(number for _, number in self.rank)
+
+    def is_like(self, other: Known) -> bool:
+        """Whether the other name is that of a rank's file of the same kind."""
+        return (self.role, self.stem) == (other.role, other.stem)
+
+    def at(self, axis: str) -> int | None:
+        """The number of one axis; None if the name has none."""
+        return dict(self.rank).get(axis)
 
 
 class Row(Struct, frozen=True):
@@ -59,26 +102,24 @@ class Row(Struct, frozen=True):
 
 def known(roles: Iterable[Role], path: str) -> Known | None:
     """What the name of a file says, which is the end of its path; None if no role has it."""
-    places = [0, *(at + 1 for at, letter in enumerate(path) if letter == "/")]
     for role in roles:
-        for place in places:
-            if match := role.names.fullmatch(path, place):
-                return Known(role, _rank(role, match), _form(match))
+        if (match := _match(role, path)) is not None:
+            pairs = zip(role.axes, (digits for _, digits in _groups(match)), strict=True)
+            rank = tuple((axis, int(digits or 0)) for axis, digits in pairs if digits is not None)
+            return Known(role, rank, path[: match.start()] + match.groupdict().get("stem", ""))
     return None
 
 
-def _rank(role: Role, match: re.Match[str]) -> Rank:
-    pairs = zip(role.axes, match.groups(), strict=True)
-    return tuple((axis, int(number)) for axis, number in pairs if number is not None)
+def _match(role: Role, path: str) -> re.Match[str] | None:
+    places = [0, *(at + 1 for at, letter in enumerate(path) if letter == "/")]
+    matches = (role.names.fullmatch(path, place) for place in places)
+    return next((match for match in matches if match), None)
 
 
-def _form(match: re.Match[str]) -> str:
-    text, end = "", 0
-    for group in range(1, 1 + match.re.groups):
-        if match[group] is not None:
-            text += match.string[end : match.start(group)] + "#"
-            end = match.end(group)
-    return text + match.string[end:]
+def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
+    """The groups of numbers, and the digits in each."""
+    first = 1 + len(match.re.groupindex)
+    return [(group, match[group]) for group in range(first, 1 + match.re.groups)]
 
 
 def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | None:
@@ -90,11 +131,88 @@ def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | Non
     found = []
     for path in paths:
         other = known(roles, path)
-        if own is None or other is None or (other.role, other.form) != (own.role, own.form):
+        if own is None or other is None or not own.is_like(other) or own.axes != other.axes:
             continue
-        pairs = enumerate(zip(own.rank, other.rank, strict=True))
+        pairs = enumerate(zip(own.numbers, other.numbers, strict=True))
         apart = [(place, mine, theirs) for place, (mine, theirs) in pairs if mine != theirs]
-        if len(apart) == 1 and apart[0][1][0] != own.role.fixed:
-            place, (_, mine), (_, theirs) = apart[0]
+        if len(apart) == 1 and own.axes[apart[0][0]] != own.role.fixed:
+            place, mine, theirs = apart[0]
             found.append(((place, theirs > mine, abs(theirs - mine)), path))
     return min(found)[1] if found else None
+
+
+# -- files that were saved as another's
+
+
+class SavedName(Struct, frozen=True):
+    """What the name of a rank's file says, and what the one says under which it was saved.
+
+    `saved_as` is that name, with the ending of today's. `stated` is None if the file states no name
+    of the same form, and not the name of another file.
+    """
+
+    path: str
+    saved_as: str
+    own: Known
+    stated: Known | None
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the file was saved as that of another rank.
+
+        An axis that only one of the two names has is not compared.
+        """
+        if self.stated is None:
+            return False
+        pairs = ((number, self.stated.at(axis)) for axis, number in self.own.rank)
+        return not self.own.is_like(self.stated) or any(b not in (None, a) for a, b in pairs)
+
+
+def saved_names(
+    roles: Sequence[Role], folders: Mapping[str, str | None], beside: Iterable[str] = ()
+) -> list[SavedName]:
+    """The names of all files of a checkpoint that have one of these roles.
+
+    `folders` are those in the zips: None without a zip. `beside` are names of further files in the
+    same directory.
+    """
+    stems = {os.path.splitext(os.path.basename(name))[0] for name in (*folders, *beside)}
+    names = []
+    for path, folder in folders.items():
+        name = os.path.basename(path)
+        own, saved_as = known(roles, name), f"{folder}{os.path.splitext(name)[1]}"
+        if own is None:
+            continue
+        stated = None if folder is None or sources.is_stand_in(path) else known(roles, saved_as)
+        if stated is not None and not own.is_like(stated) and folder not in stems:
+            stated = None
+        names.append(SavedName(path, saved_as, own, stated))
+    return names
+
+
+def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
+    """Raises InconsistentCheckpoint if a file was saved as that of another one of `what`."""
+    for name in names:
+        if name.is_other:
+            raise InconsistentCheckpoint(
+                "swapped-files",
+                f"{name.path} was saved as {name.saved_as}: files of two {what} are swapped, or "
+                "one was renamed or copied",
+                hint="copy all files again; if this one was only renamed, give it its own name "
+                f"again ({name.saved_as})",
+                file=name.path,
+            )
+
+
+def nameless(names: Sequence[SavedName]) -> list[Notice]:
+    """A note on files of ranks that state no name: for these, `refuse_others` says nothing."""
+    count = sum(name.stated is None for name in names)
+    if not count:
+        return []
+    return [
+        note(
+            "saved-name-unknown",
+            f"{count} of {len(names)} rank files state no name of their own: if one of these was "
+            "swapped or copied, no name shows it",
+        )
+    ]

@@ -25,7 +25,7 @@ from ...files.torchfile import Tensor, TorchFile
 from ...training.faults import TRANSPOSED
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
-from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
+from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.module_names import as_in_module
 from ..deepspeed_states.states import (
@@ -155,7 +155,7 @@ def _check_world(
     dp, name = len(files.optimizers), os.path.basename(files.optimizers[0])
 
     def named(rank: int) -> str:
-        return at_place(OPTIMIZER, name, (rank, files.number))
+        return OPTIMIZER.named(name, (rank, files.number))
 
     _check_count(directory, "optimizer files of {} ranks", dp, model.get("dp_world_size"), named)
     count = state.get("partition_count")

@@ -20,8 +20,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ...core.filenames import numbers_of
-from ...core.inventory import role
+from ...core.inventory import Role, known, role
 from ...core.missing_ranks import missing_ranks
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.directories import (
@@ -65,15 +64,12 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
     Raises IncompleteCheckpoint and InconsistentCheckpoint.
     """
     paths: dict[int, dict[int, str]] = {}
-    kinds = set()
+    kinds = set[Role]()
     for name in os.listdir(directory.path):
-        full = os.path.join(directory.path, name)
-        if numbers := numbers_of(MODEL, name):
-            paths.setdefault(numbers[0], {})[0] = full
-            kinds.add(MODEL)
-        elif numbers := numbers_of(MODEL_3, name):
-            paths.setdefault(numbers[1], {})[numbers[0]] = full
-            kinds.add(MODEL_3)
+        if (own := known((MODEL, MODEL_3), name)) is not None:
+            ranked = paths.setdefault(own.numbers[-1], {})
+            ranked[own.at("dp") or 0] = os.path.join(directory.path, name)
+            kinds.add(own.role)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(
             "mixed-saves",
@@ -89,8 +85,8 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
             "the like",
             file=directory.path,
         )
-    for ranked in [set(paths), *map(set, paths.values())]:
-        if missing := sorted(set(range(max(ranked) + 1)) - ranked):
+    for numbers in [set(paths), *map(set, paths.values())]:
+        if missing := sorted(set(range(max(numbers) + 1)) - numbers):
             hint = "the converter copies the files of all ranks"
             raise missing_ranks(directory.path, missing, "model", hint=hint)
     return [[files[rank] for rank in sorted(files)] for _, files in sorted(paths.items())]

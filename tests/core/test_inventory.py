@@ -7,19 +7,24 @@ import os
 import pytest
 
 from zckpt.core import sources
-from zckpt.core.saved_names import Place, nameless, refuse_others, saved_names
+from zckpt.core.inventory import nameless, refuse_others, role, saved_names
 from zckpt.errors import InconsistentCheckpoint
-from zckpt.formats.deepspeed_states import agreement as deepspeed
+from zckpt.formats.deepspeed_states import directories as deepspeed
 from zckpt.formats.gathered import files as gathered
 from zckpt.formats.onnxruntime import legacy as onnxruntime
 
 from ..conftest import texts
 
-PLACES = {
-    "deepspeed": deepspeed.place_of,
-    "gathered": gathered.place_of,
-    "onnxruntime": onnxruntime.place_of,
+ROLES = {
+    "deepspeed": deepspeed.ROLES,
+    "gathered": gathered.OF_RANKS,
+    "onnxruntime": (onnxruntime.OF_RANK,),
 }
+OF_LAYERS = (
+    role("layer", r"layer-(\d+)(?:-(\d+))?\.pt", "layer", "part"),
+    role("expert", r"(?P<stem>expert)-(\d+)\.pt", "layer"),
+    role("file", r"None\.pt"),
+)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ PLACES = {
     ],
 )
 def test_the_file_of_another_rank(kind: str, name: str, saved_as: str) -> None:
-    names = saved_names({f"/run/{name}": saved_as}, PLACES[kind])
+    names = saved_names(ROLES[kind], {f"/run/{name}": saved_as})
     assert texts(nameless(names)) == []
     with pytest.raises(InconsistentCheckpoint, match=f"/run/{name} was saved as") as error:
         refuse_others(names)
@@ -80,7 +85,7 @@ def test_the_file_of_another_rank(kind: str, name: str, saved_as: str) -> None:
     ],
 )
 def test_a_name_of_the_same_rank(kind: str, name: str, saved_as: str) -> None:
-    names = saved_names({f"/run/{name}": saved_as}, PLACES[kind])
+    names = saved_names(ROLES[kind], {f"/run/{name}": saved_as})
     refuse_others(names)
     assert texts(nameless(names)) == []
 
@@ -100,7 +105,7 @@ def test_a_name_of_the_same_rank(kind: str, name: str, saved_as: str) -> None:
 )
 def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) -> None:
     own = {f"/run/{name}": saved_as, f"/other/{name}": os.path.splitext(name)[0]}
-    names = saved_names(own, PLACES[kind])
+    names = saved_names(ROLES[kind], own)
     refuse_others(names)
     assert texts(nameless(names)) == [
         "1 of 2 rank files state no name of their own: if one of these was swapped or copied, no "
@@ -109,7 +114,7 @@ def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) ->
 
 
 def test_files_of_no_rank_are_not_counted() -> None:
-    assert saved_names({"/run/model_2.pt": "model_1", "/run/a.pt": None}, gathered.place_of) == []
+    assert saved_names(ROLES["gathered"], {"/run/model_2.pt": "model_1", "/run/a.pt": None}) == []
 
 
 def test_the_name_of_another_file() -> None:
@@ -117,16 +122,10 @@ def test_the_name_of_another_file() -> None:
     own = {f"/run/layer_0{layer}-model_states.pt": f"layer_0{layer}-model_states" for layer in "12"}
     optimizer = "zero_pp_rank_0_mp_rank_00_optim_states"
     lost = own | {"/run/layer_02-model_states.pt": optimizer}
-    refuse_others(saved_names(lost, deepspeed.place_of))
+    refuse_others(saved_names(deepspeed.ROLES, lost))
     copied = lost | {f"/run/{optimizer}.pt": optimizer}
     with pytest.raises(InconsistentCheckpoint, match=f"layer_02.* was saved as {optimizer}.pt"):
-        refuse_others(saved_names(copied, deepspeed.place_of))
-
-
-def stem_of(name: str) -> Place:
-    """A place of any name: `layer-1-2.pt` is 1, 2 of `layer`."""
-    form, *numbers = os.path.splitext(name)[0].split("-")
-    return form, tuple(map(int, numbers))
+        refuse_others(saved_names(deepspeed.ROLES, copied))
 
 
 @pytest.mark.parametrize(
@@ -142,18 +141,18 @@ def stem_of(name: str) -> Place:
 def test_forms_and_the_numbers_that_both_names_have_are_compared(
     name: str, saved_as: str, is_other: bool
 ) -> None:
-    found = saved_names({f"/run/{name}": saved_as}, stem_of, [f"{saved_as}.pt"])
+    found = saved_names(OF_LAYERS, {f"/run/{name}": saved_as}, [f"{saved_as}.pt"])
     assert [own.is_other for own in found] == [is_other]
 
 
 def test_a_file_without_a_zip_states_no_place() -> None:
     """`None.pt` is a name as any other."""
-    assert [own.stated for own in saved_names({"/run/None.pt": None}, stem_of)] == [None]
+    assert [own.stated for own in saved_names(OF_LAYERS, {"/run/None.pt": None})] == [None]
 
 
 def test_a_file_that_stands_in_for_a_lost_one_states_no_place() -> None:
     own = {"/run/layer-1.pt": "layer-2", "/run/layer-2.pt": "layer-2"}
     with sources.standing_in(["/run/layer-1.pt"]):
-        found = saved_names(own, stem_of)
-    assert [name.stated for name in found] == [None, ("layer", (2,))]
+        found = saved_names(OF_LAYERS, own)
+    assert [name.stated and name.stated.rank for name in found] == [None, (("layer", 2),)]
     refuse_others(found)
