@@ -1,4 +1,4 @@
-"""Whose is a file, by the name under which it was saved?"""
+"""Whose is a file, by its name and that under which it was saved, and which are missing?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ import os
 import pytest
 
 from zckpt.core import sources
-from zckpt.core.inventory import nameless, refuse_others, role, saved_names
-from zckpt.errors import InconsistentCheckpoint
+from zckpt.core.inventory import (
+    Numbers,
+    Row,
+    every,
+    gaps,
+    missing_file,
+    nameless,
+    refuse_gaps,
+    refuse_others,
+    role,
+    saved_names,
+)
+from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
 from zckpt.formats.deepspeed_states import directories as deepspeed
 from zckpt.formats.gathered import files as gathered
 from zckpt.formats.onnxruntime import legacy as onnxruntime
@@ -156,3 +167,58 @@ def test_a_file_that_stands_in_for_a_lost_one_states_no_place() -> None:
         found = saved_names(OF_LAYERS, own)
     assert [name.stated and name.stated.rank for name in found] == [None, (("layer", 2),)]
     refuse_others(found)
+
+
+def test_a_missing_file() -> None:
+    error = missing_file("/run/a.pt", "index.json", "copy it")
+    assert isinstance(error, IncompleteCheckpoint)
+    assert error.message == "/run/a.pt is missing, which index.json names"
+    assert error.hint == "copy it"
+    assert missing_file("/run/a.pt").message == "/run/a.pt is missing"
+
+
+PART = role("part", r"a_(\d+)(?:_of_(\d+))?\.pt", "dp", "of", fixed="of")
+
+
+def test_gaps_have_names_like_those_that_are_there() -> None:
+    there: dict[Numbers, str] = {(0, 4): "/run/a_00_of_4.pt", (2, 4): "/run/a_02_of_4.pt"}
+    rows = gaps(PART, there, every(range(4), range(4, 5)))
+    assert rows == [
+        Row("part", f"a_0{n}_of_4.pt", f"/run/a_0{n}_of_4.pt", (("dp", n), ("of", 4)), "missing")
+        for n in (1, 3)
+    ]
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        refuse_gaps("/run", rows, "it has 2 of 4", "take the other copy")
+    error = caught.value
+    assert error.message == "/run lacks a_01_of_4.pt, a_03_of_4.pt (it has 2 of 4)"
+    assert error.hint.startswith("expected a_01_of_4.pt: copy it again, or take an earlier")
+    assert error.hint.endswith("; take the other copy")
+    assert error.paths == ("/run/a_01_of_4.pt", "/run/a_03_of_4.pt")
+    (row,) = gaps(PART, {}, [(1,)], "/run/a_0.pt")
+    assert (row.path, row.rank) == ("/run/a_1.pt", (("dp", 1),))
+
+
+def test_nothing_is_missing() -> None:
+    refuse_gaps("/run", gaps(PART, {(0,): "/run/a_0.pt"}, every(range(1))))
+
+
+def test_a_huge_number_names_the_first_files() -> None:
+    rows = gaps(PART, {(0, 1): "/run/a_0_of_1.pt"}, every(range(10**18), range(10**18)))
+    assert len(rows) == 64
+
+
+def test_a_missing_file_with_a_name_of_the_programs_own() -> None:
+    rows = [Row("", "", "/run", (("dp", rank),), "missing") for rank in (1, 3)]
+    with pytest.raises(IncompleteCheckpoint, match="/run lacks the file of rank 1, ") as caught:
+        refuse_gaps("/run", rows, hint="its rank is in it")
+    assert (caught.value.hint, caught.value.paths) == ("its rank is in it", ())
+
+
+def test_long_lists_are_cut() -> None:
+    assert listed(range(3)) == "0, 1, 2"
+    assert listed(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
+
+
+def test_a_name_is_no_line_of_its_own() -> None:
+    assert listed(["a\nHint: b"]) == r"a\nHint: b"

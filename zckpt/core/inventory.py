@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Literal
 
 from msgspec import Struct
 
-from ..errors import InconsistentCheckpoint, Notice, note
+from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, listed, note
 from . import sources
 
 State = Literal["ok", "missing", "empty", "zeros", "cut", "unreadable"]
@@ -49,7 +50,8 @@ class Role(Struct, frozen=True):
         """The name of the file with these numbers; `example` is one of the same form."""
         match = _match(self, example)
         assert match is not None
-        for (group, digits), number in reversed([*zip(_groups(match), numbers, strict=True)]):
+        groups = [(group, digits) for group, digits in _groups(match) if digits is not None]
+        for (group, digits), number in reversed([*zip(groups, numbers, strict=True)]):
             if digits:
                 width = len(digits) if digits.startswith("0") else 1
                 start, stop = match.span(group)
@@ -80,6 +82,10 @@ class Known(Struct, frozen=True):
     @property
     def numbers(self) -> Numbers:
         return tuple(number for _, number in self.rank)
+
+    def numbers_with(self, axis: str, number: int) -> Numbers:
+        """The numbers of another rank of one axis."""
+        return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: Known) -> bool:
         """Whether the other name is that of a rank's file of the same kind."""
@@ -139,6 +145,74 @@ def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | Non
             place, mine, theirs = apart[0]
             found.append(((place, theirs > mine, abs(theirs - mine)), path))
     return min(found)[1] if found else None
+
+
+# -- files that are missing
+
+
+MOST = 64
+"""So many missing files are named: a damaged number of ranks may be huge."""
+
+
+def every(*axes: range) -> Iterator[Numbers]:
+    """All numbers of these axes; the ranges are not held, as a damaged one may be huge."""
+    if not axes:
+        yield ()
+    else:
+        yield from ((first, *rest) for first in axes[0] for rest in every(*axes[1:]))
+
+
+def gaps(
+    role: Role, there: Mapping[Numbers, str], wanted: Iterable[Numbers], example: str = ""
+) -> list[Row]:
+    """Rows of the first files that are `wanted` and not `there`, which are paths by numbers.
+
+    They have names like the `example`, or like the first one that is there.
+    """
+    missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
+    example = example or there[min(there)]
+    axes = known((role,), example).axes  # type: ignore[union-attr]
+    paths = [(numbers, role.named(example, numbers)) for numbers in missing]
+    return [
+        Row(role.name, os.path.basename(path), path, tuple(zip(axes, own, strict=True)), "missing")
+        for own, path in paths
+    ]
+
+
+def refuse_gaps(where: str, rows: Sequence[Row], reason: str = "", hint: str = "") -> None:
+    """Raises IncompleteCheckpoint if files of ranks are missing in a folder.
+
+    `reason` says from what that is known, and `hint` what else helps. A row without a name is that
+    of a file with a name of the program's own.
+    """
+    if not rows:
+        return
+    paths = [row.path for row in rows if row.name]
+    names = [os.path.relpath(path, where) for path in paths]
+    unnamed = [f"the file of rank {row.rank[0][1]}" for row in rows if not row.name]
+    raise IncompleteCheckpoint(
+        "missing-rank-file",
+        f"{where} lacks {listed(names or unnamed, 3)}" + (f" ({reason})" if reason else ""),
+        "; ".join(filter(None, (expecting(names[0]) if names else "", hint))),
+        paths,
+        file=where,
+    )
+
+
+def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:
+    """The error of a file that is not there; `stated_by` is the file that names it."""
+    return IncompleteCheckpoint(
+        "missing-file",
+        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""),
+        hint,
+        [path],
+        file=path,
+    )
+
+
+def expecting(name: str) -> str:
+    """The hint for a file that is lost; `name` is its name."""
+    return f"expected {name}: copy it again, or take an earlier checkpoint (of a run: --tag)"
 
 
 # -- files that were saved as another's

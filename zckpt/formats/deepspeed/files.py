@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 from msgspec import Struct, field
 
 from ...core import sources
 from ...core.grid import Grid
 from ...core.grouping import by_key
-from ...core.inventory import Numbers, Role, known, role
-from ...core.missing_ranks import expecting
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, ZckptError, listed, note
+from ...core.inventory import Numbers, Role, gaps, known, refuse_gaps, role
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, ZckptError, note
 from ...files.beginning import number_in
 from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.directories import (
@@ -54,7 +53,6 @@ COUNTERS = "global_steps", "global_samples"
 """Keys of a model file, the first of which counts the updates; they follow each other (0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = role("expert", r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt", "expert", "mp")
-MOST = 64  # missing files that an error names
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 Found = Mapping[Role, Mapping[Numbers, str]]
@@ -273,25 +271,11 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
 
 
 def need_files(
-    directory: TagDirectory, role: Role, found: Found, places: Iterable[Numbers]
+    directory: TagDirectory, role: Role, found: Found, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint unless there are files of this role at all places, or none."""
-    files = found[role]
-    # a damaged number may be huge: only the first missing files are listed
-    if files and (missing := list(islice((p for p in places if p not in files), MOST))):
-        example = os.path.basename(files[min(files)])
-        raise missing_files(directory, [role.named(example, place) for place in missing])
-
-
-def missing_files(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoint:
-    """The error for a directory without the files of these names."""
-    return IncompleteCheckpoint(
-        "missing-rank-file",
-        f"{directory.path} lacks {listed(names, 3)}",
-        hint=expecting(names[0]),
-        paths=[os.path.join(directory.path, name) for name in names],
-        file=directory.path,
-    )
+    """Raises IncompleteCheckpoint unless all wanted files of this role are there, or none."""
+    if found[role]:
+        refuse_gaps(directory.path, gaps(role, found[role], wanted))
 
 
 def recovery_scripts(tag: str) -> list[Notice]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.inert import nested
-from ...core.inventory import known
-from ...core.missing_ranks import missing_file
+from ...core.inventory import known, missing_file
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

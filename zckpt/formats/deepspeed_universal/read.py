@@ -16,9 +16,8 @@ from ...core import agreement, sources
 from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, to_json
-from ...core.inventory import ANY, refuse_others, saved_names
+from ...core.inventory import ANY, missing_file, refuse_others, saved_names
 from ...core.manifest import Manifest, Sighting, slot_name
-from ...core.missing_ranks import missing_file
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,

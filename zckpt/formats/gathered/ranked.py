@@ -50,6 +50,7 @@ from .distributed import (
     ranks_of,
     read_distributed,
 )
+from .files import ROLES
 
 ACCELERATE = "pytorch_model_fsdp"
 """How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
@@ -94,11 +95,11 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool 
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
-    reason, hint = f"{name} is one of {world} ranks'", "put all ranks' files into one directory"
+    reason, hint = f"{name} is one of {world} ranks'", ""
     if are_shares:
         reason += ", each with its own share of ZeroRedundancyOptimizer"
-        hint += ". --weights-only takes the weights"
-    require_all(paths, world, folder or ".", reason, hint)
+        hint = "--weights-only takes the weights"
+    require_all(paths, world, folder or ".", reason, hint, ROLES)
 
 
 def refuse_part(file: TorchFile) -> None:

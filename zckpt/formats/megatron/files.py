@@ -39,9 +39,12 @@ BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+MODEL = role(
+    *("model", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt", "tp", "pp", "ep")
+)
 ROLES = (
     role("items", r"__(\d+)_(\d+)\.distcp", "dp", "part"),
-    role("model", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt", "tp", "pp", "ep"),
+    MODEL,
     role("optimizer", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/distrib_optim\.pt", "tp", "pp", "ep"),
     role("common state", r"common\.pt"),
     role("marker", r"metadata\.json"),

@@ -148,12 +148,12 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
         if by_rank.setdefault(rank, file) != file:
             what = f"{by_rank[rank]} and {file} are both of rank {rank}"
             raise InconsistentCheckpoint("mixed-saves", what)
-    hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
-    if not checkpoint.parsed:
-        lost = next((rank for rank in range(checkpoint.ranks) if rank not in by_rank), 0)
-        hint = f"expected {os.path.basename(checkpoint.name.replace('*', str(lost)))}"
-    reason = f"it holds {len(by_rank)} of {checkpoint.ranks}"
-    require_all(by_rank, checkpoint.ranks, path, reason, hint)
+    reason, hint = f"it holds {len(by_rank)} of {checkpoint.ranks}", ""
+    if checkpoint.parsed:
+        hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
+    roles = () if checkpoint.parsed else (legacy.OF_RANK,)
+    where = path if sources.is_folder(path) else os.path.dirname(path) or "."
+    require_all(by_rank, checkpoint.ranks, where, reason, hint, roles)
     return checkpoint
 
 
