@@ -23,8 +23,9 @@ from msgspec import Struct
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, listed, note
 from . import sources
 
-State = Literal["ok", "missing", "empty", "zeros", "cut", "unreadable"]
-"""`cut` ends too early, `unreadable` cannot be parsed, or has a wrong checksum."""
+State = Literal["ok", "missing", "empty", "zeros", "cut", "unreadable", "foreign", "unexpected"]
+"""`cut` ends too early, `unreadable` cannot be parsed, or has a wrong checksum. `foreign` is a file
+of another run, engine or rank, `unexpected` one of a rank that the others do not count."""
 Rank = tuple[tuple[str, int], ...]
 """The number of each axis that the name of a file states, the outermost first: dp 3, mp 0."""
 Numbers = tuple[int, ...]
@@ -97,13 +98,19 @@ class Known(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """One file: its role, its name below the checkpoint, whose it is, and its state."""
+    """One file: its role, its name below the checkpoint, whose it is, and its state.
+
+    `size` is in bytes, None if it is not known. `saved_as` is the name under which torch.save wrote
+    it, with the ending of today's, where a reader has looked for it.
+    """
 
     role: str
     name: str
     path: str
     rank: Rank = ()
     state: State = "ok"
+    size: int | None = None
+    saved_as: str | None = None
 
 
 def known(roles: Iterable[Role], path: str) -> Known | None:
@@ -221,12 +228,10 @@ def expecting(name: str) -> str:
 class SavedName(Struct, frozen=True):
     """What the name of a rank's file says, and what the one says under which it was saved.
 
-    `saved_as` is that name, with the ending of today's. `stated` is None if the file states no name
-    of the same form, and not the name of another file.
+    `stated` is None if the file states no name of the same form, and not the name of another file.
     """
 
-    path: str
-    saved_as: str
+    row: Row
     own: Known
     stated: Known | None
 
@@ -254,28 +259,29 @@ def saved_names(
     names = []
     for path, folder in folders.items():
         name = os.path.basename(path)
-        own, saved_as = known(roles, name), f"{folder}{os.path.splitext(name)[1]}"
-        if own is None:
+        if (own := known(roles, name)) is None:
             continue
-        stated = None if folder is None or sources.is_stand_in(path) else known(roles, saved_as)
+        is_stated = folder is not None and not sources.is_stand_in(path)
+        saved_as = f"{folder}{os.path.splitext(name)[1]}" if is_stated else None
+        stated = known(roles, saved_as) if saved_as else None
         if stated is not None and not own.is_like(stated) and folder not in stems:
             stated = None
-        names.append(SavedName(path, saved_as, own, stated))
+        row = Row(own.role.name, name, path, own.rank, saved_as=saved_as)
+        names.append(SavedName(row, own, stated))
     return names
 
 
 def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
     """Raises InconsistentCheckpoint if a file was saved as that of another one of `what`."""
-    for name in names:
-        if name.is_other:
-            raise InconsistentCheckpoint(
-                "swapped-files",
-                f"{name.path} was saved as {name.saved_as}: files of two {what} are swapped, or "
-                "one was renamed or copied",
-                hint="copy all files again; if this one was only renamed, give it its own name "
-                f"again ({name.saved_as})",
-                file=name.path,
-            )
+    for row in (name.row for name in names if name.is_other):
+        raise InconsistentCheckpoint(
+            "swapped-files",
+            f"{row.path} was saved as {row.saved_as}: files of two {what} are swapped, or one was "
+            "renamed or copied",
+            hint="copy all files again; if this one was only renamed, give it its own name again "
+            f"({row.saved_as})",
+            file=row.path,
+        )
 
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:

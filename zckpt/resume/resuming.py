@@ -366,7 +366,7 @@ class Resuming:
 
     def _missing(self, target: str) -> Report | None:
         """What is missing in a complete directory by now."""
-        own = verdict.judged(lambda: api.read(target, nameless=True, by_checksums=True))
+        own = verdict.judged(lambda: api.read(target, nameless=True, by_checksums=True), target)
         return line_of(own.problems[0]) if own.problems else None
 
     def _discard(self, target: str) -> None:

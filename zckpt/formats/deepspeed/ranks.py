@@ -171,7 +171,7 @@ def _check_count(directory: TagDirectory, axis: str, files: Sequence[str], state
             f"{directory.path} holds files of {count} {ranks}, but its model states say there were "
             f"{stated}",
             hint="files of another save may lie between them; keep those of one save",
-            file=directory.path,
+            file=files[stated] if stated >= 0 else directory.path,
         )
     own = known(ROLES, files[0])
     assert own is not None

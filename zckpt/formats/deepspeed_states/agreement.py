@@ -160,10 +160,10 @@ def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbe
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
     """Raises InconsistentCheckpoint if two model ranks have the same optimizer, byte by byte."""
     optimizers = by_key(
-        (name.own.numbers[-1], files[name.path])
+        (name.own.numbers[-1], files[name.row.path])
         for name in sorted(names, key=lambda name: name.own.numbers)
         if name.own.role is OPTIMIZER
-        or (name.own.role is MODEL and _has_optimizer(files[name.path].value))
+        or (name.own.role is MODEL and _has_optimizer(files[name.row.path].value))
     )
     contents = {  # without a checksum, nothing is known to be equal
         number: [[(k, r.crc or each.path) for k, r in sorted(each.records.items())] for each in own]
