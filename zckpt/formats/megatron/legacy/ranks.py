@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from ....core import sources
 from ....core.grouping import by_key
-from ....core.inventory import Numbers, every, gaps, missing_file, refuse_gaps
+from ....core.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps
 from ....errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -121,11 +121,13 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         )
     places: dict[tuple[int, int, int], str] = {}
     for name in names:
-        tp, *numbers = (int(number) for number in name.split("_")[2:])
+        own = known((MODEL,), files[name].path)
+        assert own is not None
+        tp, *numbers = own.numbers
         pp = numbers.pop(0) if numbers and staged else 0
         ep = numbers.pop(0) if numbers and spread else 0
         place = pp, ep, tp
-        if numbers or any(size and own >= size for own, size in zip(place, stated, strict=True)):
+        if numbers or any(size and at >= size for at, size in zip(place, stated, strict=True)):
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{folder} has the folder {name}, but by its arguments the run had no such rank",
