@@ -49,7 +49,7 @@ class Role(Struct, frozen=True):
 
     def named(self, example: str, numbers: Numbers) -> str:
         """The name of the file with these numbers; `example` is one of the same form."""
-        match = _match(self, example)
+        match = _match(self, example, _places(example))
         assert match is not None
         groups = [(group, digits) for group, digits in _groups(match) if digits is not None]
         for (group, digits), number in reversed([*zip(groups, numbers, strict=True)]):
@@ -115,18 +115,25 @@ class Row(Struct, frozen=True):
 
 def known(roles: Iterable[Role], path: str) -> Known | None:
     """What the name of a file says, which is the end of its path; None if no role has it."""
+    places = _places(path)
     for role in roles:
-        if (match := _match(role, path)) is not None:
+        if (match := _match(role, path, places)) is not None:
             pairs = zip(role.axes, (digits for _, digits in _groups(match)), strict=True)
             rank = tuple((axis, int(digits or 0)) for axis, digits in pairs if digits is not None)
             return Known(role, rank, path[: match.start()] + match.groupdict().get("stem", ""))
     return None
 
 
-def _match(role: Role, path: str) -> re.Match[str] | None:
-    places = [0, *(at + 1 for at, letter in enumerate(path) if letter == "/")]
-    matches = (role.names.fullmatch(path, place) for place in places)
-    return next((match for match in matches if match), None)
+def _places(path: str) -> list[int]:
+    """Where the end of a path may begin that is a name with its folders."""
+    return [0, *(at.end() for at in re.finditer("/", path))]
+
+
+def _match(role: Role, path: str, places: Sequence[int]) -> re.Match[str] | None:
+    for place in places:
+        if match := role.names.fullmatch(path, place):
+            return match
+    return None
 
 
 def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
