@@ -67,19 +67,9 @@ OTHER_NAMES = (
 )
 DEPTH = 4
 COUNTER = "global_step"
-OF_RANK = r"[._-]?(?:world_size_(\d+)_)?(?<![a-z])rank_?(\d+)\.(?:pt|pth|bin|ckpt)"
-OF_RANKS = tuple(
-    role(name, rf"(?P<stem>{stem}){OF_RANK}", "world", "dp", fixed="world")
-    for name, stem in (
-        ("optimizer", r".*optim.*?"),
-        ("model", r".*(?:model|weights).*?"),
-        ("state of a rank", r".*?"),
-    )
-)
 ROLES = (
-    *OF_RANKS,
-    role("optimizer", r"(?P<stem>.*optim.*?)_(\d+)\.pt", "dp"),
-    role("model", r"(?P<stem>.*model.*?)_(\d+)\.pt", "dp"),
+    *distributed.OF_RANKS,
+    *distributed.OF_ITEMS,
     role("optimizer", r".*optim[^/]*"),
     role("model", r".*(?:model|weights)[^/]*"),
 )
@@ -273,7 +263,7 @@ def _is_others(name: str) -> bool:
 
 def _of_rank(name: str) -> Known | None:
     """What the name of a rank's file says: its stem, the rank, and maybe the number of ranks."""
-    return None if "rank" not in name or _is_others(name) else known(OF_RANKS, name)
+    return None if "rank" not in name or _is_others(name) else known(distributed.OF_RANKS, name)
 
 
 def _is_part(folder: str, name: str) -> bool:

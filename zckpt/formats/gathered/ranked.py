@@ -42,6 +42,8 @@ from ..statedict.tree import (
     piece_of,
 )
 from .distributed import (
+    OF_ITEMS,
+    OF_RANKS,
     DistributedTensor,
     LocalPart,
     MeshCache,
@@ -50,7 +52,6 @@ from .distributed import (
     ranks_of,
     read_distributed,
 )
-from .files import ROLES
 
 ACCELERATE = "pytorch_model_fsdp"
 """How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
@@ -99,7 +100,7 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool 
     if are_shares:
         reason += ", each with its own share of ZeroRedundancyOptimizer"
         hint = "--weights-only takes the weights"
-    require_all(paths, world, folder or ".", reason, hint, ROLES)
+    require_all(paths, world, folder or ".", reason, hint, (*OF_RANKS, *OF_ITEMS))
 
 
 def refuse_part(file: TorchFile) -> None:

@@ -34,7 +34,7 @@ from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, TreePath, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of, zero_scalars
 from . import averages, distributed, local, ranked
-from .files import OF_RANKS, StateDictFiles, locate, slices, whole_of
+from .files import StateDictFiles, locate, slices, whole_of
 from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
@@ -168,7 +168,7 @@ class _TreeReader:
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
         folders = {path: file.saved_as for path, file in self.opened.items()}
         beside_them = os.listdir(path) if sources.is_folder(path) else ()
-        names = saved_names((*OF_RANKS, ANY), folders, beside_them)
+        names = saved_names((*distributed.OF_RANKS, ANY), folders, beside_them)
         refuse_others(names, "ranks" if files.ranks else "kinds")
         self.notes = nameless([name for name in names if name.own.rank])
         extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
