@@ -56,7 +56,7 @@ def test_ranks_in_names(
 ) -> None:
     manifest = Manifest("", format, Origin.of_json(source), {}, {}, files=(name,))
     (row,) = of_engine(manifest)
-    assert owners.rank_of(manifest, row) == rank
+    assert owners.rank_of(manifest.origin, row) == rank
 
 
 def test_neighbours_are_one_piece(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..errors import counted
-from .lost import Found, files_below
+from ..judging.inventory import files_below
+from .lost import Found
 from .steps import agreeing
 
 ENGINES = {

@@ -212,7 +212,7 @@ def test_the_hint_of_an_optimizers_folder_leads_to_the_whole(run: Path, zckpt: P
 def test_a_lost_shard_is_named(tmp_path: Path) -> None:
     run = Path(shutil.copytree(AUTOMODEL, tmp_path / "run"))
     (run / "model/shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(errors.IncompleteCheckpoint, match=r"model/shard-00001-.* is missing"):
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"model lacks shard-00001-"):
         zckpt.read(run)
 
 

@@ -93,7 +93,7 @@ def test_a_file_stands_for_all_of_its_item(items: Path) -> None:
 def test_a_missing_rank(item: str, rank: int, items: Path) -> None:
     (items / f"{item}_{rank}.pt").unlink()
     for path in (items, items / f"{item}_{1 - rank}.pt"):
-        with pytest.raises(errors.IncompleteCheckpoint, match=f"rank {rank} is missing"):
+        with pytest.raises(errors.IncompleteCheckpoint, match=rf"lacks {item}_{rank}\.pt"):
             zckpt.read(path)
 
 

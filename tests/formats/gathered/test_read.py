@@ -145,10 +145,10 @@ class TestRanks(FormatContract):
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_missing_rank(self, kind: str, rank: int, checkpoint: Path) -> None:
         self.file(checkpoint, kind, rank).unlink()
-        with pytest.raises(
-            errors.IncompleteCheckpoint, match=f"the file of rank {rank} is missing"
-        ):
+        path = self.file(checkpoint, kind, rank)
+        with pytest.raises(errors.IncompleteCheckpoint, match=f"lacks {path.name}") as error:
             zckpt.read(checkpoint)
+        assert error.value.paths == (str(path),)
 
     def test_any_file_stands_for_all_of_its_kind(self, checkpoint: Path) -> None:
         manifest = zckpt.read(self.file(checkpoint, "model", 1))

@@ -25,7 +25,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
-from ...core.filenames import numbers_of
 from ...core.inert import Scalar, TensorName, inside, to_json
 from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import (
@@ -148,7 +147,7 @@ class FsdpReader:
         ranks = dict.fromkeys(
             str(path[1]) for path in self.others if path[0] == "rng_state" and len(path) > 1
         )
-        return [place for rank in ranks if (place := numbers_of(OF_RANK, rank))]
+        return [(int(own[1]), int(own[2])) for rank in ranks if (own := OF_RANK.fullmatch(rank))]
 
     def _require_known(self) -> int:
         """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""

@@ -11,17 +11,17 @@ nothing else: so `verify --gather` proves the reader.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from math import prod
 
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent
+from ...core.inventory import known
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import locate
-from .legacy import FILE
+from .legacy import OF_RANK
 from .ranks import SLOTS, RankStates, RankTensor, Save
 
 Shape = tuple[int, ...]
@@ -49,8 +49,8 @@ def _opened(path: str) -> Save:
 
 def _number(path: str) -> int:
     """R of `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, whose file is the only one."""
-    match = FILE.fullmatch(os.path.basename(path))
-    return int(match[2]) if match else 0
+    own = known((OF_RANK,), path)
+    return own.numbers[0] if own else 0
 
 
 def _weight(save: Save, name: str) -> Iterator[Partition]:

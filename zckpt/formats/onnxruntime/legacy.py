@@ -27,8 +27,8 @@ from typing import Any
 
 from ...core import sources
 from ...core.inert import inside
+from ...core.inventory import nameless, refuse_others, role, saved_names
 from ...core.manifest import Entry
-from ...core.saved_names import Place, nameless, refuse_others, saved_names
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -41,17 +41,14 @@ from ...files.torchfile import Parsed, Tensor, TorchFile, peek
 from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS, RankStates, RankTensor, Save
 
 SUFFIX = ".ort.pt"
-FILE = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, number of ranks - 1
+OF_RANK = role(
+    "all states", r"(?P<stem>[^/]*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", "dp", "last", fixed="last"
+)
+"""A rank's file, whose name has the last rank too."""
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")
 MODEL = "model"
-
-
-def place_of(name: str) -> Place | None:
-    """What the name of a rank's file states: the rank, and the last one of the run."""
-    match = FILE.fullmatch(name)
-    return None if match is None else (match[1], (int(match[2]), int(match[3])))
 
 
 def is_one(path: str) -> bool:
@@ -75,7 +72,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     """The contents of files in rank order; raises CorruptCheckpoint and its like."""
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
-    names = saved_names({file.path: file.saved_as for file in files}, place_of)
+    names = saved_names((OF_RANK,), {file.path: file.saved_as for file in files})
     refuse_others(names)
     models = [_model(file) for file in files]
     mixed = {

@@ -24,8 +24,8 @@ from typing import Any
 
 from ....core import sources
 from ....core.grouping import by_key
+from ....core.inventory import missing_file
 from ....core.manifest import Entry, Manifest
-from ....core.missing_ranks import missing_file
 from ....core.placement import Sliced
 from ....errors import (
     CorruptCheckpoint,
