@@ -164,7 +164,7 @@ def permute(run: Path) -> None:
     manifest = zckpt.read(run)
     names = [name for name, held in manifest.parameters.items() if held.group == 0][:2]
     for slot in ("master", "exp_avg", "exp_avg_sq"):
-        entries = [manifest.entries[f"{name}/{slot}"] for name in names]
+        entries = [manifest.entries[name, slot] for name in names]
         both = [read_element_bytes(entry) for entry in entries]
         data, here = b"".join(reversed(both)), 0
         for entry in entries:

@@ -20,7 +20,7 @@ from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
 from zckpt.core.layout import Layout
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
 from zckpt.core.missing_states import missing_states
 from zckpt.core.origin import Origin
 from zckpt.errors import (
@@ -57,7 +57,7 @@ class Files:
         extent = Extent(str(path), 0, len(data))
         self.records.append(Record(extent, zlib.crc32(data)))
         dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype]
-        return Entry(name, dtype, tuple(value.shape), solid(value.numel(), extent))
+        return Entry(*key_of(name), dtype, tuple(value.shape), solid(value.numel(), extent))
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_state_that_only_later_ranks_have(files: Files) -> None:
     manifest = grid(files)
     for number in range(1, 4):
         own = [files.entry(f"{name}/sum", number, torch.ones(SHAPE)) for name in "ab"]
-        entries = {**manifest.ranks[number].entries, **{entry.name: entry for entry in own}}
+        entries = {**manifest.ranks[number].entries, **{entry.key: entry for entry in own}}
         manifest = changed(manifest, number, entries=entries)
     (line,), _ = missing_states(without(manifest, 3, "b/sum"))
     lost = "tensor rank 0: a", "tensor rank 0: b", "pipeline stage 1, tensor rank 1: b"
@@ -220,7 +220,7 @@ def test_files_of_two_ranks_with_the_same_bytes_are_found(files: Files) -> None:
         names = ("a/exp_avg", "b/exp_avg")
         pairs = zip(names, extents, strict=True)
         entries.append(
-            {name: Entry(name, "F32", SHAPE, solid(4, extent)) for name, extent in pairs}
+            {name: Entry(*key_of(name), "F32", SHAPE, solid(4, extent)) for name, extent in pairs}
         )
     manifest = grid(files, Grid(tp=2))
     assert duplicates.check_duplicates(manifest) == []
@@ -233,7 +233,7 @@ def test_files_of_two_ranks_with_the_same_bytes_are_found(files: Files) -> None:
 def test_one_state_of_any_rank_that_is_a_copy_is_said(files: Files) -> None:
     manifest = grid(files)
     for number, rank in enumerate(manifest.ranks):
-        (a, b) = (next(iter(rank.entries[f"{name}/exp_avg"].fragments)) for name in "ab")
+        (a, b) = (next(iter(rank.entries[name, "exp_avg"].fragments)) for name in "ab")
         shutil.copyfile(a.extent.file, b.extent.file)
         crcs = {record.extent: record.crc for record in manifest.records}
         records = [

@@ -73,14 +73,14 @@ def cut_up(name: str, shape: tuple[int, ...], axis: int, widths: list[list[int]]
 def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Grid:
     """The grid of these parameters, of which those named `buffer` are none."""
     files: Files = {}
-    by_name, ranks = {each.name: each for each in placements}, len(placements[0].parts)
+    by_name, ranks = {each.key: each for each in placements}, len(placements[0].parts)
     trained = [each for each in placements if not each.name.startswith("buffer")]
     entries = {}
     for each in placements:
         for slot in slots if each in trained else ("param",):
-            entry = Entry(f"{each.name}/{slot}", "I32", each.shape, Runs(()))
+            entry = Entry(each.name, slot, "I32", each.shape, Runs(()))
             values = len(files) * 1000 + np.arange(prod(each.shape))
-            entries[entry.name] = stored(files, entry, values)
+            entries[entry.key] = stored(files, entry, values)
     parameters = {
         each.name: Parameter(each.shape, True, group, 3 + group)
         for group in (0, 1)

@@ -17,7 +17,7 @@ NOWHERE = Runs([])
 
 
 def entry(name: str, axis: str = "") -> Entry:
-    return Entry(f"{name}/state", "F32", (2,), NOWHERE, axis=axis)
+    return Entry(name, "state", "F32", (2,), NOWHERE, axis=axis)
 
 
 def manifest(state: Any = None, *entries: str, form: str = "x", **fields: Any) -> Manifest:

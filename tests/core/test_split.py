@@ -67,7 +67,7 @@ def test_rows_name_parameters_buffers_and_what_the_module_has_else() -> None:
 def test_every_rank_has_the_states() -> None:
     """Also one whose name is that of a slice."""
     source = whole()
-    state = Entry("a/state", "I32", (4,), source.entries["a/param"].fragments)
+    state = Entry("a", "state", "I32", (4,), source.entries["a", "param"].fragments)
     own = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (2,)}))
     assert own.entries == {state.name: state}
     assert part(replace(source, entries={state.name: state}), Row(["b"])).entries == own.entries
@@ -77,7 +77,7 @@ def test_every_rank_has_the_states() -> None:
 
 def test_a_slice_has_no_bytes() -> None:
     source = whole()
-    full = replace(source.entries["a/param"], digest=7, mean=(source.entries["b/param"],))
+    full = replace(source.entries["a", "param"], digest=7, mean=(source.entries["b", "param"],))
     source = replace(source, entries={full.name: full}, replicas=(full,))
     own = part(source, Row(["a"], {"a": (2,)}))
     (entry,) = own.entries.values()
@@ -90,7 +90,7 @@ def test_a_rank_has_its_parameters_in_its_order() -> None:
     assert [*own.parameters] == ["b", "a"]
     assert own.buffers == ()
     assert own.state["module"] == ["a", "b"]
-    assert own.entries["a/param"] == source.entries["a/param"]  # whole, with its bytes
+    assert own.entries["a", "param"] == source.entries["a", "param"]  # whole, with its bytes
 
 
 def test_weights_that_lie_beside_ranks() -> None:

@@ -18,6 +18,7 @@ from zckpt.core.manifest import (
     Sighting,
     StepPlace,
     Unsupported,
+    key_of,
 )
 from zckpt.core.origin import Origin
 from zckpt.core.states import (
@@ -59,7 +60,7 @@ DCP = Origin("dcp")
 
 def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
     """Parameters `w` and `v`, and tensors of these names."""
-    known = {name: Entry(name, "F32", (2, 3), Runs([])) for name in entries}
+    known = {name: Entry(*key_of(name), "F32", (2, 3), Runs([])) for name in entries}
     parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
     plain = Manifest("", "x", Origin(), known, parameters, state=state or {})
     return replace(plain, **fields)
@@ -359,7 +360,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     beside = (Sibling("x", "/x", 1),)
     every = replace(
         every,
-        replicas=(every.entries["w/param"], every.entries["w/exp_avg"]),
+        replicas=(every.entries["w", "param"], every.entries["w", "exp_avg"]),
         groups=({"lr": 1.0},),
         step_place=place,
         steps=(Sighting("x", 1, True),),
@@ -382,7 +383,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
 
 
 def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
-    copies = replace(every, replicas=(every.entries["a/state"], every.entries["w/exp_avg"]))
+    copies = replace(every, replicas=(every.entries["a", "state"], every.entries["w", "exp_avg"]))
     whole = as_unsupported(copies, "why not")
     assert [(item.key, item.parameters, item.reason) for item in whole.unsupported] == [
         ("lost", ("v",), "why"),
@@ -392,7 +393,7 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     ]
     assert whole.state == {"optimizer": {"scale": 1}}
     assert [copy.name for copy in whole.replicas] == ["w/exp_avg"]
-    assert "a/state" not in whole.entries
+    assert ("a", "state") not in whole.entries
     assert [item.content for item in whole.unsupported] == [
         "",
         "",

@@ -149,7 +149,7 @@ def test_the_optimizers_states_of_each_weight() -> None:
     slots = ("param", "exp_avg", "master", "state", "exp_avg_sq")
     entries = [
         *(entry(slot, "F32") for slot in slots),
-        Entry("b/param", "F32", (), solid(1, Extent("a", 0, 4))),
+        Entry("b", "param", "F32", (), solid(1, Extent("a", 0, 4))),
     ]
     assert states_by_weight(entries) == {"w": {"exp_avg", "exp_avg_sq"}}
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.fragments import Box, Boxes, Fragment, Fragments, Runs
-from zckpt.core.manifest import Entry
+from zckpt.core.manifest import Entry, Key
 
-Entries = dict[str, Entry]
+Entries = dict[Key, Entry]
 Change = Callable[[Entries], Entries]
 Break = Callable[[pytest.MonkeyPatch], None]
 

@@ -182,7 +182,7 @@ def test_a_process_compares_what_it_read_of_whole_tensors() -> None:
     from zckpt.proof.allgather.parts import by_kind, cut_over
 
     wholes = [Whole(f"w{n}/param", "F32", (n,), Extent("a", 0, 4 * n)) for n in (5, 9)]
-    flat = Partitioned("F32", (Extent("b", 0, 8),) * 3, [FlatMember("flat/param", (6,), 0)])
+    flat = Partitioned("F32", (Extent("b", 0, 8),) * 3, [FlatMember(("flat", "param"), (6,), 0)])
     cuts = [cut for part in (wholes[0], flat, wholes[1]) for cut in cut_over(part, 3)]
     apart, together = buckets(by_kind(cuts), 1 << 20, 3)
     assert (apart.apart, together.apart) == (True, False)
@@ -289,7 +289,7 @@ def test_boxes_on_several_processes(processes: int, tmp_path: Path) -> None:
     """Ranks' rows as boxes: two boxes on three processes, too."""
     run = Path(shutil.copytree(FSDP2, tmp_path / "run"))
     zckpt.convert(run, tmp_path / "universal")
-    fragments = zckpt.read(run).entries["trunk.0.weight/exp_avg"].fragments
+    fragments = zckpt.read(run).entries["trunk.0.weight", "exp_avg"].fragments
     for fragment in fragments:
         with open(fragment.extent.file, "r+b") as file:
             file.seek(fragment.extent.offset + 40)

@@ -17,7 +17,7 @@ from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying
@@ -46,7 +46,7 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
     for name, (dtype, values) in tensors.items():
         own = np.array(values, KINDS[dtype]).tobytes()
         extent = Extent(str(root / "f"), len(data), len(own))
-        entries[name] = Entry(name, dtype, (len(values),), solid(len(values), extent))
+        entries[name] = Entry(*key_of(name), dtype, (len(values),), solid(len(values), extent))
         data += own
     (root / "f").write_bytes(data)
     names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
@@ -57,7 +57,7 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
 def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path, {"w/exp_avg": ("F32", [1, 2]), "v/exp_avg": ("F32", [3, 4])})
     assert verify_alone(whole)["problems"] == []
-    entry = whole.entries["v/exp_avg"]
+    entry = whole.entries["v", "exp_avg"]
     moved = replace(entry, fragments=solid(2, Extent(str(tmp_path / "f"), 4, 8)))
     report = verify_alone(replace(whole, entries={**whole.entries, "v/exp_avg": moved}))
     assert not report["equal"]
@@ -66,7 +66,7 @@ def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
 
 def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
-    other = replace(own.entries["w/param"], name="b/param")
+    other = replace(own.entries["w", "param"], name="b/param")
     report = verify_alone(replace(own, replicas=(other,), notes=(OF_READER,)))
     assert report["equal"]
     assert texts(report["notes"]) == [
@@ -182,7 +182,7 @@ def test_only_what_differs_has_figures(tmp_path: Path) -> None:
         )
         for name, last in (("a", 3.0), ("b", 4.0))
     )
-    copy = replace(a.entries["w/param"], name="v/param")
+    copy = replace(a.entries["w", "param"], name="v/param")
     report = diff(replace(a, replicas=(copy,)), b, Selection(tensors="*"))
     first, second, third = report["results"]
     assert first == {"tensor": "w/param", "count": 0}
@@ -322,7 +322,7 @@ def test_rounded_weights_under_another_name_are_a_loss(is_first: bool, tmp_path:
 def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0, 2.0001])})
     b = checkpoint(tmp_path / "b", {"w/param": ("F16", [1.0, 2.0])})
-    match = Match(a.entries["w/param"], b.entries["w/param"], "rounded")
+    match = Match(a.entries["w", "param"], b.entries["w", "param"], "rounded")
     notes = said([OF_READER])
     equal = roundings({"notes": notes}, [Result(match, (1, 2), Difference())], a, b)
     assert equal["rounded"] == {"a": [], "b": ["w"]}
@@ -374,6 +374,6 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
     silent = replace(own, inferred=(), states_inferred=False)
     assert unproven(silent, states) == everything
     assert len(asked) == 2
-    weights = [Match(own.entries["w/param"], own.entries["w/param"])]
+    weights = [Match(own.entries["w", "param"], own.entries["w", "param"])]
     assert unproven(own, weights) == unproven(replace(own, inferred=()), states) == []
     assert len(asked) == 2  # nothing is read for it

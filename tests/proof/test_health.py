@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from zckpt.core import pooling
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.pooling import Pool, Running
 from zckpt.core.resources import Copying, Progress
@@ -44,7 +44,7 @@ def problems_of(tensors: Tensors, step: int | None = 3, of_all: int | None = Non
     entries, statistics = {}, {}
     for name, (dtype, numbers) in tensors.items():
         shape = tuple(torch.tensor(numbers).shape)
-        entries[name] = Entry(name, dtype, shape, solid(0, Extent("f", 0, 0)))
+        entries[name] = Entry(*key_of(name), dtype, shape, solid(0, Extent("f", 0, 0)))
         statistics[name] = statistics_of(dtype, numbers)
     parameters = {"w": Parameter((), step=step)}
     if of_all is not None:
@@ -223,7 +223,7 @@ def manifest(tmp_path: Path) -> Manifest:
         length = numel * SIZES[dtype]
         extent = Extent(str(tmp_path / "f"), len(data), length)
         own = chosen.randbytes(length)
-        entries[name] = Entry(name, dtype, (numel,), solid(numel, extent))
+        entries[name] = Entry(*key_of(name), dtype, (numel,), solid(numel, extent))
         records.append(Record(extent, zlib.crc32(own)))
         data += own
     (tmp_path / "f").write_bytes(data)
@@ -293,7 +293,7 @@ def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
     numbers = torch.tensor([0.5, -0.75, 4.0])
     (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
     extent = Extent(str(tmp_path / "f"), 0, 12)
-    own = {"w/param": Entry("w/param", "F32", (3,), solid(3, extent))}
+    own = {"w/param": Entry("w", "param", "F32", (3,), solid(3, extent))}
     (line,) = health.measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
     assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
@@ -313,7 +313,7 @@ class Shown:
 
 def test_progress_names_what_is_measured(manifest: Manifest) -> None:
     shown = Shown()
-    alone = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
+    alone = replace(manifest, entries={"a/param": manifest.entries["a", "param"]})
     health.measure_all(alone, begin=lambda total: shown)
     assert {*shown.texts} == {"measuring a/param"}
 
@@ -333,7 +333,7 @@ def test_what_a_process_reads_at_a_time_fits_into_its_memory(
     times: int, jobs: int, manifest: Manifest
 ) -> None:
     """Then fewer threads read, but always one."""
-    groups = [[manifest.entries["a/param"]]]
+    groups = [[manifest.entries["a", "param"]]]
     copying = Copying(jobs=4, memory=8 << 20, pool=Coarse(times))
     running = health.passed(Measuring, manifest, groups, copying, None)
     assert running.jobs == jobs
@@ -361,7 +361,7 @@ def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None
 
 
 def test_processes_with_other_tensors_have_other_tasks(manifest: Manifest) -> None:
-    fewer = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
+    fewer = replace(manifest, entries={"a/param": manifest.entries["a", "param"]})
     changed = replace(manifest, fingerprints={f"{manifest.root}/f": Fingerprint(1, 2, 3, 4)})
     own = measuring(manifest).tasks_by_name()
     assert own != measuring(fewer).tasks_by_name()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.errors import WrongOption
@@ -21,13 +21,13 @@ NUMBERS = count()
 
 def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (4,)) -> Entry:
     """A tensor that is no other one, even if it has the same name."""
-    return Entry(name, dtype, shape, solid(4, Extent(f"file {next(NUMBERS)}", 0, 32)))
+    return Entry(*key_of(name), dtype, shape, solid(4, Extent(f"file {next(NUMBERS)}", 0, 32)))
 
 
 def manifest(*entries: Entry, **fields: Any) -> Manifest:
     parameters = fields.pop("parameters", {item.parameter: Parameter((4,)) for item in entries})
     origin = fields.pop("origin", Origin())
-    return Manifest("/", "x", origin, {item.name: item for item in entries}, parameters, **fields)
+    return Manifest("/", "x", origin, {item.key: item for item in entries}, parameters, **fields)
 
 
 PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")

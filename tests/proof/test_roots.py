@@ -8,15 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Key, Manifest, Parameter, Unsupported, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER, OTHER
 from zckpt.errors import AmbiguousCheckpoint, WrongOption
 from zckpt.proof.roots import of_root, refuse_several
 
 
-def entries(*names: str) -> dict[str, Entry]:
-    return {name: Entry(name, "F32", (2,), Runs([])) for name in names}
+def entries(*names: str) -> dict[Key, Entry]:
+    return {name: Entry(*key_of(name), "F32", (2,), Runs([])) for name in names}
 
 
 def alone(**more: Any) -> Manifest:

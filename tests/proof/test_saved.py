@@ -15,7 +15,7 @@ import zckpt
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.states import OTHER, Selection
 from zckpt.errors import (
@@ -33,7 +33,7 @@ from .test_findings import checkpoint
 
 
 def entry(name: str, digest: int | None = None) -> Entry:
-    return Entry(name, "F32", (2, 3), Runs([]), digest)
+    return Entry(*key_of(name), "F32", (2, 3), Runs([]), digest)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_weight_that_was_rounded_to_another_type_is_named(
     own = checkpoint(tmp_path / "a", tensors_of, parameters={"w": Parameter((2,))})
     proven, selection = proven_of(own, tmp_path), Selection(tensors=tensors)
     assert verify_proof(own, proven, "", selection)["not_compared"] == []
-    narrow = replace(proven.entries["w/param"], dtype="BF16", digest=1)
+    narrow = replace(proven.entries["w", "param"], dtype="BF16", digest=1)
     other = replace(proven, entries={**proven.entries, "w/param": narrow})
     report = verify_proof(own, other, "", selection)
     assert report["equal"]
@@ -276,7 +276,7 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
         groups=({"lr": 1.0, "fused": None},),
     )
     proven = proven_of(replace(own, groups=({"lr": 2.0},)), tmp_path)
-    copy = replace(own.entries["w/param"], name="rng/state")
+    copy = replace(own.entries["w", "param"], name="rng/state")
     report = verify_proof(replace(own, replicas=(copy,)), proven, "")
     assert not report["equal"]
     assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]

@@ -399,7 +399,7 @@ class TestUniversal:
                 "step": None,
             }
             source = manifest["entries"][f"{owner}/param"]
-            stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
+            stored = zckpt.read(universal).entries[owner, "param"].fragments[0]
             manifest["entries"][f"{alias}/param"] = {
                 **source,
                 "fragments": [

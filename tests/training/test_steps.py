@@ -89,7 +89,7 @@ def test_steps_stall_where_torch_stalls(dtype: torch.dtype, kind: str) -> None:
 
 def stepped(step: int, *slots: str) -> Manifest:
     entries = {
-        f"w/{slot}": Entry(f"w/{slot}", "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
+        ("w", slot): Entry("w", slot, "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
     }
     return Manifest("/", "x", Origin(), entries, {"w": Parameter((5,), step=step)})
 

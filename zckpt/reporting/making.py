@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from .. import api
 from ..core.description import Report, line_of
+from ..core.manifest import key_of
 from ..core.pooling import SINGLE, Pool
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
@@ -143,7 +144,7 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
         name: (
             sum(stop - start for start, stop in done.ranges[name])
             if name in done.ranges
-            else manifest.entries[name].numel,
+            else manifest.entries[key_of(name)].numel,
             each,
         )
         for name, each in done.distances.items()

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.description import VERSION, Report, line_of, said
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places, places_of
-from ..core.manifest import Manifest
+from ..core.manifest import Manifest, key_of, name_of
 from ..core.records import RecordCounts
 from ..core.version import __version__
 from ..errors import counted, note
@@ -205,8 +205,9 @@ def _distances(report: Report) -> dict[str, masters.Distance]:
     digests = report["digests"]
     distances = {}
     for name, each in digests.items():
-        weight = f"{name.rpartition('/')[0]}/param"
-        if not name.endswith("/master") or weight not in digests:
+        parameter, slot = key_of(name)
+        weight = name_of((parameter, "param"))
+        if slot != "master" or weight not in digests:
             continue
         own = differing.get(weight) or differing.get(name, {})
         difference = Difference(count=own.get("count", 0), first=own.get("first"))

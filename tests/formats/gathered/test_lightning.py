@@ -145,7 +145,7 @@ class TestLightning(FormatContract):
 
     def test_a_flipped_bit_beside_items(self, checkpoint: Path, tmp_path: Path) -> None:
         zckpt.convert(checkpoint, tmp_path / "items", to="dcp")
-        entry = zckpt.read(tmp_path / "items").entries["client_state.callbacks.Noise/state"]
+        entry = zckpt.read(tmp_path / "items").entries["client_state.callbacks.Noise", "state"]
         extent = entry.fragments[0].extent
         assert Path(extent.file).name == "meta.pt"
         data = bytearray(Path(extent.file).read_bytes())

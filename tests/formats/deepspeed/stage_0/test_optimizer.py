@@ -202,7 +202,7 @@ def test_one_element_is_a_slot_where_all_parameters_have_one(tmp_path: Path) -> 
     for state in base_of(model)["state"].values():
         state["average"] = torch.tensor([0.5])
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, [])))
-    assert "a/average" in manifest.entries
+    assert ("a", "average") in manifest.entries
     assert "average" not in manifest.parameters["a"].scalars
 
 
