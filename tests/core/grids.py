@@ -73,7 +73,7 @@ def cut_up(name: str, shape: tuple[int, ...], axis: int, widths: list[list[int]]
 def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Grid:
     """The grid of these parameters, of which those named `buffer` are none."""
     files: Files = {}
-    by_name, ranks = {each.key: each for each in placements}, len(placements[0].parts)
+    by_name, ranks = {each.name: each for each in placements}, len(placements[0].parts)
     trained = [each for each in placements if not each.name.startswith("buffer")]
     entries = {}
     for each in placements:

@@ -60,7 +60,7 @@ def test_states_in_either_file(files: tuple[str, str], tmp_path: Path) -> None:
         for place, name in enumerate("wv"):
             extent = Extent(str(tmp_path / file), place * 32, 32)
             key = f"{name}/{'param' if file == 'a' else 'exp_avg'}"
-            entries[key] = Entry(*key_of(key), "F32", (8,), solid(8, extent))
+            entries[key_of(key)] = Entry(*key_of(key), "F32", (8,), solid(8, extent))
             records.append(Record(extent, crc32(data[place * 32 :][:32])))
     own = Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
     with pytest.raises(InconsistentCheckpoint, match="holds the same bytes as"):
@@ -134,7 +134,9 @@ def test_a_file_of_one_tensor_over_another_one(copy: str, tmp_path: Path) -> Non
     run = saved(tmp_path / "run", lambda _: torch.randn(4, 3))
     entries = zckpt.read(run).entries
     assert zckpt.verify(run)["warnings"] == []
-    first, second = (entries[name].fragments[0].extent.file for name in copy.split(" over "))
+    first, second = (
+        entries[key_of(name)].fragments[0].extent.file for name in copy.split(" over ")
+    )
     shutil.copy(first, second)
     for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
         (warning,) = texts(report["warnings"])

@@ -37,7 +37,7 @@ def manifest(
         before = files.get(path, b"")
         numel = len(data) // SIZES[dtype]
         extent = Extent(path, len(before), len(data))
-        entries[name] = Entry(*key_of(name), dtype, (numel,), solid(numel, extent))
+        entries[key_of(name)] = Entry(*key_of(name), dtype, (numel,), solid(numel, extent))
         files[path] = before + data
     for path, data in files.items():
         Path(path).write_bytes(data)

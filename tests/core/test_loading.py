@@ -19,7 +19,7 @@ import torch
 import zckpt
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.loading import as_numpy, as_torch, entry_of, head
-from zckpt.core.manifest import Entry, Manifest, Origin, Parameter, key_of
+from zckpt.core.manifest import Entry, Manifest, Origin, Parameter, key_of, name_of
 from zckpt.errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption
 
 from ..conftest import EXAMPLE, ROOT
@@ -35,7 +35,7 @@ def test_every_tensor_is_loaded(source: Path, tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "universal")
     expected = load_universal(tmp_path / "universal")
     for path in (source, tmp_path / "universal"):
-        for name in zckpt.read(path).entries:
+        for name in map(name_of, zckpt.read(path).entries):
             tensor = zckpt.load(path, name)
             assert isinstance(tensor, torch.Tensor)
             assert same_bits(tensor, expected[name]), name
@@ -85,7 +85,8 @@ def test_a_name_that_does_not_exist(name: str, near: str) -> None:
 def known(*names: str, aliases: tuple[str, ...] = ()) -> Manifest:
     """A manifest of one parameter `w`, with tensors of these names."""
     entries = {
-        name: Entry(*key_of(name), "F32", (0,), solid(0, Extent("a", 0, 0))) for name in names
+        key_of(name): Entry(*key_of(name), "F32", (0,), solid(0, Extent("a", 0, 0)))
+        for name in names
     }
     return Manifest("/run", "x", Origin(), entries, {"w": Parameter((0,), aliases=aliases)})
 
@@ -160,7 +161,7 @@ def test_damage_is_seen(example: Path, tmp_path: Path) -> None:
     name = "frozen.weight/param"
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     for path in (example, tmp_path / "universal"):
-        extent = zckpt.read(path).entries[name].fragments[0].extent
+        extent = zckpt.read(path).entries[key_of(name)].fragments[0].extent
         with open(extent.file, "r+b") as file:
             file.seek(extent.offset + 5)
             file.write(b"\x55\x55")

@@ -200,7 +200,7 @@ class TestCopies:
         weight = built.entries.pop(("w", "param"))
         assert wrong(replace(built, sibling_weights=(weight,))) == ["w"]
         fits = build([3], [3]).entries["w", "master"]
-        built.entries[fits.name] = fits
+        built.entries[fits.key] = fits
         assert wrong(replace(built, sibling_weights=(weight,))) == []
 
 

@@ -12,7 +12,7 @@ from zckpt.core.fragments import Extent, Record, Runs
 from zckpt.core.grid import Grid as Axes
 from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of, name_of
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.origin import Origin
 from zckpt.core.placement import SUM, Sliced, Table
@@ -34,11 +34,12 @@ def made() -> Grid:
 
 
 def with_entry(rank: Manifest, name: str, **fields: Any) -> Manifest:
-    return replace(rank, entries={**rank.entries, name: replace(rank.entries[name], **fields)})
+    own = replace(rank.entries[key_of(name)], **fields)
+    return replace(rank, entries={**rank.entries, key_of(name): own})
 
 
 def without_entry(rank: Manifest, name: str) -> Manifest:
-    return replace(rank, entries={n: e for n, e in rank.entries.items() if n != name})
+    return replace(rank, entries={n: e for n, e in rank.entries.items() if n != key_of(name)})
 
 
 def with_parameter(rank: Manifest, name: str, **fields: Any) -> Manifest:
@@ -291,7 +292,7 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
     stages = [without_entry(rank, "b/param") for rank in source.ranks]
     stages = [replace(rank, parameters={"b": rank.parameters["b"]}) for rank in stages]
     stages = [without_entry(without_entry(rank, "c/param"), "c/m") for rank in stages]
-    entries = {name: source.whole.entries[name] for name in ("c/param", "b/param")}
+    entries = {name: source.whole.entries[name] for name in (("c", "param"), ("b", "param"))}
     beside = replace(
         stages[0],
         entries=entries,
@@ -301,7 +302,7 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
         state={"module": ["c", "b"]},
     )
     whole = merge(stages, STAGES, None, beside)
-    assert [*whole.entries] == ["c/param", "b/param", "b/m"]
+    assert [*whole.entries] == [("c", "param"), ("b", "param"), ("b", "m")]
     assert numbers(source.files, whole.entries["c", "param"]) == [2000, 2001]
     assert [copy.name for copy in whole.replicas] == ["b/m"]
     assert [*whole.parameters] == ["b", "c"]
@@ -447,7 +448,7 @@ def test_other_values_of_parameters_are_united() -> None:
     ranks = [replace(r, entries={e.key: e}) for r, e in zip(ranks, entries, strict=True)]
     whole = merge(ranks, STAGES)
     assert whole.state["optimizer"] == {"other": {"0.0": {"step": None}, "1.0": {"step": None}}}
-    assert [*whole.entries] == names
+    assert [*map(name_of, whole.entries)] == names
 
 
 def test_a_copy_says_along_which_axis_it_is_one() -> None:

@@ -41,7 +41,7 @@ def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:
 def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
     """The first entry of a name is taken, the others are copies of it."""
     taken: dict[Key, Entry] = {}
-    copies = [own for own in entries if taken.setdefault(own.name, own) is not own]
+    copies = [own for own in entries if taken.setdefault(own.key, own) is not own]
     return Manifest(
         root="run",
         format="deepspeed",
@@ -154,7 +154,7 @@ def test_a_weight_is_the_rounded_mean_of_the_masters(tmp_path: Path) -> None:
     entries = averaged(manifest(*masters, *weights)).entries
     assert (entries["w", "master"].mean, entries["w", "param"].mean) == (masters, masters)
     alone = averaged(manifest(*weights)).entries
-    assert alone["w/param"].mean == weights
+    assert alone["w", "param"].mean == weights
     for origin in (Origin(tp=1), Origin()):
         one = replace(manifest(*masters), origin=origin)
         assert averaged(one) is one
@@ -214,7 +214,12 @@ def test_what_has_no_mean(tmp_path: Path) -> None:
     joined = manifest(*masters, *moments, *counts, *buffers)
     joined.parameters.pop("b")
     means = {name: own.mean for name, own in averaged(joined).entries.items()}
-    assert means == {"w/master": masters, "w/exp_avg": moments, "w/count": (), "b/param": ()}
+    assert means == {
+        ("w", "master"): masters,
+        ("w", "exp_avg"): moments,
+        ("w", "count"): (),
+        ("b", "param"): (),
+    }
     apart = replace(joined, ranks=(manifest(),))
     assert averaged(apart) is apart
 

@@ -29,7 +29,7 @@ def test_merge_is_the_inverse(made: Grid) -> None:
     assert sorted(orders[0]) == sorted(orders[1])
     for name, entry in merged.entries.items():
         expected, sliced = whole.entries[name], made.table.cuts.get(entry.parameter)
-        copies = [copy for copy in merged.replicas if copy.name == name]
+        copies = [copy for copy in merged.replicas if copy.key == name]
         is_alone = sliced is not None and sliced.is_sum and entry.slot in WEIGHTS
         holders = sum(name in rank.entries for rank in made.ranks)
         is_cut = sliced is not None and sliced.rule == "cut"
@@ -68,10 +68,10 @@ def test_every_rank_has_the_states() -> None:
     """Also one whose name is that of a slice."""
     source = whole()
     state = Entry("a", "state", "I32", (4,), source.entries["a", "param"].fragments)
-    own = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (2,)}))
-    assert own.entries == {state.name: state}
-    assert part(replace(source, entries={state.name: state}), Row(["b"])).entries == own.entries
-    empty = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (0,)}))
+    own = part(replace(source, entries={state.key: state}), Row(["a"], {"a": (2,)}))
+    assert own.entries == {state.key: state}
+    assert part(replace(source, entries={state.key: state}), Row(["b"])).entries == own.entries
+    empty = part(replace(source, entries={state.key: state}), Row(["a"], {"a": (0,)}))
     assert empty.entries == own.entries
 
 
@@ -96,9 +96,9 @@ def test_a_rank_has_its_parameters_in_its_order() -> None:
 def test_weights_that_lie_beside_ranks() -> None:
     """A row without weights has those alone that no master stands for."""
     source, row = whole(), Row(["a"], has_weights=False)
-    assert [*part(source, row).entries] == ["a/master"]
+    assert [*part(source, row).entries] == [("a", "master")]
     weights = {name: entry for name, entry in source.entries.items() if entry.slot == "param"}
-    assert [*part(replace(source, entries=weights), row).entries] == ["a/param"]
+    assert [*part(replace(source, entries=weights), row).entries] == [("a", "param")]
 
 
 def test_what_is_empty_in_the_whole_is_no_empty_slice() -> None:
@@ -106,7 +106,7 @@ def test_what_is_empty_in_the_whole_is_no_empty_slice() -> None:
     placements = [cut_up("none", (0, 2), 0, [[0, 0]]), cut_up("one", (4, 1), 0, [[0, 4]])]
     first = grid(placements, ("param", "master")).ranks[0]
     assert [own.trainable for own in first.parameters.values()] == [True, False]
-    assert [*first.entries] == ["none/param", "none/master", "one/param"]
+    assert [*first.entries] == [("none", "param"), ("none", "master"), ("one", "param")]
 
 
 def test_a_whole_that_lists_no_module() -> None:

@@ -252,7 +252,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
             file.write(data)
             kind = names[str(tensor.dtype).removeprefix("torch.")]
             fragments = solid(tensor.numel(), Extent(path, offset, len(data)))
-            entries[name] = Entry(*key_of(name), kind, tuple(tensor.shape), fragments)
+            entries[key_of(name)] = Entry(*key_of(name), kind, tuple(tensor.shape), fragments)
             offset += len(data)
     shapes = {entry.parameter: entry.shape for entry in entries.values()}
     parameters = {name: Parameter(shape, step=3) for name, shape in shapes.items()}

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent
-from zckpt.core.manifest import key_of
+from zckpt.core.manifest import key_of, name_of
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
 from zckpt.proof.allgather import buckets as module
 from zckpt.proof.allgather.buckets import (
@@ -40,7 +40,7 @@ def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any],
     width = -(-end // ranks)
     whole = np.zeros(width * ranks, "i4")
     for member in members:
-        whole[member.first : member.first + member.numel] = tensors[member.name].reshape(-1)
+        whole[member.first : member.first + member.numel] = tensors[name_of(member.key)].reshape(-1)
     parts = list(whole.reshape(ranks, width))
     if chosen.random() < 0.5:  # masters are saved without the padding of the last ranks
         parts = [part[: max(0, min(width, end - rank * width))] for rank, part in enumerate(parts)]
@@ -90,7 +90,7 @@ def cut_boxes(chosen: random.Random, ranks: int) -> tuple[Joined, list[Any], dic
 
 
 def described(parts: list[Any], members: list[FlatMember], interleaved: bool) -> Partitioned:
-    name = members[0].name
+    name = name_of(members[0].key)
     extents = tuple(Extent(f"{name} {rank}", 0, part.nbytes) for rank, part in enumerate(parts))
     return Partitioned("I32", extents, members, interleaved)
 
@@ -136,8 +136,10 @@ def test_blocks_are_the_tensors(seed: int) -> None:
             elements = elements_of(block, matrix)
             done = 0
             for start, stop in block.runs():
-                rebuilt[block.member.name][start:stop] = elements[done : done + stop - start]
-                seen[block.member.name][start:stop] += 1
+                rebuilt[name_of(block.member.key)][start:stop] = elements[
+                    done : done + stop - start
+                ]
+                seen[name_of(block.member.key)][start:stop] += 1
                 done += stop - start
         sizes = [sum(block.numel for block in share) for share in shares]
         assert max(sizes) <= -(-sum(sizes) // processes) + max(
@@ -152,7 +154,7 @@ def test_a_bucket_has_not_too_many_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     """The two ranks have one column each of a long matrix: every line is one element."""
     monkeypatch.setattr(module, "LINES", 100)
     parts = tuple(BoxPart((0, place), (1000, 1), Extent("a", 0, 4000)) for place in range(2))
-    several = [Joined(f"w{number}/param", "F32", (1000, 2), parts) for number in range(3)]
+    several = [Joined((f"w{number}", "param"), "F32", (1000, 2), parts) for number in range(3)]
     listed = list(buckets(several, 1 << 20, 1))
     assert len(listed) == 60
     assert all(sum(len(block.runs()) for block in bucket.blocks()) == 100 for bucket in listed)

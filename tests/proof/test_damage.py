@@ -82,7 +82,7 @@ class TestOverlaps:
     )
     def test_only_states_of_the_optimizer_share_no_memory(self, slot: str, count: int) -> None:
         entries = {
-            name: Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", 0, 24)))
+            key_of(name): Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", 0, 24)))
             for name in (f"w/{slot}", f"v/{slot}")
         }
         assert len(damage.overlapping(Manifest("", "x", Origin(), entries, {}))) == count
@@ -117,7 +117,7 @@ class TestOverlaps:
 
     def test_tensors_in_another_order_than_in_the_file(self) -> None:
         entries = {
-            name: Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", offset, 24)))
+            key_of(name): Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", offset, 24)))
             for name, offset in (("c/exp_avg", 48), ("a/exp_avg", 0), ("b/exp_avg", 24))
         }
         assert damage.overlapping(Manifest("", "x", Origin(), entries, {})) == []
@@ -244,7 +244,7 @@ def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) 
     data, other = bytearray(DATA), zlib.crc32(b"other bytes")
     data[5] ^= 1
     stated = Entry("w", "x", "U16", (20,), Runs([]), zlib.crc32(DATA))
-    manifest = Manifest("/r", "x", Origin(), {"w/x": stated}, {})
+    manifest = Manifest(("", "r"), "x", Origin(), {("w", "x"): stated}, {})
     flipped = zlib.crc32(data)
 
     def found(crc: int | None, a: Entry = stated, b: Entry | None = None) -> list[dict[str, Any]]:

@@ -46,7 +46,9 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
     for name, (dtype, values) in tensors.items():
         own = np.array(values, KINDS[dtype]).tobytes()
         extent = Extent(str(root / "f"), len(data), len(own))
-        entries[name] = Entry(*key_of(name), dtype, (len(values),), solid(len(values), extent))
+        entries[key_of(name)] = Entry(
+            *key_of(name), dtype, (len(values),), solid(len(values), extent)
+        )
         data += own
     (root / "f").write_bytes(data)
     names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
@@ -335,7 +337,7 @@ def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
 
 def test_something_must_be_shared(tmp_path: Path) -> None:
     def need(a: Manifest, b: Manifest, *names: str) -> None:
-        needs_weights([Match(a.entries[name], b.entries[name]) for name in names], a, b)
+        needs_weights([Match(a.entries[key], b.entries[key]) for key in map(key_of, names)], a, b)
 
     some = checkpoint(tmp_path / "a", {"w/param": ("F32", [1]), "e/param": ("F32", [])})
     moments = checkpoint(tmp_path / "b", {"w/exp_avg": ("F32", [1]), "e/param": ("F32", [])})
@@ -356,7 +358,9 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
     """Of parameters whose states were compared: a wrong name is then wrong in both."""
     tensors = {f"{name}/{slot}": ("F32", [1.0]) for name in "wvu" for slot in ("param", "exp_avg")}
     own = checkpoint(tmp_path / "a", tensors, inferred=("w", "v", "u"))
-    states = [Match(own.entries[key], own.entries[key]) for key in ("w/exp_avg", "v/exp_avg")]
+    states = [
+        Match(own.entries[key], own.entries[key]) for key in (("w", "exp_avg"), ("v", "exp_avg"))
+    ]
     asked: list[bool] = []
 
     def copies() -> bool:

@@ -95,7 +95,7 @@ def test_random_states_of_other_ranks_are_not_compared() -> None:
 def test_random_states_that_one_side_alone_has() -> None:
     state, copy = entry("own/state", "U8"), entry("own/state", "U8")
     sides = manifest(RANDOM, state, replicas=(copy,)), manifest(RANDOM)
-    assert pairs.mutual_matches(*sides) == ([Match(RANDOM, RANDOM)], ["own/state"], [])
+    assert pairs.mutual_matches(*sides) == ([Match(RANDOM, RANDOM)], [("own", "state")], [])
 
 
 def test_copies_of_another_type_are_not_compared() -> None:
@@ -164,7 +164,9 @@ def test_weights_of_which_one_side_has_rounded_values_alone(
 )
 def test_what_should_be_there(name: str, has: list[Entry], is_missing: bool) -> None:
     owner = manifest(parameters={"w": Parameter((4,)), "frozen": Parameter((4,), trainable=False)})
-    assert pairs.missing([name], owner, manifest(*has)) == ([name] if is_missing else [])
+    assert pairs.missing([key_of(name)], owner, manifest(*has)) == (
+        [key_of(name)] if is_missing else []
+    )
 
 
 def state(

@@ -16,7 +16,7 @@ from zckpt.proof.roots import of_root, refuse_several
 
 
 def entries(*names: str) -> dict[Key, Entry]:
-    return {name: Entry(*key_of(name), "F32", (2,), Runs([])) for name in names}
+    return {key_of(name): Entry(*key_of(name), "F32", (2,), Runs([])) for name in names}
 
 
 def alone(**more: Any) -> Manifest:
@@ -66,8 +66,8 @@ def proven() -> Manifest:
 def test_the_chosen_model_stands_alone(proven: Manifest) -> None:
     own = of_root(proven, "actor", alone())
     assert own.source == {"format": "y", "root": "actor"}
-    assert [*own.entries] == ["w/param", "w/exp_avg", "b/param", "rng/state"]
-    assert all(name == entry.name for name, entry in own.entries.items())
+    assert [*own.entries] == [("w", "param"), ("w", "exp_avg"), ("b", "param"), ("rng", "state")]
+    assert all(key == entry.key for key, entry in own.entries.items())
     assert own.parameters == {
         "w": Parameter((2,), group=1, aliases=("tied",)),
         "v": Parameter((3,), group=0),

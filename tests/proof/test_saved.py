@@ -42,7 +42,7 @@ def manifest() -> Manifest:
         "run",
         "x",
         Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
-        {"w/param": entry("w/param", 17)},
+        {("w", "param"): entry("w/param", 17)},
         {"w": Parameter((2, 3), True, 0, 3, {"d": Scalar(2.0, "F32")}, ("tied",))},
         buffers=("b",),
         groups=({"lr": 0.5, "betas": [0.9, 0.99]},),
@@ -92,7 +92,7 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
     for field in manifest.__struct_fields__:
         if field not in ("entries", "unsupported"):
             assert getattr(proven, field) == getattr(expected, field), field
-    assert {name: own.digest for name, own in proven.entries.items()} == {"w/param": 17}
+    assert {name: own.digest for name, own in proven.entries.items()} == {("w", "param"): 17}
     kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unsupported]
     assert kept == [("content", ["t/state", "u/state"]), ("", [])]
     assert contents == ""
@@ -247,7 +247,9 @@ def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
     own = checkpoint(tmp_path / "a", {**weights, **moments}, buffers=("b",))
     proven = proven_of(own, tmp_path)
     changes = {"v/exp_avg": {"shape": (3,)}, "w/exp_avg": {"dtype": "C64"}}
-    entries = {name: replace(own, **changes.get(name, {})) for name, own in proven.entries.items()}
+    entries = {
+        key: replace(own, **changes.get(own.name, {})) for key, own in proven.entries.items()
+    }
     report = verify_proof(own, replace(proven, entries=entries), "")
     assert not report["equal"]
     assert report["differences"] == [

@@ -393,7 +393,7 @@ def test_hyper_parameters_of_one_side() -> None:
 def moments(*names: str, step: int | None = None, **fields: object) -> Manifest:
     """Parameters `w` and `v`, of which some have a moment."""
     entries = {
-        key: Entry(*key_of(key), "F32", (2,), Runs([]))
+        key_of(key): Entry(*key_of(key), "F32", (2,), Runs([]))
         for name in names
         for key in [f"{name}/exp_avg"]
     }

@@ -96,13 +96,17 @@ def stepped(step: int, *slots: str) -> Manifest:
 
 def test_a_warning_for_an_optimizer_that_was_never_stepped() -> None:
     zero = crc_of_zeros(20)
-    digests = {(0, "w/master"): 5, (0, "w/exp_avg"): zero, (0, "w/exp_avg_sq"): zero}
+    digests = {
+        (0, ("w", "master")): 5,
+        (0, ("w", "exp_avg")): zero,
+        (0, ("w", "exp_avg_sq")): zero,
+    }
     moments = ("master", "exp_avg", "exp_avg_sq")
     doubt = never_stepped(stepped(1, *moments), digests)
     assert doubt is not None
     assert "not been stepped" in doubt.message
     assert never_stepped(stepped(2, *moments), digests) is None
-    assert never_stepped(stepped(1, *moments), digests | {(0, "w/exp_avg"): 7}) is None
+    assert never_stepped(stepped(1, *moments), digests | {(0, ("w", "exp_avg")): 7}) is None
     assert never_stepped(stepped(1, "master"), digests) is None
 
 

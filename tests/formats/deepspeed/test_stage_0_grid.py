@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.manifest import name_of
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -131,7 +132,11 @@ def test_a_pipeline_is_what_all_stages_held(
     tensors = torch.load(root / "oracle.pt", weights_only=False)["tensors"]
     report = zckpt.convert(root / "run", tmp_path / "universal", param_names=names_of(root))
     assert report["left_out"] == report["warnings"] == []
-    entries = {n for n in zckpt.read(tmp_path / "universal").entries if not n.startswith("state")}
+    entries = {
+        n
+        for n in map(name_of, zckpt.read(tmp_path / "universal").entries)
+        if not n.startswith("state")
+    }
     assert tensors.keys() <= entries
     for key, tensor in tensors.items():
         assert same_bits(zckpt.load(tmp_path / "universal", key), tensor), key

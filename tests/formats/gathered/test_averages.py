@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.manifest import name_of
 
 from ...conftest import Once, texts
 from ...engines import slices
@@ -32,7 +33,9 @@ def test_are_joined_as_the_models(name: str, place: str, front: str, fsdp2: Path
     assert any("joined as the model's DTensors are" in line for line in texts(manifest.warnings))
     assert not any(line.startswith("ema") for line in texts(manifest.omitted))
     for weight, whole in torch.load(fsdp2 / "averages.pt").items():
-        keys = [key for key in manifest.entries if key.endswith(f"{front}{weight}'/state")]
+        keys = [
+            key for key in map(name_of, manifest.entries) if key.endswith(f"{front}{weight}'/state")
+        ]
         (key,) = keys or [f"{place.format(front + weight)}/state"]
         assert torch.equal(zckpt.load(fsdp2 / name, key), whole)
 

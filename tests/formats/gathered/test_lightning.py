@@ -88,9 +88,9 @@ class TestLightning(FormatContract):
 
     def test_every_tensor_is_read_once(self, checkpoint: Path, manifest: Manifest) -> None:
         saved = torch.load(checkpoint)
-        of_state = [name for name in manifest.entries if name.endswith("/state")]
-        assert of_state == ["client_state.callbacks.Noise/state"]
-        assert sum(name.endswith("/exp_avg") for name in manifest.entries) == len(
+        of_state = [key for key in manifest.entries if key[1] == "state"]
+        assert of_state == [("client_state.callbacks.Noise", "state")]
+        assert sum(slot == "exp_avg" for _, slot in manifest.entries) == len(
             saved["optimizer_states"][0]["state"]
         )
         assert manifest.state["client_state"]["lr_schedulers"] == [SCHEDULER]

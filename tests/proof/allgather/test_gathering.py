@@ -19,7 +19,7 @@ import torch
 from zckpt.core.checksum import Cover, crc32
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.manifest import Entry, key_of
+from zckpt.core.manifest import Entry, key_of, name_of
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, Whole
 from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint
@@ -64,7 +64,7 @@ def gathered(
     world: World = ALONE,
     progress: Any = None,
 ) -> Gathering:
-    found = Gathering(world, [(item.a.name, item) for item in matches], 2, progress)
+    found = Gathering(world, [(item.a.key, item) for item in matches], 2, progress)
     try:
         found.run(parts, memory)
     finally:
@@ -255,12 +255,12 @@ def test_a_process_reads_its_part_of_a_whole_tensor(files: Files, rank: int) -> 
 def test_small_tensors_are_aligned(files: Files) -> None:
     """A bucket of 20 tensors of one element: aligned, they need more room than the bucket."""
     values = np.arange(20, dtype="i2")
-    members = [FlatMember(f"w{place}/param", (1,), place) for place in range(20)]
+    members = [FlatMember((f"w{place}", "param"), (1,), place) for place in range(20)]
     parts = [Partitioned("I16", (files.put(values),), members)]
     matches = []
     for place, member in enumerate(members):
-        other = files.entry(member.name, values[place : place + 1] + (place == 7), "I16")
-        matches.append(Match(ours(member.name, (1,), "I16"), other))
+        other = files.entry(name_of(member.key), values[place : place + 1] + (place == 7), "I16")
+        matches.append(Match(ours(name_of(member.key), (1,), "I16"), other))
     found = gathered(matches, parts, memory=40)
     assert differences([found]) == {7: (1, 0)}
     assert len(digests([found])) == 40
@@ -418,7 +418,7 @@ def turned(files: Files, values: Any, offsets: tuple[int, ...], shape: tuple[int
 
 
 def compared(matches: Sequence[Match], box: Joined) -> Gathering:
-    found = Gathering(ALONE, [(item.a.name, item) for item in matches], 2, None)
+    found = Gathering(ALONE, [(item.a.key, item) for item in matches], 2, None)
     try:
         found.compare_strided(box)
     finally:
