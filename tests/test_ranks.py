@@ -75,7 +75,7 @@ def grid(files: Files, grid: Grid = STAGES, **fields: Any) -> Manifest:
             wide, *moments = torch.rand((3, *SHAPE), generator=generator)
             own |= {f"{name}/master": wide, f"{name}/param": wide.bfloat16()}
             own |= {f"{name}/{slot}": each for slot, each in zip(MOMENTS, moments, strict=True)}
-        entries = {name: files.entry(name, number, value) for name, value in own.items()}
+        entries = {key_of(name): files.entry(name, number, value) for name, value in own.items()}
         parameters = {name: Parameter(SHAPE, group=0, step=3) for name in ("a", "b")}
         rank = Manifest(str(files.root), "x", Origin(), entries, parameters, groups=({"lr": 1.0},))
         ranks.append(replace(rank, place=Place(number, grid)))
@@ -128,7 +128,7 @@ def test_the_masters_of_each_rank_are_compared_with_its_weights(files: Files, nu
     manifest = grid(files)
     assert masters.check(manifest, masters.BEGINNINGS, "hint") == []
     other = files.entry("a/param", 9, torch.ones(SHAPE).bfloat16())
-    entries = {**manifest.ranks[number].entries, "a/param": other}
+    entries = {**manifest.ranks[number].entries, ("a", "param"): other}
     words = f"pipeline stage {number // 2}, tensor rank {number % 2}: a"
     with pytest.raises(InconsistentCheckpoint, match=f"1 weight .* rounded master: {words}"):
         masters.check(changed(manifest, number, entries=entries), masters.ALL, "hint")
@@ -144,7 +144,7 @@ def test_all_elements_of_each_rank_are_compared(files: Files) -> None:
     narrow = wide.bfloat16()
     narrow[200] += 1
     values = {"a/master": wide, "a/param": narrow}
-    entries = {name: files.entry(name, 9, value) for name, value in values.items()}
+    entries = {key_of(name): files.entry(name, 9, value) for name, value in values.items()}
     manifest = changed(grid(files), 3, entries=entries)
     assert masters.unlike(manifest, masters.BEGINNINGS) == []
     ((rank, result),) = masters.unlike(manifest, masters.ALL)

@@ -106,7 +106,7 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
             sliced = cuts.get(entry.parameter)
             if sliced is not None and sliced.is_sum and entry.slot in WEIGHTS:
                 values = values + 500 * rank
-            own[entry.name] = stored(files, entry, values, f"{rank}:")
+            own[entry.key] = stored(files, entry, values, f"{rank}:")
         made.append(replace(part, entries=own))
     return Grid(files, whole, table, made)
 

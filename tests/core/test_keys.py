@@ -22,7 +22,7 @@ def entry(name: str, axis: str = "") -> Entry:
 
 def manifest(state: Any = None, *entries: str, form: str = "x", **fields: Any) -> Manifest:
     """A manifest with this state, and tensors of these names in it."""
-    known = {f"{name}/state": entry(name) for name in entries}
+    known = {(name, "state"): entry(name) for name in entries}
     return Manifest("", form, Origin(form), known, {}, state=state or {}, **fields)
 
 

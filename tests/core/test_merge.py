@@ -186,8 +186,8 @@ def test_parameters_of_no_group(made: Grid) -> None:
 
 def test_states_stand_behind_parameters_and_buffers(made: Grid) -> None:
     entry = Entry("client_state.rng", "state", "I32", (2,), Runs(()))
-    own = replace(made.whole, entries={entry.name: entry, **made.whole.entries})
-    assert [*in_order(own).entries] == [*in_order(made.whole).entries, entry.name]
+    own = replace(made.whole, entries={entry.key: entry, **made.whole.entries})
+    assert [*in_order(own).entries] == [*in_order(made.whole).entries, entry.key]
 
 
 def test_a_name_may_have_slashes() -> None:
