@@ -84,8 +84,6 @@ def test_ranks_are_walked_once_for_all_tensors() -> None:
     flats = Counted(Extent(str(rank), 0, 1000 * SIZE) for rank in range(64))
     parts = [Slices(flats, n, 640, SIZE) for n in range(50)]
     entries = [Entry(str(n), "master", "F32", (640,), part) for n, part in enumerate(parts)]
-        Entry(str(n), "master", "F32", (640,), Slices(flats, n, 640, SIZE)) for n in range(50)
-    ]
     Counted.walks = 0
     assert not [*covering.uncovered(entries)]
     assert Counted.walks == 1

@@ -68,7 +68,7 @@ def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
 
 def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
-    other = replace(own.entries["w", "param"], name="b/param")
+    other = replace(own.entries["w", "param"], parameter="b")
     report = verify_alone(replace(own, replicas=(other,), notes=(OF_READER,)))
     assert report["equal"]
     assert texts(report["notes"]) == [
@@ -184,7 +184,7 @@ def test_only_what_differs_has_figures(tmp_path: Path) -> None:
         )
         for name, last in (("a", 3.0), ("b", 4.0))
     )
-    copy = replace(a.entries["w", "param"], name="v/param")
+    copy = replace(a.entries["w", "param"], parameter="v")
     report = diff(replace(a, replicas=(copy,)), b, Selection(tensors="*"))
     first, second, third = report["results"]
     assert first == {"tensor": "w/param", "count": 0}

@@ -278,7 +278,7 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
         groups=({"lr": 1.0, "fused": None},),
     )
     proven = proven_of(replace(own, groups=({"lr": 2.0},)), tmp_path)
-    copy = replace(own.entries["w", "param"], name="rng/state")
+    copy = replace(own.entries["w", "param"], parameter="rng", slot="state")
     report = verify_proof(replace(own, replicas=(copy,)), proven, "")
     assert not report["equal"]
     assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]

@@ -167,7 +167,7 @@ def test_tensors_of_the_common_state_move_with_it() -> None:
     kept = source.state["megatron"]
     old = "megatron.common.optimizer.0.grad_scaler.scale"
     entry = next(iter(source.entries.values()))
-    entries = {**source.entries, f"{old}/state": replace(entry, name=f"{old}/state")}
+    entries = {**source.entries, (old, "state"): replace(entry, parameter=old)}
     dense = {**kept["common"]["optimizer"], "grad_scaler": {"scale": TensorName(old)}}
     groups = [{**group, "is_expert_parallel": True} for group in source.groups or ()]
     spread = {"optimizer": {"param_groups": groups}}

@@ -100,7 +100,8 @@ def test_a_nameless_tensor_has_the_name_of_its_place() -> None:
     unknown = [nameless(0), nameless(32), nameless(16, (1,)), nameless(116, (4, 2))]
     parts, of_reader, unsupported = with_names([named, *unknown], manifest)
     names = ["w/exp_avg", "copy/exp_avg", "one/exp_avg", "matrix/exp_avg"]
-    tensors = [replace(part.tensor, name=name) for part, name in zip(unknown, names, strict=True)]
+    pairs = zip(unknown, map(key_of, names), strict=True)
+    tensors = [replace(part.tensor, key=key) for part, key in pairs]
     assert parts == [named, *tensors]
     assert of_reader == names
     assert unsupported == []
@@ -189,10 +190,10 @@ def test_copies_have_keys_of_their_own() -> None:
         Whole(key_of(name), "F32", (4,), at(n)) for n, name in enumerate(("w/m", "w/m", "head/m"))
     ]
     parts, entries, copies = by_name([flat, *whole], manifest)
-    keys = "w/m", "w/m#0", "w/m#1"
+    keys = ("w", "m"), ("w", "m#0"), ("w", "m#1")
     assert parts == [
         flat,
-        *(replace(part, name=key) for part, key in zip(whole, keys, strict=True)),
+        *(replace(part, key=key) for part, key in zip(whole, keys, strict=True)),
     ]
     assert [(name_of(key), each.name) for key, each in entries.items()] == [
         ("flat/param", "flat/param"),

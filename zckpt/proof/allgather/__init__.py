@@ -125,7 +125,7 @@ def _verify(
     report["problems"] += _uncovered(outcome)
     report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
     compared_names = {item.a.name for _, item in matches}
-    report["keys_of_reader"] = [name for name in of_reader if name in compared_names]
+    report["names_of_reader"] = [name for name in of_reader if name in compared_names]
     if pattern is None:
         report["problems"] += _not_gathered(manifest, entries) + _unsupported(unsupported)
         one_sided = [[key for key in keys if key[1] != "state"] for keys in (only_a, only_b)]

@@ -260,7 +260,7 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
     """Copies of stages that differ are said once."""
     first, second = (rank(tmp_path, number, norm=[1.0 + number]) for number in (0, 1))
     masters = [
-        replace(each.entries["norm", "exp_avg_sq"], name="norm/master") for each in (first, second)
+        replace(each.entries["norm", "exp_avg_sq"], slot="master") for each in (first, second)
     ]
     model = replace(
         first, entries={"norm/master": masters[0]}, replicas=(replace(masters[1], axis="stage"),)
@@ -286,4 +286,4 @@ def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
 
 
 def master_of(rank: Manifest) -> Entry:
-    return replace(rank.entries["norm", "exp_avg_sq"], name="norm/master")
+    return replace(rank.entries["norm", "exp_avg_sq"], slot="master")
