@@ -61,7 +61,7 @@ def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
     assert verify_alone(whole)["problems"] == []
     entry = whole.entries["v", "exp_avg"]
     moved = replace(entry, fragments=solid(2, Extent(str(tmp_path / "f"), 4, 8)))
-    report = verify_alone(replace(whole, entries={**whole.entries, "v/exp_avg": moved}))
+    report = verify_alone(replace(whole, entries={**whole.entries, ("v", "exp_avg"): moved}))
     assert not report["equal"]
     assert "overlap in" in report["problems"][0]["message"]
 

@@ -110,7 +110,7 @@ def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
     """As SGD's momentum before the first step: there is nothing that could be lost."""
     own = replace(manifest, state={"optimizer": {OTHER: {"w": {"momentum": None, "k": [1]}}}})
     assert about(own)["held"]["states"] == {"k": ["w"]}
-    moment = {"w/exp_avg": entry("w/exp_avg", 8)}  # it is among the tensors
+    moment = {("w", "exp_avg"): entry("w/exp_avg", 8)}  # it is among the tensors
     own = replace(own, entries={**own.entries, **moment})
     assert about(own)["held"]["states"] == {"k": ["w"]}
 
@@ -233,7 +233,7 @@ def test_a_weight_that_was_rounded_to_another_type_is_named(
     proven, selection = proven_of(own, tmp_path), Selection(tensors=tensors)
     assert verify_proof(own, proven, "", selection)["not_compared"] == []
     narrow = replace(proven.entries["w", "param"], dtype="BF16", digest=1)
-    other = replace(proven, entries={**proven.entries, "w/param": narrow})
+    other = replace(proven, entries={**proven.entries, ("w", "param"): narrow})
     report = verify_proof(own, other, "", selection)
     assert report["equal"]
     (line,) = texts(report["not_compared"])

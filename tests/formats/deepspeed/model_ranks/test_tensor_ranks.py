@@ -273,7 +273,7 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
 def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
     """Ranks that are apart may have drifted along both axes: each is said."""
     first, second = (
-        replace(each, entries={**each.entries, "norm/master": master_of(each)})
+        replace(each, entries={**each.entries, ("norm", "master"): master_of(each)})
         for each in ranks(tmp_path, norm=[6.0])
     )
     of_stage = replace(second.entries["norm", "master"], axis="stage")
