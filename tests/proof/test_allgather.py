@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices
+from zckpt.core.manifest import Key
 from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats
@@ -186,14 +187,14 @@ def test_a_process_compares_what_it_read_of_whole_tensors() -> None:
     cuts = [cut for part in (wholes[0], flat, wholes[1]) for cut in cut_over(part, 3)]
     apart, together = buckets(by_kind(cuts), 1 << 20, 3)
     assert (apart.apart, together.apart) == (True, False)
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[Key, int]] = []
     for rank in range(3):
         blocks = list(share_of(apart, rank, 3))
         assert {block.row for block in blocks} == {rank}
         for block in blocks:
             ((start, stop),) = block.runs()
             seen += [(block.member.key, element) for element in range(start, stop)]
-    assert sorted(seen) == [(f"w{n}/param", element) for n in (5, 9) for element in range(n)]
+    assert sorted(seen) == [((f"w{n}", "param"), element) for n in (5, 9) for element in range(n)]
 
 
 @pytest.fixture

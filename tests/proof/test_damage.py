@@ -244,7 +244,7 @@ def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) 
     data, other = bytearray(DATA), zlib.crc32(b"other bytes")
     data[5] ^= 1
     stated = Entry("w", "x", "U16", (20,), Runs([]), zlib.crc32(DATA))
-    manifest = Manifest(("", "r"), "x", Origin(), {("w", "x"): stated}, {})
+    manifest = Manifest("/r", "x", Origin(), {("w", "x"): stated}, {})
     flipped = zlib.crc32(data)
 
     def found(crc: int | None, a: Entry = stated, b: Entry | None = None) -> list[dict[str, Any]]:

@@ -72,8 +72,8 @@ def test_masters_that_were_saved_without_padding(dp: int, tmp_path: Path) -> Non
 def test_weights_of_stage_2_are_whole(tmp_path: Path) -> None:
     run = made.saved(tmp_path / "run", made.stage_2(GROUPS, 2))
     found = {each.key: each for each in partitions(str(run / made.TAG)) if isinstance(each, Whole)}
-    assert {name: each.shape for name, each in found.items()} == {
-        f"{name}/param": shape for group in GROUPS for name, shape in group.items()
+    assert {key: each.shape for key, each in found.items()} == {
+        (name, "param"): shape for group in GROUPS for name, shape in group.items()
     }
 
 
