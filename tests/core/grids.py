@@ -78,9 +78,9 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
     entries = {}
     for each in placements:
         for slot in slots if each in trained else ("param",):
-            entry = Entry(f"{each.name}/{slot}", "I32", each.shape, Runs(()))
+            entry = Entry(each.name, slot, "I32", each.shape, Runs(()))
             values = len(files) * 1000 + np.arange(prod(each.shape))
-            entries[entry.name] = stored(files, entry, values)
+            entries[entry.key] = stored(files, entry, values)
     parameters = {
         each.name: Parameter(each.shape, True, group, 3 + group)
         for group in (0, 1)
@@ -106,7 +106,7 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
             sliced = cuts.get(entry.parameter)
             if sliced is not None and sliced.placement.is_sum and entry.slot in WEIGHTS:
                 values = values + 500 * rank
-            own[entry.name] = stored(files, entry, values, f"{rank}:")
+            own[entry.key] = stored(files, entry, values, f"{rank}:")
         made.append(replace(part, entries=own))
     return Grid(files, whole, table, made)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from zckpt.core import masters
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.masters import ALL, BEGINNINGS, FEW
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
@@ -37,11 +37,11 @@ def store(tmp_path: Path) -> Store:
 def entry(name: str, dtype: str, shape: tuple[int, ...], fragments: Any) -> Entry:
     if isinstance(fragments, Extent):
         fragments = solid(torch.Size(shape).numel(), fragments)
-    return Entry(name, dtype, shape, fragments)
+    return Entry(*key_of(name), dtype, shape, fragments)
 
 
 def manifest(root: Path, *entries: Entry, **fields: Any) -> Manifest:
-    return Manifest(str(root), "x", Origin(), {item.name: item for item in entries}, {}, **fields)
+    return Manifest(str(root), "x", Origin(), {item.key: item for item in entries}, {}, **fields)
 
 
 def wrong(checked: Manifest, elements: str = BEGINNINGS) -> list[str]:
@@ -197,10 +197,10 @@ class TestCopies:
 
     def test_weights_in_siblings(self, build: Callable[..., Manifest]) -> None:
         built = build([0], [3])
-        weight = built.entries.pop("w/param")
+        weight = built.entries.pop(("w", "param"))
         assert wrong(replace(built, sibling_weights=(weight,))) == ["w"]
-        fits = build([3], [3]).entries["w/master"]
-        built.entries[fits.name] = fits
+        fits = build([3], [3]).entries["w", "master"]
+        built.entries[fits.key] = fits
         assert wrong(replace(built, sibling_weights=(weight,))) == []
 
 
@@ -241,7 +241,7 @@ def test_masters_stand_with_the_weights_that_they_round_to() -> None:
         *(of("b/master", "F32"), of("c/param", "BF16")),
         *(of("d/master", "F32"), of("d/param", "I32")),
     ]
-    matches = list(masters.with_masters({item.name: item for item in entries}))
+    matches = list(masters.with_masters({item.key: item for item in entries}))
     assert matches == [Match(entries[0], entries[1], "rounded")]
 
 

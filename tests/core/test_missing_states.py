@@ -192,7 +192,7 @@ def kept(*of: str, **changes: Parameter) -> Manifest:
         step = 1 if "s" in keys else None
         parameters[name] = Parameter(shape, group=0, step=step, scalars=scalars)
         for key in set(keys) - {"s", "n"}:
-            entries[f"{name}/{key}"] = Entry(f"{name}/{key}", "F32", shape, Runs([]))
+            entries[name, key] = Entry(name, key, "F32", shape, Runs([]))
     return Manifest("", "x", Origin(), entries, {**parameters, **changes})
 
 

@@ -18,7 +18,7 @@ import zckpt
 from zckpt.core import statistics
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.resources import Copying
 from zckpt.core.statistics import measure
@@ -253,7 +253,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
             file.write(data)
             kind = names[str(tensor.dtype).removeprefix("torch.")]
             fragments = solid(tensor.numel(), Extent(path, offset, len(data)))
-            entries[name] = Entry(name, kind, tuple(tensor.shape), fragments)
+            entries[key_of(name)] = Entry(*key_of(name), kind, tuple(tensor.shape), fragments)
             offset += len(data)
     shapes = {entry.parameter: entry.shape for entry in entries.values()}
     parameters = {name: Parameter(shape, step=3) for name, shape in shapes.items()}

@@ -17,7 +17,7 @@ from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying
@@ -60,7 +60,9 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
     for name, (dtype, values) in tensors.items():
         own = np.array(values, KINDS[dtype]).tobytes()
         extent = Extent(str(root / "f"), len(data), len(own))
-        entries[name] = Entry(name, dtype, (len(values),), solid(len(values), extent))
+        entries[key_of(name)] = Entry(
+            *key_of(name), dtype, (len(values),), solid(len(values), extent)
+        )
         data += own
     (root / "f").write_bytes(data)
     names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
@@ -71,16 +73,16 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
 def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path, {"w/exp_avg": ("F32", [1, 2]), "v/exp_avg": ("F32", [3, 4])})
     assert verify_alone(whole)["problems"] == []
-    entry = whole.entries["v/exp_avg"]
+    entry = whole.entries["v", "exp_avg"]
     moved = replace(entry, fragments=solid(2, Extent(str(tmp_path / "f"), 4, 8)))
-    report = verify_alone(replace(whole, entries={**whole.entries, "v/exp_avg": moved}))
+    report = verify_alone(replace(whole, entries={**whole.entries, ("v", "exp_avg"): moved}))
     assert not report["equal"]
     assert "overlap in" in report["problems"][0]["message"]
 
 
 def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
-    other = replace(own.entries["w/param"], name="b/param")
+    other = replace(own.entries["w", "param"], parameter="b")
     report = verify_alone(replace(own, replicas=(other,), notes=(OF_READER,)))
     assert report["equal"]
     assert texts(report["notes"]) == [
@@ -196,7 +198,7 @@ def test_only_what_differs_has_figures(tmp_path: Path) -> None:
         )
         for name, last in (("a", 3.0), ("b", 4.0))
     )
-    copy = replace(a.entries["w/param"], name="v/param")
+    copy = replace(a.entries["w", "param"], parameter="v")
     report = diff(replace(a, replicas=(copy,)), b, Selection(tensors="*"))
     first, second, third = report["results"]
     assert first == {"tensor": "w/param", "count": 0}
@@ -336,7 +338,7 @@ def test_rounded_weights_under_another_name_are_a_loss(is_first: bool, tmp_path:
 def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0, 2.0001])})
     b = checkpoint(tmp_path / "b", {"w/param": ("F16", [1.0, 2.0])})
-    match = Match(a.entries["w/param"], b.entries["w/param"], "rounded")
+    match = Match(a.entries["w", "param"], b.entries["w", "param"], "rounded")
     notes = said([OF_READER])
     equal = roundings({"notes": notes}, [Result(match, (1, 2), Difference())], a, b)
     assert equal["rounded"] == {"a": [], "b": ["w"]}
@@ -349,7 +351,7 @@ def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
 
 def test_something_must_be_shared(tmp_path: Path) -> None:
     def need(a: Manifest, b: Manifest, *names: str) -> None:
-        needs_weights([Match(a.entries[name], b.entries[name]) for name in names], a, b)
+        needs_weights([Match(a.entries[key], b.entries[key]) for key in map(key_of, names)], a, b)
 
     some = checkpoint(tmp_path / "a", {"w/param": ("F32", [1]), "e/param": ("F32", [])})
     moments = checkpoint(tmp_path / "b", {"w/exp_avg": ("F32", [1]), "e/param": ("F32", [])})
@@ -370,7 +372,9 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
     """Of parameters whose states were compared: a wrong name is then wrong in both."""
     tensors = {f"{name}/{slot}": ("F32", [1.0]) for name in "wvu" for slot in ("param", "exp_avg")}
     own = checkpoint(tmp_path / "a", tensors, inferred=("w", "v", "u"))
-    states = [Match(own.entries[key], own.entries[key]) for key in ("w/exp_avg", "v/exp_avg")]
+    states = [
+        Match(own.entries[key], own.entries[key]) for key in (("w", "exp_avg"), ("v", "exp_avg"))
+    ]
     asked: list[bool] = []
 
     def copies() -> bool:
@@ -388,6 +392,6 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
     silent = replace(own, inferred=(), states_inferred=False)
     assert unproven(silent, states) == everything
     assert len(asked) == 2
-    weights = [Match(own.entries["w/param"], own.entries["w/param"])]
+    weights = [Match(own.entries["w", "param"], own.entries["w", "param"])]
     assert unproven(own, weights) == unproven(replace(own, inferred=()), states) == []
     assert len(asked) == 2  # nothing is read for it

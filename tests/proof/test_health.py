@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from zckpt.core.description import Report
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying, Progress
 from zckpt.core.sources import Fingerprint
@@ -49,7 +49,7 @@ def problems_of(tensors: Tensors, step: int | None = 3, of_all: int | None = Non
     entries, statistics = {}, {}
     for name, (dtype, numbers) in tensors.items():
         shape = tuple(torch.tensor(numbers).shape)
-        entries[name] = Entry(name, dtype, shape, solid(0, Extent("f", 0, 0)))
+        entries[key_of(name)] = Entry(*key_of(name), dtype, shape, solid(0, Extent("f", 0, 0)))
         statistics[name] = statistics_of(dtype, numbers)
     parameters = {"w": Parameter((), step=step)}
     if of_all is not None:
@@ -215,7 +215,7 @@ def manifest(tmp_path: Path) -> Manifest:
         length = numel * SIZES[dtype]
         extent = Extent(str(tmp_path / "f"), len(data), length)
         own = chosen.randbytes(length)
-        entries[name] = Entry(name, dtype, (numel,), solid(numel, extent))
+        entries[key_of(name)] = Entry(*key_of(name), dtype, (numel,), solid(numel, extent))
         records.append(Record(extent, zlib.crc32(own)))
         data += own
     (tmp_path / "f").write_bytes(data)
@@ -247,7 +247,7 @@ def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
     numbers = torch.tensor([0.5, -0.75, 4.0])
     (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
     extent = Extent(str(tmp_path / "f"), 0, 12)
-    own = {"w/param": Entry("w/param", "F32", (3,), solid(3, extent))}
+    own = {("w", "param"): Entry("w", "param", "F32", (3,), solid(3, extent))}
     (line,) = measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
     assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
@@ -267,7 +267,7 @@ class Shown:
 
 def test_progress_names_what_is_measured(manifest: Manifest) -> None:
     shown = Shown()
-    alone = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
+    alone = replace(manifest, entries={"a/param": manifest.entries["a", "param"]})
     measure_all(alone, begin=lambda total: shown)
     assert {*shown.texts} == {"measuring a/param"}
 
@@ -276,9 +276,11 @@ def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None
     """Here of bytes between tensors; and a file that has changed ends the pass."""
     path = Path(manifest.root) / "f"
     record = Record(Extent(str(path), 4, 36_040), zlib.crc32(path.read_bytes()[4:36_044]))
-    kept = {name: own for name, own in manifest.entries.items() if name == "a/param"}
-    extent = kept["a/param"].fragments[0].extent.part(8, 36_000)
-    own = {"a/param": replace(kept["a/param"], shape=(8998,), fragments=solid(8998, extent))}
+    kept = {name: own for name, own in manifest.entries.items() if name == ("a", "param")}
+    extent = kept["a", "param"].fragments[0].extent.part(8, 36_000)
+    own = {
+        ("a", "param"): replace(kept["a", "param"], shape=(8998,), fragments=solid(8998, extent))
+    }
     padded = replace(manifest, entries=own, records=(record,))
     data = bytearray(path.read_bytes())
 

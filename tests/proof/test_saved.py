@@ -16,7 +16,7 @@ from zckpt.core.description import Report
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Begin
 from zckpt.core.states import EVERYTHING, OTHER, Selection
@@ -45,7 +45,7 @@ def verify_proof(
 
 
 def entry(name: str, digest: int | None = None) -> Entry:
-    return Entry(name, "F32", (2, 3), Runs([]), digest)
+    return Entry(*key_of(name), "F32", (2, 3), Runs([]), digest)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def manifest() -> Manifest:
         "run",
         "x",
         Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
-        {"w/param": entry("w/param", 17)},
+        {("w", "param"): entry("w/param", 17)},
         {"w": Parameter((2, 3), True, 0, 3, {"d": Scalar(2.0, "F32")}, ("tied",))},
         buffers=("b",),
         groups=({"lr": 0.5, "betas": [0.9, 0.99]},),
@@ -104,7 +104,7 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
     for field in manifest.__struct_fields__:
         if field not in ("entries", "unsupported"):
             assert getattr(proven, field) == getattr(expected, field), field
-    assert {name: own.digest for name, own in proven.entries.items()} == {"w/param": 17}
+    assert {name: own.digest for name, own in proven.entries.items()} == {("w", "param"): 17}
     kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unsupported]
     assert kept == [("content", ["t/state", "u/state"]), ("", [])]
     assert contents == ""
@@ -122,7 +122,7 @@ def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
     """As SGD's momentum before the first step: there is nothing that could be lost."""
     own = replace(manifest, state={"optimizer": {OTHER: {"w": {"momentum": None, "k": [1]}}}})
     assert about(own)["held"]["states"] == {"k": ["w"]}
-    moment = {"w/exp_avg": entry("w/exp_avg", 8)}  # it is among the tensors
+    moment = {("w", "exp_avg"): entry("w/exp_avg", 8)}  # it is among the tensors
     own = replace(own, entries={**own.entries, **moment})
     assert about(own)["held"]["states"] == {"k": ["w"]}
 
@@ -244,8 +244,8 @@ def test_a_weight_that_was_rounded_to_another_type_is_named(
     own = checkpoint(tmp_path / "a", tensors_of, parameters={"w": Parameter((2,))})
     proven, selection = proven_of(own, tmp_path), Selection(tensors=tensors)
     assert verify_proof(own, proven, "", selection)["not_compared"] == []
-    narrow = replace(proven.entries["w/param"], dtype="BF16", digest=1)
-    other = replace(proven, entries={**proven.entries, "w/param": narrow})
+    narrow = replace(proven.entries["w", "param"], dtype="BF16", digest=1)
+    other = replace(proven, entries={**proven.entries, ("w", "param"): narrow})
     report = verify_proof(own, other, "", selection)
     assert report["equal"]
     (line,) = texts(report["not_compared"])
@@ -259,7 +259,9 @@ def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
     own = checkpoint(tmp_path / "a", {**weights, **moments}, buffers=("b",))
     proven = proven_of(own, tmp_path)
     changes = {"v/exp_avg": {"shape": (3,)}, "w/exp_avg": {"dtype": "C64"}}
-    entries = {name: replace(own, **changes.get(name, {})) for name, own in proven.entries.items()}
+    entries = {
+        key: replace(own, **changes.get(own.name, {})) for key, own in proven.entries.items()
+    }
     report = verify_proof(own, replace(proven, entries=entries), "")
     assert not report["equal"]
     assert report["differences"] == [
@@ -288,7 +290,7 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
         groups=({"lr": 1.0, "fused": None},),
     )
     proven = proven_of(replace(own, groups=({"lr": 2.0},)), tmp_path)
-    copy = replace(own.entries["w/param"], name="rng/state")
+    copy = replace(own.entries["w", "param"], parameter="rng", slot="state")
     report = verify_proof(replace(own, replicas=(copy,)), proven, "")
     assert not report["equal"]
     assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]

@@ -34,7 +34,7 @@ def has_holes(made: Document, files: list[str], state: str) -> None:
 @pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (1, 2), (2, 3)])
 def test_lost_ranks(ranks: tuple[int, ...], example: Path, document: Make) -> None:
     whole = document(example)
-    moments = zckpt.read(example).entries["fc1.weight/exp_avg"]
+    moments = zckpt.read(example).entries["fc1.weight", "exp_avg"]
     lost = of_rank(example, *ranks)
     kept = [
         np.frombuffer(read_element_bytes(each), "f4")

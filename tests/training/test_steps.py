@@ -89,20 +89,24 @@ def test_steps_stall_where_torch_stalls(dtype: torch.dtype, kind: str) -> None:
 
 def stepped(step: int, *slots: str) -> Manifest:
     entries = {
-        f"w/{slot}": Entry(f"w/{slot}", "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
+        ("w", slot): Entry("w", slot, "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
     }
     return Manifest("/", "x", Origin(), entries, {"w": Parameter((5,), step=step)})
 
 
 def test_a_warning_for_an_optimizer_that_was_never_stepped() -> None:
     zero = crc_of_zeros(20)
-    digests = {(0, "w/master"): 5, (0, "w/exp_avg"): zero, (0, "w/exp_avg_sq"): zero}
+    digests = {
+        (0, ("w", "master")): 5,
+        (0, ("w", "exp_avg")): zero,
+        (0, ("w", "exp_avg_sq")): zero,
+    }
     moments = ("master", "exp_avg", "exp_avg_sq")
     doubt = never_stepped(stepped(1, *moments), digests)
     assert doubt is not None
     assert "not been stepped" in doubt.message
     assert never_stepped(stepped(2, *moments), digests) is None
-    assert never_stepped(stepped(1, *moments), digests | {(0, "w/exp_avg"): 7}) is None
+    assert never_stepped(stepped(1, *moments), digests | {(0, ("w", "exp_avg")): 7}) is None
     assert never_stepped(stepped(1, "master"), digests) is None
 
 

@@ -266,7 +266,7 @@ class _Copy(Struct, eq=False, dict=True):
                 self.outcome.records[extent] = self._crc((RECORD, target.number, place))
         for number, pair in enumerate(self.pairs):
             crc = self._crc((TENSOR, number, 0))
-            self.outcome.digests[pair.rank, pair.target.name] = crc
+            self.outcome.digests[pair.rank, pair.target.key] = crc
             if (stated := pair.source.digest) is None:
                 continue
             if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):

@@ -1,12 +1,13 @@
 """What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
 
 Manifest    one checkpoint: entries, parameters, groups, and everything that is not a tensor
-Entry       one whole tensor, `parameter/slot`, wherever its pieces are
+Entry       one whole tensor, a parameter's slot, wherever its pieces are
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from sys import intern
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert, field
@@ -28,6 +29,21 @@ Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
 Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
+Key = tuple[str, str]
+"""An entry's parameter and slot."""
+
+
+def key_of(name: str) -> Key:
+    """The key in a name: files, documents and users write `parameter/slot`."""
+    parameter, _, slot = name.rpartition("/")
+    return intern(parameter), intern(slot)
+
+
+def name_of(key: Key) -> str:
+    """The inverse of `key_of`."""
+    return f"{key[0]}/{key[1]}"
+
+
 class Entry(Struct, frozen=True):
     """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
 
@@ -36,7 +52,8 @@ class Entry(Struct, frozen=True):
     called that have one each, such as `stage`.
     """
 
-    name: str
+    parameter: str
+    slot: str
     dtype: str
     shape: tuple[int, ...]
     fragments: Fragments
@@ -45,12 +62,13 @@ class Entry(Struct, frozen=True):
     axis: str = ""
 
     @property
-    def parameter(self) -> str:
-        return self.name.rpartition("/")[0]
+    def key(self) -> Key:
+        return self.parameter, self.slot
 
     @property
-    def slot(self) -> str:
-        return self.name.rpartition("/")[2]
+    def name(self) -> str:
+        """What sentences and documents call it."""
+        return name_of(self.key)
 
     @property
     def numel(self) -> int:
@@ -216,8 +234,8 @@ class Manifest(Struct, frozen=True):
     """The format of its files."""
     origin: Origin
     """Where they come from: the engine that trained, and its sizes."""
-    entries: dict[str, Entry]
-    """The tensors by name, `parameter/slot`."""
+    entries: dict[Key, Entry]
+    """The tensors by parameter and slot."""
     parameters: dict[str, Parameter]
     buffers: tuple[str, ...] = ()
     groups: tuple[dict[str, Any], ...] | None = None

@@ -21,7 +21,7 @@ from .dtypes import FLOATS
 from .facts import UNCUT
 from .grouping import by_key
 from .loading import head
-from .manifest import Entry, Manifest
+from .manifest import Entry, Key, Manifest
 from .placement import EP_RANK, STAGE, TENSOR_RANK, Placement
 from .plan import Match
 from .weights import is_optimizers
@@ -121,8 +121,8 @@ def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[N
 def copies_of(manifest: Manifest) -> Iterator[Match]:
     """Every further copy of a tensor, with the one that is taken."""
     for copy in manifest.replicas:
-        if copy.slot != "state" and copy.name in manifest.entries:
-            yield Match(copy, manifest.entries[copy.name])
+        if copy.slot != "state" and copy.key in manifest.entries:
+            yield Match(copy, manifest.entries[copy.key])
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
@@ -159,17 +159,17 @@ def averaged(manifest: Manifest) -> Manifest:
     """
     if (manifest.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
         return manifest
-    copies: dict[str, list[Entry]] = {}
+    copies: dict[Key, list[Entry]] = {}
     for match in copies_of(manifest):
         copy, taken = match.a, match.b
         is_averaged = copy.parameter in manifest.parameters and copy.dtype in FLOATS
         if taken is not None and is_averaged and not AXES[_axis(copy)].drift:
-            copies.setdefault(copy.name, [taken]).append(copy)
+            copies.setdefault(copy.key, [taken]).append(copy)
     entries = {}
-    for name, entry in manifest.entries.items():
-        own = copies.get(name, [])
-        of_masters = copies.get(f"{entry.parameter}/master", own)
-        entries[name] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
+    for key, entry in manifest.entries.items():
+        own = copies.get(key, [])
+        of_masters = copies.get((entry.parameter, "master"), own)
+        entries[key] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
     return replace(manifest, entries=entries)
 
 

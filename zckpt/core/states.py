@@ -27,7 +27,7 @@ from .facts import FlatBufferEngine
 from .grouping import by_key
 from .inert import TensorName, inside, map_values, to_json
 from .keys import has_texts_alone, in_doubt
-from .manifest import Entry, Manifest, Unsupported, slot_key
+from .manifest import Entry, Key, Manifest, Unsupported, slot_key
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
@@ -66,13 +66,13 @@ OF_WRAPPER = "no other engine reads what stands around the optimizer's state dic
 
 
 class State(Struct, frozen=True):
-    """The state `key` of a checkpoint, with the names of its tensors by parameter.
+    """The state `key` of a checkpoint, with the keys of its tensors by parameter.
 
     `reason` says why a target cannot have it, or why it was not read; it may be empty.
     """
 
     key: str
-    tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tensors: dict[str, tuple[Key, ...]] = field(default_factory=dict)
     form: str = "slot"
     reason: str = ""
 
@@ -94,12 +94,12 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
     states = {
-        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.name,) for entry in entries})
+        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.key,) for entry in entries})
         for slot, entries in manifest.slots.items()
         if is_optimizers(slot)
     }
 
-    def add(key: str, name: str, tensors: Sequence[str], form: str, reason: str = "") -> None:
+    def add(key: str, name: str, tensors: Sequence[Key], form: str, reason: str = "") -> None:
         state = states.get(key)
         if state is None or state.form != form:
             known = {} if state is None or state.form == "none" else state.tensors
@@ -111,7 +111,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
             add(key, name, (), "number")
     for name, values in others_of(manifest).items():
         for key, value in values.items():
-            tensors = [f"{tensor}/state" for tensor in tensors_in(value)]
+            tensors = entries_in(value)
             known = states.get(str(key))
             if value is not None:
                 add(str(key), name, tensors, "other")
@@ -119,13 +119,12 @@ def states_of(manifest: Manifest) -> dict[str, State]:
                 add(str(key), name, tensors, "none")
     for part in partitions_of(manifest):
         for key, values in part["states"].items():
-            names = [f"{tensor}/state" for tensor in tensors_in(values)]
+            tensors = entries_in(values)
             for name in part["parameters"]:
-                add(str(key), name, names, "partition", BOUND)
-                names = []
+                add(str(key), name, tensors, "partition", BOUND)
+                tensors = []
     for key, value in wrapped(manifest).items():
-        names = [f"{tensor}/state" for tensor in tensors_in(value)]
-        add(key, NO_PARAMETER, names, "wrapper", OF_WRAPPER)
+        add(key, NO_PARAMETER, entries_in(value), "wrapper", OF_WRAPPER)
     for item in manifest.unsupported:
         for name in item.parameters:
             add(item.key, name, (), "unsupported", item.reason)
@@ -178,6 +177,11 @@ def numbers_of(manifest: Manifest, place: str) -> dict[str, Any]:
     BESIDE; `state.optimizer.among`, those in it among the states of parameters, if it is AMONG."""
     values = _optimizer(manifest).get(place)
     return dict(values) if isinstance(values, Mapping) else {}
+
+
+def entries_in(value: Any) -> list[Key]:
+    """The keys of the tensors in a value of the state, each once."""
+    return [(name, "state") for name in tensors_in(value)]
 
 
 def tensors_in(value: Any) -> list[str]:
@@ -319,19 +323,19 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         if not optimizer.get(key):
             optimizer.pop(key, None)
     states = states_of(manifest)
-    names = {
-        name
+    tensors = {
+        tensor
         for key in gone & states.keys()
-        for tensors in states[key].tensors.values()
-        for name in tensors
+        for own in states[key].tensors.values()
+        for tensor in own
     }
     state = without_wrapped(manifest, gone)
     if "optimizer" in state:
         state = {**state, "optimizer": optimizer}
     return replace(
         manifest.with_each(lambda rank: without(rank, keys)),
-        entries={name: entry for name, entry in manifest.entries.items() if name not in names},
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in names),
+        entries={key: entry for key, entry in manifest.entries.items() if key not in tensors},
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in tensors),
         parameters={
             name: replace(parameter, scalars=_rest(parameter.scalars, gone))
             if not gone.isdisjoint(parameter.scalars)
@@ -378,7 +382,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     for key, pairs in held.items():
         names = dict.fromkeys(name for names, _ in pairs for name in names)
         values = [value for _, value in pairs]
-        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(values)]
+        tensors = [entries.pop(tensor, None) for tensor in entries_in(values)]
         if None in tensors:  # a stage of a pipeline lacks those of others
             states.append(Unsupported(key, tuple(names), reason))
         else:
@@ -388,7 +392,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     return replace(
         manifest,
         entries=entries,
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in gone),
         state={**manifest.state, "optimizer": optimizer},
         unsupported=(*manifest.unsupported, *states),
     )
@@ -406,7 +410,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
     """The manifest with its weights and buffers, and nothing of the optimizer and the run."""
     return replace(
         manifest,
-        entries={name: e for name, e in manifest.entries.items() if e.slot in WEIGHTS},
+        entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
         parameters={
             name: replace(parameter, step=None, scalars={}, group=None)

@@ -13,12 +13,12 @@ from typing import Any
 from msgspec import Struct
 
 from ..core.inert import PLAIN, inside
-from ..core.manifest import Entry, Unsupported
+from ..core.manifest import Entry, Key, Unsupported
 from ..core.states import NO_PARAMETER, PLACES, unsupported
 
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 
-Keep = Callable[[Any, str, dict[str, Entry]], Any]
+Keep = Callable[[Any, str, dict[Key, Entry]], Any]
 """Gives an inert value; the entries of its tensors, whose names begin with a path, are added."""
 
 
@@ -46,7 +46,7 @@ def sorted_out(
         if own is not None and is_named and is_plain(item.value):
             own[item.key] = item.value
             continue
-        tensors: dict[str, Entry] = {}
+        tensors: dict[Key, Entry] = {}
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
         states.append(unsupported(item.key, item.parameters, item.reason, value, tensors.values()))
     return numbers, states

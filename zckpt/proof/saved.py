@@ -18,10 +18,12 @@ from ..core.inert import from_json, plain_group
 from ..core.manifest import (
     Entry,
     Hex,
+    Key,
     Manifest,
     Parameter,
     Sizes,
     Unsupported,
+    key_of,
     parameters_from_json,
     parameters_to_json,
 )
@@ -256,8 +258,8 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             stated = known if held.states is None else held.states
             facts = facts._replace(state={"optimizer": {"other": _by_parameter(stated)}})
         entries = {
-            name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
-            for name, item in digests.items()
+            key: Entry(*key, item.dtype, item.shape, Runs([]), int(item.a, 16))
+            for key, item in ((key_of(name), item) for name, item in digests.items())
             if item.a is not None
         }
         unsupported_states = [_with_tensors(item, entries) for item in held.unsupported]
@@ -297,9 +299,9 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
             raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
-def _with_tensors(item: _Unsupported, entries: dict[str, Entry]) -> Unsupported:
+def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> Unsupported:
     """The state with its tensors, which are no entries then."""
-    tensors = tuple(entries.pop(name) for name in item.tensors if name in entries)
+    tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
     return Unsupported(item.key, item.parameters, item.reason, content, tensors)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..core import compare, keys
 from ..core.compare import Result
 from ..core.description import Report, line_of, said
-from ..core.manifest import Manifest
+from ..core.manifest import Key, Manifest, name_of
 from ..core.missing_states import missing_states
 from ..core.plan import Match
 from ..core.resources import Begin, Copying
@@ -235,7 +235,7 @@ def inferences(
 
 
 def with_values(
-    report: Report, a: Manifest, b: Manifest, only_a: Sequence[str], only_b: Sequence[str]
+    report: Report, a: Manifest, b: Manifest, only_a: Sequence[Key], only_b: Sequence[Key]
 ) -> Report:
     """Adds differences in what is not a tensor, and tensors that only one side has."""
     lost = [
@@ -247,8 +247,8 @@ def with_values(
             ),
             tensor=name,
         )
-        for names, owner, other in ((only_a, a, b), (only_b, b, a))
-        for name in missing(names, owner, other)
+        for keys, owner, other in ((only_a, a, b), (only_b, b, a))
+        for name in map(name_of, missing(keys, owner, other))
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
@@ -269,8 +269,8 @@ def with_values(
         "not_compared": said(
             (*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided)
         ),
-        "only_a": list(only_a),
-        "only_b": list(only_b),
+        "only_a": [*map(name_of, only_a)],
+        "only_b": [*map(name_of, only_b)],
         "versions": versions(a, b),
     }
     return {**report, "equal": nothing_found(report)}

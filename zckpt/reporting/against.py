@@ -13,7 +13,7 @@ from typing import Any
 from ..core.description import Report, line_of
 from ..core.grouping import by_key
 from ..core.layers import Places
-from ..core.manifest import Entry
+from ..core.manifest import Entry, key_of
 from ..core.statistics import magnitudes
 from ..errors import brief, counted, note
 from .numbers import finite
@@ -123,9 +123,7 @@ def _place(line: Report, numbers: Mapping[str, int]) -> Report:
 
 def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
     """What was compared, how, and with which result."""
-    unequal = Counter(
-        {line["tensor"]: line["tensor"].rpartition("/")[2] for line in lines}.values()
-    )
+    unequal = Counter({line["tensor"]: key_of(line["tensor"])[1] for line in lines}.values())
     for slot, count in report["slots"].items():
         differing = unequal[slot]
         verb = "differs" if differing == 1 else "differ"

@@ -20,7 +20,7 @@ from ..core.dtypes import NUMBERS, SIZES
 from ..core.fragments import Fragment, Runs
 from ..core.grouping import by_key
 from ..core.inert import plain_group
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Entry, Manifest, name_of
 from ..core.pieces import ReadRequest
 from ..core.records import RecordCounts
 from ..core.resources import Begin, Copying
@@ -64,7 +64,7 @@ class Pass(health.Measuring):
             rule = rule_of(self.manifest, group[0].parameter, slots)
             if rule is not None:
                 self.rules[group[0].parameter] = rule
-                self.totals[f"{group[0].parameter}/{UPDATE}"] = health.Total(group[0].numel)
+                self.totals[name_of((group[0].parameter, UPDATE))] = health.Total(group[0].numel)
 
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
         for item in together:
@@ -113,7 +113,7 @@ class Pass(health.Measuring):
             root += np.float32(rule.eps)
             update /= np.float32(rule.first)
             update /= root
-        self.add(f"{first.entry.parameter}/{UPDATE}", first, update.data.cast("B"), "F32")
+        self.add(name_of((first.entry.parameter, UPDATE)), first, update.data.cast("B"), "F32")
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
@@ -213,7 +213,7 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     records = finish([done.checker], everything=True)
     numbers = [entry for entry in manifest.entries.values() if entry.dtype in NUMBERS]
     statistics = {entry.name: done.totals[entry.name].statistics for entry in numbers}
-    updates = {name: done.totals[f"{name}/{UPDATE}"].statistics for name in done.rules}
+    updates = {name: done.totals[name_of((name, UPDATE))].statistics for name in done.rules}
     return Measured(
         lines={entry.name: statistics[entry.name].report() for entry in numbers},
         updates={name: own.rms for name, own in updates.items() if own.rms is not None},

@@ -97,7 +97,7 @@ class TestRefused:
         self.refused(checkpoint, errors.IncompleteCheckpoint, "__1_0.distcp")
 
     def test_a_flipped_bit(self, checkpoint: Path) -> None:
-        extent = zckpt.read(checkpoint).entries["trunk.0.weight/exp_avg"].fragments[1].extent
+        extent = zckpt.read(checkpoint).entries["trunk.0.weight", "exp_avg"].fragments[1].extent
         with open(extent.file, "r+b") as file:
             file.seek(extent.offset + 5)
             (byte,) = file.read(1)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core import merge, slicing
-from zckpt.core.manifest import Entry
+from zckpt.core.manifest import Entry, Key
 from zckpt.core.placement import Cut, Shapes, Sliced
 from zckpt.core.slicing import Slicing
 
@@ -78,9 +78,9 @@ def unfused(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     return RIGHT_CUT(outer, inner, [[sum(part[rank] for part in widths) for rank in range(2)]])
 
 
-def of_other_ranks(name: str, held: Any, *others: Any) -> list[Entry]:
+def of_other_ranks(key: Key, held: Any, *others: Any) -> list[Entry]:
     """What each rank holds is taken for the other rank's, when they become a whole."""
-    return RIGHT_TENSOR(name, held[::-1], *others)
+    return RIGHT_TENSOR(key, held[::-1], *others)
 
 
 RIGHT_CUT = slicing.cut

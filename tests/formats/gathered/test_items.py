@@ -368,4 +368,4 @@ def test_what_the_other_hint_writes_is_read(slices: Path) -> None:
     manifest = zckpt.read(slices)
     oracle = torch.load(DATA / "oracle.pt", weights_only=False)
     for name in ("trunk.0.weight", "readout.weight"):
-        assert manifest.entries[f"{name}/param"].shape == oracle["tensors"][f"{name}/param"].shape
+        assert manifest.entries[name, "param"].shape == oracle["tensors"][f"{name}/param"].shape

@@ -186,7 +186,7 @@ class TestRanks(FormatContract):
 
     def test_a_flipped_bit(self, checkpoint: Path, tmp_path: Path) -> None:
         manifest = zckpt.read(checkpoint)
-        extent = manifest.entries["trunk.0.weight/exp_avg"].fragments[1].extent
+        extent = manifest.entries["trunk.0.weight", "exp_avg"].fragments[1].extent
         data = bytearray(Path(extent.file).read_bytes())
         data[extent.offset] ^= 1
         Path(extent.file).write_bytes(data)

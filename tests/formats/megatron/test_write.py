@@ -167,7 +167,7 @@ def test_tensors_of_the_common_state_move_with_it() -> None:
     kept = source.state["megatron"]
     old = "megatron.common.optimizer.0.grad_scaler.scale"
     entry = next(iter(source.entries.values()))
-    entries = {**source.entries, f"{old}/state": replace(entry, name=f"{old}/state")}
+    entries = {**source.entries, (old, "state"): replace(entry, parameter=old)}
     dense = {**kept["common"]["optimizer"], "grad_scaler": {"scale": TensorName(old)}}
     groups = [{**group, "is_expert_parallel": True} for group in source.groups or ()]
     spread = {"optimizer": {"param_groups": groups}}
@@ -179,7 +179,7 @@ def test_tensors_of_the_common_state_move_with_it() -> None:
     scaler = writer.common["optimizer"]["grad_scaler"]
     new = "megatron.common.optimizer.grad_scaler.scale"
     assert scaler["scale"].name == new
-    assert writer.moved[f"{new}/state"].fragments is entry.fragments
+    assert writer.moved[new, "state"].fragments is entry.fragments
 
 
 @pytest.mark.parametrize("place", ["optimizer", "optimizer.optimizer"])
@@ -212,18 +212,18 @@ def test_refusals(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
 def test_layers_that_differ_are_refused() -> None:
     source = package.read(SOURCE)
     frozen = "decoder.layers.1.mlp.linear_fc2.weight"
-    lost = {f"{frozen}/{slot}" for slot in ("master", "exp_avg", "exp_avg_sq")}
-    entries = {name: entry for name, entry in source.entries.items() if name not in lost}
+    lost = {(frozen, slot) for slot in ("master", "exp_avg", "exp_avg_sq")}
+    entries = {key: entry for key, entry in source.entries.items() if key not in lost}
     with pytest.raises(errors.UnsupportedCheckpoint, match=r"layers\.1\.mlp\.linear_fc2"):
         MegatronWriter(replace(source, entries=entries), Options(), types={})
-    del entries[f"{frozen}/param"]
+    del entries[frozen, "param"]
     with pytest.raises(errors.MissingData, match=r"layers\.1\.mlp\.linear_fc2"):
         MegatronWriter(replace(source, entries=entries), Options(), types={})
     parameters = {name: item for name, item in source.parameters.items() if ".1." not in name}
     first = "decoder.layers.0.mlp.linear_fc2.weight"
     parameters["decoder.layers.2.mlp.linear_fc2.weight"] = parameters[first]
     entries |= {
-        f"decoder.layers.2.mlp.linear_fc2.weight/{entry.slot}": entry
+        ("decoder.layers.2.mlp.linear_fc2.weight", entry.slot): entry
         for entry in source.entries.values()
         if entry.parameter == first
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.checksum import crc32
 from ...core.inert import Foreign, alike, to_json
-from ...core.manifest import Entry, Unsupported
+from ...core.manifest import Entry, Key, Unsupported
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import Notice, note
 from ...naming.names import plain
@@ -157,7 +157,7 @@ def strangers_of(ranks: EngineStates) -> tuple[dict[str, Any], list[Unsupported]
     Each has the values of all ranks, unless they are one number.
     """
 
-    def keep(values: Any, path: str, tensors: dict[str, Entry]) -> Any:
+    def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:
         return [
             file.kept(value, f"{path}.{rank}", tensors)
             for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))

@@ -15,7 +15,7 @@ from ...core import agreement
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
-from ...core.manifest import Entry, Sighting, Unsupported
+from ...core.manifest import Entry, Key, Sighting, Unsupported
 from ...core.states import unsupported
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
@@ -408,7 +408,7 @@ class FlatBuffer(Struct, frozen=True):
 
 
 def states_of_partitions(
-    ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[str, Entry]
+    ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> tuple[list[dict[str, Any]], list[Unsupported]]:
     """States of the ranks' parts of flat buffers that no parameter has a part of.
 
@@ -425,7 +425,7 @@ def states_of_partitions(
         path = f"optimizer.partitions.{number if kind else len(partitions)}"
         states = {}
         for key, values in buffer.own.items():
-            tensors: dict[str, Entry] = {}
+            tensors: dict[Key, Entry] = {}
             states[key] = [
                 file.kept(value, inside(f"{path}.{rank}", key), tensors)
                 for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))

@@ -28,7 +28,7 @@ from typing import Any
 from ...core import sources
 from ...core.inert import inside
 from ...core.inventory import nameless, refuse_others, role, saved_names
-from ...core.manifest import Entry
+from ...core.manifest import Entry, Key
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -245,13 +245,13 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
 
 def _client_state(
     files: Sequence[TorchFile],
-) -> tuple[dict[str, Any], dict[str, Entry], list[Entry], list[Notice]]:
+) -> tuple[dict[str, Any], dict[Key, Entry], list[Entry], list[Notice]]:
     """The user's part of the files: rank 0's values, and the tensors in them.
 
     Then equal copies of these tensors on other ranks, and a note for each value of another rank
     that differs from rank 0's.
     """
-    kept: dict[str, Entry] = {}
+    kept: dict[Key, Entry] = {}
     copies: list[Entry] = []
     state, differing = {}, list[str]()
     for key, value in _user(files[0]).items():
@@ -260,7 +260,7 @@ def _client_state(
         first = files[0].summary(value)
         for file in files[1:]:
             if file.summary(_user(file).get(key)) == first:
-                own: dict[str, Entry] = {}
+                own: dict[Key, Entry] = {}
                 file.kept(_user(file)[key], path, own)
                 copies += own.values()
             elif str(key) not in differing:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Manifest, Parameter
+from ...core.manifest import Entry, Key, Manifest, Parameter
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
 from ..names import names_of
@@ -72,7 +72,7 @@ class _Translation(Struct, eq=False, dict=True):
     source: Manifest
     rules: SavingRules
     groups: Mapping[str, NameGroup]
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
     new: dict[str, list[str]] = field(default_factory=dict)  # by a name of the source
@@ -107,7 +107,7 @@ class _Translation(Struct, eq=False, dict=True):
         )
 
     def _enter(self, entry: Entry) -> None:
-        if self.entries.setdefault(entry.name, entry) is not entry:
+        if self.entries.setdefault(entry.key, entry) is not entry:
             raise InconsistentCheckpoint(
                 "names-collide", f"two tensors would become {entry.name}", subject=entry.name
             )
@@ -121,7 +121,7 @@ class _Translation(Struct, eq=False, dict=True):
         elif old in self.source.buffers:
             self.buffers.append(new)
         for entry in self.of.get(old, ()):
-            self._enter(replace(entry, name=f"{new}/{entry.slot}"))
+            self._enter(replace(entry, parameter=new))
 
     def _convert(self, group: NameGroup, rule: SavingRule) -> None:
         """Enters the tensors that those of a group become, slot by slot."""
@@ -159,7 +159,7 @@ class _Translation(Struct, eq=False, dict=True):
         (dtype,) = _types(parts)
         names = dict.fromkeys(group.names.values())
         for name, view in self._views(group, rule, parts).items():
-            self._enter(Entry(f"{name}/{slot}", dtype, view.shape, view.fragments))
+            self._enter(Entry(name, slot, dtype, view.shape, view.fragments))
             first = next((self.source.parameters.get(old) for old in names), None)
             if first is None:
                 self.buffers += [name] * (name not in self.buffers)

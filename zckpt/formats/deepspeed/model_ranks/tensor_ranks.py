@@ -82,7 +82,7 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
     """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
     shapes = _on_ranks(
-        {n: e.shape for n in rank.buffers if (e := rank.entries.get(f"{n}/param")) is not None}
+        {n: e.shape for n in rank.buffers if (e := rank.entries.get((n, "param"))) is not None}
         for rank in ranks
     )
     decided = {

@@ -300,7 +300,7 @@ class Experts(Struct, frozen=True):
         except InconsistentCheckpoint:  # partitions of other lengths
             return False
         entries = tensors.entries
-        pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
+        pairs = ((entries[name, "param"], entries[name, "master"]) for name in names)
         return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     def complete(self, manifest: Manifest) -> Manifest:
@@ -310,7 +310,7 @@ class Experts(Struct, frozen=True):
         drops what has `expert` in the name of its MoE layer, and saves only what is below
         `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
         """
-        unsaved = [name for name in manifest.parameters if f"{name}/param" not in manifest.entries]
+        unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
             raise InconsistentCheckpoint(
                 "mixed-saves",
