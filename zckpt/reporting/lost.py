@@ -123,7 +123,9 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
     notice = notice_of(error)
     message = found.real(notice.message)
     if file is not None and kind == "missing":
-        message = f"{os.path.basename(file)} is missing: {message}"
+        name, paths = os.path.basename(file), getattr(error, "paths", ())
+        if len(paths) > 1 or name not in message:  # it is not what the message is about
+            message = f"{name} is missing: {message}"
     return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
