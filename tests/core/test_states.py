@@ -17,36 +17,36 @@ from zckpt.core.manifest import (
     Sibling,
     Sighting,
     StepPlace,
-    Unsupported,
+)
+from zckpt.core.optimizer_states import (
+    AMONG,
+    BESIDE,
+    OTHER,
+    PARTITIONS,
+    StateRow,
+    States,
+    states_in,
+    unsupported,
 )
 from zckpt.core.origin import Origin
 from zckpt.core.states import (
-    AMONG,
-    BESIDE,
     BOUND,
     FACTORING,
     NO_PARAMETER,
     OF_NUMBERS,
     OF_VECTORS,
     OF_WRAPPER,
-    OTHER,
-    PARTITIONS,
     Selection,
     State,
     as_unsupported,
     harmless,
     in_words,
     missing_in,
-    numbers_of,
     of_numbers,
     of_vectors,
-    others_of,
-    partitions_of,
-    renamed_others,
     require_known,
     states_of,
     tensors_in,
-    unsupported,
     untouched,
     with_frozen,
     without,
@@ -61,8 +61,10 @@ def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
     """Parameters `w` and `v`, and tensors of these names."""
     known = {name: Entry(name, "F32", (2, 3), Runs([])) for name in entries}
     parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
-    plain = Manifest("", "x", Origin(), known, parameters, state=state or {})
-    return replace(plain, **fields)
+    state = state or {}
+    states = fields.pop("states", states_in(state.get("optimizer") or {}))
+    plain = Manifest("", "x", Origin(), known, parameters, state=state, states=states)
+    return replace(plain.with_state(state), **fields)
 
 
 def other(**of: Any) -> dict[str, Any]:
@@ -97,8 +99,9 @@ def every() -> Manifest:
     state["optimizer"][PARTITIONS] = [part("w", "v", kept=[TensorName("p"), 1])]
     mu = Parameter((2, 3), group=0, step=1, scalars={"mu": Scalar(1.0, "F32")})
     entries = ("w/param", "w/master", "w/exp_avg", "v/exp_avg", "w/esc__4fdd_2d_4bey", "a/state")
-    whole = manifest(*entries, state=state, unsupported=(Unsupported("lost", ("v",), "why"),))
-    return replace(whole, parameters={**whole.parameters, "v": mu})
+    whole = manifest(*entries, state=state)
+    states = States((*whole.states, StateRow("lost", "unsupported", ("v",), "", "why")))
+    return replace(whole, parameters={**whole.parameters, "v": mu}, states=states)
 
 
 def test_states_of_all_forms(every: Manifest) -> None:
@@ -108,7 +111,7 @@ def test_states_of_all_forms(every: Manifest) -> None:
 def test_a_state_of_several_forms_has_that_of_the_last(every: Manifest) -> None:
     """With the tensors of all, but None is of no form where others have one."""
     state = other(w={"exp_avg": [TensorName("x")], "mu": None, "none": 3}, v={"none": None})
-    mixed = replace(every, state=state, unsupported=())
+    mixed = replace(every, states=manifest(state=state).states)
     assert states_of(mixed) == {
         "exp_avg": State("exp_avg", {"w": ("w/exp_avg", "x/state"), "v": ("v/exp_avg",)}, "other"),
         "Odd-Key": FORMS["Odd-Key"],
@@ -158,8 +161,7 @@ def test_ranks_that_are_alike_have_the_states_of_one(every: Manifest) -> None:
 @pytest.mark.parametrize("values", [None, [1], {"w": 3}, {"w": [1]}])
 def test_what_is_no_state_of_parameters(values: Any) -> None:
     """The JSON of a manifest may state anything."""
-    assert others_of(manifest(state={"optimizer": {OTHER: values}})) == {}
-    assert others_of(manifest(state={"optimizer": values})) == {}
+    assert states_in({OTHER: values}) == States()
 
 
 GOOD = part("w", k=[1, 2])
@@ -170,8 +172,8 @@ GOOD = part("w", k=[1, 2])
     [
         ([GOOD, GOOD], 2),
         ((GOOD,), 1),
-        ([part("w", k=(1, 2), l=[3, 4])], 1),
-        ([part("w")], 1),
+        ([part("w", k=(1, 2), l=[3, 4])], 2),
+        ([part("w")], 0),
         ({"k": GOOD}, 0),
         ([3, GOOD], 1),
         ([part("w", k=[1])], 0),  # one rank of two
@@ -183,14 +185,13 @@ GOOD = part("w", k=[1, 2])
     ],
 )
 def test_what_is_a_partition(value: Any, count: int) -> None:
-    assert len(partitions_of(manifest(state={"optimizer": {PARTITIONS: value}}))) == count
+    assert len(states_in({PARTITIONS: value}).rows) == count
 
 
 def test_numbers_of_no_parameter() -> None:
-    whole = manifest(state={"optimizer": {BESIDE: {"k": 1}, AMONG: {"l": 2}}})
-    assert (numbers_of(whole, BESIDE), numbers_of(whole, AMONG)) == ({"k": 1}, {"l": 2})
-    assert numbers_of(manifest(state={"optimizer": {BESIDE: 3}}), BESIDE) == {}
-    assert numbers_of(manifest(), AMONG) == {}
+    states = states_in({BESIDE: {"k": 1}, AMONG: {"l": 2}})
+    assert (states.numbers("beside"), states.numbers("among")) == ({"k": 1}, {"l": 2})
+    assert states_in({BESIDE: 3}) == States()
 
 
 def test_tensors_are_named_once() -> None:
@@ -234,7 +235,8 @@ def test_what_a_target_lacks() -> None:
     assert lost_of(both, none) == {"a": ["w", "v"]}
     (state,) = missing_in(both, one)
     assert state.tensors == {"v": ("v/a",)}
-    unknown = manifest(unsupported=(Unsupported("a", ("w", "v"), "why"),))
+    row = StateRow("a", "unsupported", ("w", "v"), "", "why")
+    unknown = manifest(states=States((row,)))
     assert lost_of(both, unknown) == {"a": ["w", "v"]}
 
 
@@ -372,7 +374,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     assert [*a.entries] == ["w/param", "w/master"]
     assert [copy.name for copy in a.replicas] == ["w/param"]
     assert {*map(str, a.parameters.values())} == {str(Parameter((2, 3)))}
-    assert (a.groups, a.step_place, a.state, a.steps, a.unsupported) == (None, None, {}, (), ())
+    assert (a.groups, a.step_place, a.state, a.steps, a.states) == (None, None, {}, (), States())
     assert (a.siblings, a.omitted_files, a.buffers) == ((), (), ("b",))
     a, b = Selection(drop_state=("a",)).of(every, manifest("w/a"))
     assert (a.entries, b.entries) == (every.entries, {})
@@ -384,7 +386,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
 def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     copies = replace(every, replicas=(every.entries["a/state"], every.entries["w/exp_avg"]))
     whole = as_unsupported(copies, "why not")
-    assert [(item.key, item.parameters, item.reason) for item in whole.unsupported] == [
+    assert [(item.key, item.parameters, item.reason) for item in whole.states] == [
         ("lost", ("v",), "why"),
         ("list", ("w",), "why not"),
         ("7", ("w",), "why not"),
@@ -393,7 +395,7 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     assert whole.state == {"optimizer": {"scale": 1}}
     assert [copy.name for copy in whole.replicas] == ["w/exp_avg"]
     assert "a/state" not in whole.entries
-    assert [item.content for item in whole.unsupported] == [
+    assert [item.value for item in whole.states] == [
         "",
         "",
         '["text"]',
@@ -406,12 +408,12 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
 def test_states_are_listed_with_their_tensors() -> None:
     names = [TensorName("a"), TensorName("b")]
     whole = manifest("a/state", "b/state", state=other(w={"k": names[0]}, v={"k": names[1]}))
-    (item,) = as_unsupported(whole, "why").unsupported
+    (item,) = as_unsupported(whole, "why").states
     assert [entry.name for entry in item.tensors] == ["a/state", "b/state"]
-    assert item.content
+    assert item.value
     only = manifest(state={"optimizer": {PARTITIONS: [part("w", k=[1, 2])]}})
-    (item,) = as_unsupported(only, "why").unsupported
-    assert (item.key, item.content) == ("k", "[[1, 2]]")
+    (item,) = as_unsupported(only, "why").states
+    assert (item.key, item.value) == ("k", "[[1, 2]]")
 
 
 def test_the_order_of_keys_is_no_difference() -> None:
@@ -427,13 +429,12 @@ def test_other_names_of_parameters(every: Manifest) -> None:
     own, alien = TensorName("optimizer.other.w.k"), TensorName("elsewhere")
     state = other(w={"k": [own, alien, 1]}, v={"k": 2})
     state["optimizer"][PARTITIONS] = [part("w", "v", k=[1, 2])]
-    optimizer, tensors = renamed_others(manifest(state=state), {"w": "new"})
-    assert optimizer["scale"] == 1
-    assert [*optimizer[OTHER]] == ["new", "v"]
-    assert optimizer[OTHER]["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
+    states, tensors = manifest(state=state).states.renamed({"w": "new"})
+    assert [*states.others] == ["new", "v"]
+    assert states.others["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
     assert tensors == {"optimizer.other.w.k": "optimizer.other.new.k"}
-    assert optimizer[PARTITIONS][0]["parameters"] == ["new", "v"]
-    assert renamed_others(manifest(), {"w": "new"}) == ({}, {})
+    assert [row.parameters for row in states.of_form("partition")] == [("new", "v")]
+    assert States().renamed({"w": "new"}) == (States(), {})
 
 
 def test_states_in_a_sentence() -> None:

@@ -15,9 +15,10 @@ import zckpt
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
-from zckpt.core.states import OTHER, Selection
+from zckpt.core.states import Selection
 from zckpt.errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -52,17 +53,25 @@ def manifest() -> Manifest:
         state={"client_state": {"seed": 1}},
         of_ranks={"rank_1": {"client_state.seed": 2}},
         layout={"rank_1": {"offset": 4}},
-        unsupported=(
-            Unsupported(
-                "key", ("w",), "why", "content", (entry("t/state", 5), entry("u/state", 6))
-            ),
-            Unsupported("other", ("w",), "why", "content", (entry("gone/state", 7),)),
+        states=States(
+            (
+                unsupported("key", entry("t/state", 5), entry("u/state", 6)),
+                unsupported("other", entry("gone/state", 7)),
+            )
         ),
     )
 
 
+def unsupported(key: str, *tensors: Entry) -> StateRow:
+    return StateRow(key, "unsupported", ("w",), "content", "why", tensors=tensors)
+
+
+def others(**values: Any) -> States:
+    return States(tuple(of_parameters("other", {"w": values})))
+
+
 def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
-    entries = [*manifest.entries.values(), *manifest.unsupported[0].tensors]
+    entries = [*manifest.entries.values(), *manifest.states.rows[0].tensors]
     digests = {e.name: {"dtype": "F32", "shape": [2, 3], "a": f"{e.digest:08x}"} for e in entries}
     digests["read/param"] = {"dtype": "F32", "shape": [1], "b": "00000001"}
     report = {
@@ -80,20 +89,20 @@ def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
 def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) -> None:
     path = proof(manifest, tmp_path / "proof.json")
     proven, contents = read_proof(str(path), manifest)
-    first, second = manifest.unsupported
+    first, second = manifest.states
     plain = replace(manifest.origin, others={})
     expected = replace(
         manifest,
         root=str(path),
         origin=plain,
-        unsupported=(first, replace(second, content="", tensors=())),
+        states=States((first, replace(second, value="", tensors=()))),
         states_inferred=False,
     )
     for field in manifest.__struct_fields__:
-        if field not in ("entries", "unsupported"):
+        if field not in ("entries", "states"):
             assert getattr(proven, field) == getattr(expected, field), field
     assert {name: own.digest for name, own in proven.entries.items()} == {"w/param": 17}
-    kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unsupported]
+    kept = [(own.value, [e.name for e in own.tensors]) for own in proven.states]
     assert kept == [("content", ["t/state", "u/state"]), ("", [])]
     assert contents == ""
 
@@ -108,7 +117,7 @@ def test_a_proof_with_inferred_names_keeps_the_digest_of_the_files(
 
 def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
     """As SGD's momentum before the first step: there is nothing that could be lost."""
-    own = replace(manifest, state={"optimizer": {OTHER: {"w": {"momentum": None, "k": [1]}}}})
+    own = replace(manifest, states=others(momentum=None, k=[1]))
     assert about(own)["held"]["states"] == {"k": ["w"]}
     moment = {"w/exp_avg": entry("w/exp_avg", 8)}  # it is among the tensors
     own = replace(own, entries={**own.entries, **moment})
@@ -122,14 +131,14 @@ def test_an_older_proof_has_the_states_of_the_other_side(
     held = about(manifest)["held"]
     for key in ("state", "source", "format", "optimizer", "of_ranks", "layout", "unread"):
         del held[key]
-    own = replace(manifest, unsupported=(), state={"optimizer": {OTHER: {"w": {"k": [1, 2]}}}})
+    own = replace(manifest, states=others(k=[1, 2]))
     path = proof(manifest, tmp_path / "p", held={**held, "states": {"k": ["w"], "l": ["w"]}})
     proven, _ = read_proof(str(path), own)
-    assert proven.state == {"optimizer": {OTHER: {"w": {"k": True, "l": True}}}}
+    assert proven.states == others(k=True, l=True)
     assert (proven.format, proven.source) == ("proof", {"format": "of an older proof"})
     del held["states"]
     proven, _ = read_proof(str(proof(manifest, tmp_path / "p", held=held)), own)
-    assert proven.state == {"optimizer": {OTHER: {"w": {"k": True}}}}
+    assert proven.states == others(k=True)
 
 
 def test_what_is_no_proof_is_refused(

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.states import FACTORING
 from zckpt.formats.statedict.keys import keys_of
@@ -423,8 +424,10 @@ def test_a_step_that_one_side_has_of_no_parameter() -> None:
 
 
 def test_states_that_were_not_read_say_why() -> None:
-    unsupported = Unsupported("shards", ("w",), "a kind of tensor that zckpt does not read")
-    (line,), _ = values.missing_states(manifest(unsupported=(unsupported,)), manifest(), ())
+    unsupported = StateRow(
+        "shards", "unsupported", ("w",), "", "a kind of tensor that zckpt does not read"
+    )
+    (line,), _ = values.missing_states(manifest(states=States((unsupported,))), manifest(), ())
     assert (line["state"], line["reason"]) == ("shards", unsupported.reason)
 
 

@@ -20,6 +20,7 @@ from .fragments import Extent, Fragments, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .optimizer_states import KEYS, States, states_in, with_states
 from .origin import Origin
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
@@ -193,20 +194,6 @@ class Sibling(Struct, frozen=True):
     size: int
 
 
-class Unsupported(Struct, frozen=True):
-    """A state of the optimizer that the files have, and that the manifest does not.
-
-    It has the `key` for these parameters; `reason` says why it was not read. It is only compared:
-    `content` is its value as a text of JSON, in which `tensors` are named; "" if it is not known.
-    """
-
-    key: str
-    parameters: tuple[str, ...]
-    reason: str
-    content: str = ""
-    tensors: tuple[Entry, ...] = ()
-
-
 class Manifest(Struct, frozen=True):
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
@@ -224,6 +211,8 @@ class Manifest(Struct, frozen=True):
     """The hyper-parameters of each group; None if the files have none."""
     optimizer: str | None = None
     """The optimizer's class, as the engine calls it, or as its states show it."""
+    states: States = States()
+    """The optimizer's states that are no tensors of a parameter's shape."""
     engine: Engine | None = None
     """The facts of the engine that trained."""
     step_place: StepPlace | None = None
@@ -270,8 +259,6 @@ class Manifest(Struct, frozen=True):
     """Files that a target does not get: they are only compared."""
     omitted: tuple[Notice, ...] = ()
     """What has no meaning outside the source."""
-    unsupported: tuple[Unsupported, ...] = ()
-    """States of the optimizer that the files have, and that are not here in any form."""
     warnings: tuple[Notice, ...] = ()
     """What the user must know."""
     notes: tuple[Notice, ...] = ()
@@ -324,9 +311,27 @@ class Manifest(Struct, frozen=True):
         return replace(self, ranks=ranks, models=models)
 
     @property
-    def state_with_cuts(self) -> dict[str, Any]:
-        """Its `state`, and how the run cut the model: what a target of another engine may lack."""
-        return with_cuts(self.state, self.pipeline, self.tensor_parallel)
+    def whole_state(self) -> dict[str, Any]:
+        """Its `state` with the optimizer's, and how the run cut the model.
+
+        That is what a target of another engine may lack.
+        """
+        return with_cuts(self.state_with_states, self.pipeline, self.tensor_parallel)
+
+    @property
+    def state_with_states(self) -> dict[str, Any]:
+        """Its `state` with the optimizer's, as a universal checkpoint has both."""
+        return with_states(self.state, self.states, len(self.groups or ()))
+
+    def with_state(self, state: Mapping[str, Any]) -> "Manifest":
+        """With a changed `state_with_states`."""
+        optimizer = state.get("optimizer") or {}
+        rest = {key: value for key, value in state.items() if key != "optimizer"}
+        if "optimizer" in self.state:
+            kept = {key: value for key, value in optimizer.items() if key not in KEYS}
+            rest = {**state, "optimizer": kept}
+        states = states_in(optimizer) + self.states.of_form("unsupported")
+        return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:
         """What a sentence calls a parameter or a tensor, with the words of its model rank."""

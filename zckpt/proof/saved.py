@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, convert, field
-from msgspec.structs import asdict
 
 from ..core import compare, description, keys, sources
 from ..core.compare import Result
@@ -21,10 +20,10 @@ from ..core.manifest import (
     Manifest,
     Parameter,
     Sizes,
-    Unsupported,
     parameters_from_json,
     parameters_to_json,
 )
+from ..core.optimizer_states import StateRow, States, of_parameters
 from ..core.origin import Origin
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
@@ -108,8 +107,14 @@ def about(manifest: Manifest) -> Report:
             "of_ranks": manifest.of_ranks,
             "layout": manifest.layout,
             "unread": [
-                {**asdict(item), "tensors": [entry.name for entry in item.tensors]}
-                for item in manifest.unsupported
+                {
+                    "key": row.key,
+                    "parameters": row.parameters,
+                    "reason": row.reason,
+                    "content": row.value,
+                    "tensors": [entry.name for entry in row.tensors],
+                }
+                for row in manifest.states.of_form("unsupported")
             ],
             **({"contents": digest(manifest)} if manifest.inferred else {}),
         },
@@ -254,13 +259,15 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         if "state" not in report["held"]:  # a proof of an older zckpt
             known = {state.key: state.parameters for state in _others(manifest)}
             stated = known if held.states is None else held.states
-            facts = facts._replace(state={"optimizer": {"other": _by_parameter(stated)}})
+            rows = of_parameters("other", _by_parameter(stated))
+            facts = facts._replace(states=States(tuple(rows)))
         entries = {
             name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
             for name, item in digests.items()
             if item.a is not None
         }
-        unsupported_states = [_with_tensors(item, entries) for item in held.unsupported]
+        states = facts.states + [_with_tensors(item, entries) for item in held.unsupported]
+        facts = facts._replace(states=states)
         parameters = parameters_from_json(held.parameters)
         _check_groups(parameters, held.groups)
         proven = Manifest(
@@ -275,7 +282,6 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             **facts._asdict(),
             of_ranks=held.of_ranks,
             layout=held.layout,
-            unsupported=tuple(unsupported_states),
             states_inferred=False,
         )
         return proven, held.contents
@@ -297,11 +303,12 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
             raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
-def _with_tensors(item: _Unsupported, entries: dict[str, Entry]) -> Unsupported:
+def _with_tensors(item: _Unsupported, entries: dict[str, Entry]) -> StateRow:
     """The state with its tensors, which are no entries then."""
     tensors = tuple(entries.pop(name) for name in item.tensors if name in entries)
     content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
-    return Unsupported(item.key, item.parameters, item.reason, content, tensors)
+    own, reason = item.parameters, item.reason
+    return StateRow(item.key, "unsupported", own, content, reason, tensors=tensors)
 
 
 def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,10 +143,10 @@ def unsupported_states(manifest: Manifest) -> list[Notice]:
     return [
         note(
             "state-unsupported",
-            f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}",
-            subject=item.key,
+            f"not read: {row.key} of {listed(row.parameters, 4)}: {row.reason}",
+            subject=row.key,
         )
-        for item in manifest.unsupported
+        for row in manifest.states.of_form("unsupported")
     ]
 
 

@@ -13,7 +13,6 @@ import zckpt
 from zckpt.core.facts import StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Sighting
-from zckpt.core.states import PARTITIONS
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 
 from ...conftest import texts
@@ -248,8 +247,7 @@ def slots(manifest: Manifest) -> set[str]:
 
 def of_partitions(manifest: Manifest) -> list[str]:
     """The keys of states that no parameter has a part of."""
-    partitions = manifest.state["optimizer"].get(PARTITIONS, ())
-    return sorted(str(key) for each in partitions for key in each["states"])
+    return sorted(str(row.key) for row in manifest.states.of_form("partition"))
 
 
 def half(part: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
-from ...core.states import others_of, partitions_of, states_of, untouched
+from ...core.states import states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import (
     InconsistentCheckpoint,
@@ -332,7 +332,7 @@ class DeepSpeedTarget:
         """States that are neither numbers nor of a parameter's shape, where they have a place."""
         if self.options.weights_only or not self._by_itself:
             return {}
-        return others_of(self.source)
+        return self.source.states.others
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
         """States of a rank's part of a flat buffer, if the source's ranks had the same parts."""
@@ -340,16 +340,15 @@ class DeepSpeedTarget:
         if self.options.weights_only or engine.whole or buffer.ep > 1:
             return {}
         lengths = [-(-numel // parts) for numel in buffer.numels]
-        alike = {
-            "dp": self.dp,
-            "parameters": list(buffer.names),
-            "starts": zero.offsets(lengths, buffer.paddings)[:-1],
+        starts = tuple(zero.offsets(lengths, buffer.paddings)[:-1])
+        return {
+            row.key: row.value[rank]
+            for row in self.source.states.of_form("partition")
+            if row.parameters == (*buffer.names,)
+            and row.part is not None
+            and (row.part.stage == 3) == engine.partitioned
+            and (row.part.dp, row.part.starts) == (self.dp, starts)
         }
-        for part in partitions_of(self.source):
-            same_kind = (part.get("stage") == 3) == engine.partitioned
-            if same_kind and all(part.get(key) == value for key, value in alike.items()):
-                return {key: values[rank] for key, values in part["states"].items()}
-        return {}
 
     def _client_state(self) -> dict[Any, Any]:
         """The user's keys, without those that DeepSpeed itself uses."""

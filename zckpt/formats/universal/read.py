@@ -147,7 +147,8 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     _require_room(path, entries, [*files, *_listed_files(entries)])
     records = _records(path, document.get("files", {}))
     facts = facts_of(from_json(document["state"]))
-    if lost := [name for name in tensors_in(facts.state) if f"{name}/state" not in entries]:
+    values = [facts.state, *(row.value for row in facts.states)]
+    if lost := [name for name in tensors_in(values) if f"{name}/state" not in entries]:
         raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
     siblings = _siblings(path)
     return Manifest(

@@ -19,6 +19,7 @@ from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, parameters_to_json, steps_to_json
+from ...core.optimizer_states import NO_STATES
 from ...core.sources import pread
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note
 from ...files import safefile
@@ -65,11 +66,13 @@ def select(source: Manifest, options: Options) -> Manifest:
             pipeline=None,
             tensor_parallel=None,
             state={key: value for key, value in source.state.items() if key in kept},
+            states=NO_STATES,
         )
     engine = source.engine
     if options.module_dtype and engine is not None:
         engine = replace(engine, dtype=options.module_dtype)
-    return replace(source, entries=entries, engine=engine)
+    states = source.states.without_form("unsupported")
+    return replace(source, entries=entries, engine=engine, states=states)
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:

@@ -17,6 +17,7 @@ from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
 from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest, Parameter
+from ...core.optimizer_states import OF_OTHERS
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -118,7 +119,7 @@ class _Translation(Struct, eq=False, dict=True):
             entry.name: entry
             for entry in source.entries.values()
             if entry.slot == "state"
-            and not entry.name.startswith(("module_extra.", "optimizer.other."))
+            and not entry.name.startswith(("module_extra.", f"{OF_OTHERS}."))
         }
         order = list(parameters)
         if self.target == HUGGING_FACE:
@@ -134,9 +135,7 @@ class _Translation(Struct, eq=False, dict=True):
         ]
         state = {k: v for k, v in source.state.items() if k not in MODULE}
         extra = source.state.get("module_extra") or {}
-        optimizer = dict(state.get("optimizer") or {})
-        if other := optimizer.pop("other", None):
-            state["optimizer"] = optimizer
+        if other := source.states.others:
             message = f"{listed(list(other), 4)}: states that are no tensors"
             self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
         return replace(
@@ -148,6 +147,7 @@ class _Translation(Struct, eq=False, dict=True):
             inferred=tuple(inferred),
             engine=None if source.engine is None else replace(source.engine, ordered=False),
             state=state,
+            states=source.states.without_form("other"),
             omitted=(*source.omitted, *self._omitted(list(extra))),
         )
 
