@@ -79,7 +79,9 @@ FAULTS: dict[str, tuple[Any, str]] = {
         "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "other numbers": (
-        lambda rank: with_parameter(rank, "a", scalars={"d": Scalar(2.0, "F32")}),
+        lambda rank: replace(
+            rank, states=States((StateRow("d", "number", ("a",), Scalar(2.0, "F32")),))
+        ),
         "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "a frozen one": (

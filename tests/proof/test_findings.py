@@ -219,9 +219,9 @@ def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
     a = checkpoint(
         tmp_path / "a",
         tensors,
-        parameters={"w": Parameter((1,), group=0, scalars={"RMS": Scalar(1.0, "F32")})},
+        parameters={"w": Parameter((1,), group=0)},
         groups=({**group, "fused": None},),
-        states=States((unsupported,)),
+        states=States((StateRow("RMS", "number", ("w",), Scalar(1.0, "F32")), unsupported)),
         siblings=(Sibling("config.json", str(tmp_path / "config.json"), 2),),
     )
     b = checkpoint(

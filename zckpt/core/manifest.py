@@ -20,7 +20,7 @@ from .fragments import Extent, Fragments, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
-from .optimizer_states import KEYS, States, states_in, with_states
+from .optimizer_states import KEYS, StateRow, States, states_in, with_states
 from .origin import Origin
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
@@ -64,31 +64,32 @@ class Entry(Struct, frozen=True):
 
 
 class Parameter(Struct, frozen=True):
-    """What a checkpoint says about a parameter beside its tensors.
+    """What a checkpoint says about a parameter beside its tensors and states.
 
-    `step` counts completed updates; it is None if the optimizer keeps no step. `scalars` are the
-    optimizer states that are one number, except the step: Python numbers, or tensors of one element
-    whose shape is not the parameter's. `group` is the parameter's place in the manifest's groups;
-    it is None if the parameter is frozen or the manifest has no groups.
+    `step` counts completed updates; it is None if the optimizer keeps no step. `group` is the
+    parameter's place in the manifest's groups; it is None if the parameter is frozen or the
+    manifest has no groups.
     """
 
     shape: tuple[int, ...]
     trainable: bool = True
     group: int | None = None
     step: float | int | None = None
-    scalars: dict[str, Scalar] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
 
-def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters as JSON, as a universal manifest and a proof write them."""
+def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
+    """Parameters with their numbers as JSON, as a universal manifest and a proof write them."""
+    scalars = states.scalars
     return {
         name: {
             "shape": list(item.shape),
             "trainable": item.trainable,
             "group": item.group,
             "step": item.step,
-            "scalars": {key: _scalar_to_json(scalar) for key, scalar in item.scalars.items()},
+            "scalars": {
+                key: _scalar_to_json(scalar) for key, scalar in scalars.get(name, {}).items()
+            },
             "aliases": list(item.aliases),
         }
         for name, item in parameters.items()
@@ -106,17 +107,20 @@ class _Stated(Struct):
     aliases: tuple[str, ...] = ()
 
 
-def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
+def parameters_from_json(
+    document: Mapping[str, Any],
+) -> tuple[dict[str, Parameter], list[StateRow]]:
     """The inverse of `parameters_to_json`; raises one of MALFORMED for other documents."""
-    parameters = {}
+    parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():
         stated = convert(item, _Stated)
-        scalars = {key: _scalar_from_json(scalar) for key, scalar in stated.scalars.items()}
+        for key, scalar in stated.scalars.items():
+            numbers.append(StateRow(key, "number", (name,), _scalar_from_json(scalar)))
         step = step_from_json(stated.step)
         parameters[name] = Parameter(
-            stated.shape, stated.trainable, stated.group, step, scalars, stated.aliases
+            stated.shape, stated.trainable, stated.group, step, stated.aliases
         )
-    return parameters
+    return parameters, numbers
 
 
 class _Field(Struct):
@@ -330,7 +334,13 @@ class Manifest(Struct, frozen=True):
         if "optimizer" in self.state:
             kept = {key: value for key, value in optimizer.items() if key not in KEYS}
             rest = {**state, "optimizer": kept}
-        states = states_in(optimizer) + self.states.of_form("unsupported")
+        states = States(
+            (
+                *self.states.of_form("number"),
+                *states_in(optimizer),
+                *self.states.of_form("unsupported"),
+            )
+        )
         return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:

@@ -60,6 +60,7 @@ def merge(
     for name, held in _held(every, ranks[0]).items():
         entries[name], *further = tensor(name, held, table, whole.root)
         copies += further
+    parameters, numbers = _parameters(every, table, whole.root)
     fullest = max(ranks, key=lambda rank: len(rank.groups or ()))  # others may have dropped some
     state = {**whole.state, "module": _names(rank.state["module"] for rank in every)}
     if (scheduler := fullest.state.get("lr_scheduler")) is not None:
@@ -67,12 +68,12 @@ def merge(
     return replace(
         whole,
         entries=entries,
-        parameters=_parameters(every, table, whole.root),
+        parameters=parameters,
         buffers=tuple(_names(rank.buffers for rank in every)),
         groups=groups,
         state=state,
         replicas=tuple(copies),
-        states=_states(ranks, whole, table.word),
+        states=States((*numbers, *_states(ranks, table.word), *_of_run(whole))),
         files=(*whole.files, *(() if beside is None else beside.files)),
         records=(*whole.records, *(() if beside is None else beside.records)),
     )
@@ -155,16 +156,22 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Ent
 # -- parameters, their groups and steps
 
 
-def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str, Parameter]:
-    """The parameters of the whole: the trained ones by group, then the frozen ones."""
-    parameters = {}
-    held = by_key(item for rank in ranks for item in rank.parameters.items())
+def _parameters(
+    ranks: Sequence[Manifest], table: Table, root: str
+) -> tuple[dict[str, Parameter], list[StateRow]]:
+    """The parameters of the whole, trained ones by group, then frozen ones; and their numbers."""
+    parameters, numbers = {}, {}
+    held = by_key(
+        (name, (item, rank.states.scalars.get(name, {})))
+        for rank in ranks
+        for name, item in rank.parameters.items()
+    )
     for name, copies in held.items():
         cut = table.cuts.get(name)
-        shape = copies[0].shape if cut is None else cut.shape
+        shape = copies[0][0].shape if cut is None else cut.shape
         wholes = [
-            replace(each, shape=each.shape if cut is None else shape)
-            for each in copies
+            (replace(each, shape=each.shape if cut is None else shape), scalars)
+            for each, scalars in copies
             if 0 in shape or 0 not in each.shape  # no optimizer owns an empty slice
         ]
         if any(each != wholes[0] for each in wholes):
@@ -175,9 +182,9 @@ def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str,
                 file=root,
                 subject=name,
             )
-        parameters[name] = wholes[0]
+        parameters[name], numbers[name] = wholes[0]
     order = sorted(parameters.items(), key=lambda item: (not item[1].trainable, item[1].group or 0))
-    return dict(order)
+    return dict(order), of_parameters("number", numbers)
 
 
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
@@ -293,10 +300,10 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
     )
 
 
-def _states(ranks: Sequence[Manifest], whole: Manifest, word: str) -> States:
-    """Those of the parameters of all ranks, and of `whole`.
+def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
+    """Other values of parameters of all ranks, and what is not read.
 
-    Tensors of what is not read have names that no other rank's have.
+    Its tensors have names that no other rank's have.
     """
     others = {name: own for rank in ranks for name, own in rank.states.others.items()}
     rows = of_parameters("other", others)
@@ -304,7 +311,11 @@ def _states(ranks: Sequence[Manifest], whole: Manifest, word: str) -> States:
         for row in rank.states.of_form("unsupported"):
             own = (replace(each, name=f"{word} {number}: {each.name}") for each in row.tensors)
             rows.append(replace(row, tensors=tuple(own)))
-    return States(tuple(rows)) + whole.states.without_form("other")
+    return rows
+
+
+def _of_run(whole: Manifest) -> States:
+    return whole.states.without_form("number", "other")
 
 
 def _counters(manifest: Manifest) -> object:
@@ -321,7 +332,7 @@ def _of_optimizer(manifest: Manifest) -> object:
 
 def _of_first(ranks: Sequence[Manifest]) -> States:
     """The first rank's states; numbers of no parameter in which ranks differ are not read."""
-    rows = ranks[0].states.of_form("other", "partition", "estimate")
+    rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
     gone: list[StateRow] = []
     for form in OF_NO_PARAMETER:
         stated = [rank.states.numbers(form) for rank in ranks]

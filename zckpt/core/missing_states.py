@@ -93,6 +93,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     for rank in manifest.each if key_of else ():
         entries = rank.entries.values()
         shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
+        scalars = rank.states.scalars
         others = by_key(
             (name, str(row.key))
             for row in rank.states.of_form("other", "unsupported")  # those too are in the files
@@ -102,7 +103,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
             if not parameter.trainable or not prod(parameter.shape):
                 continue
             own = tuple(shaped.get(name, ()))
-            keys = (*own, *parameter.scalars, *others.get(name, ()))
+            keys = (*own, *scalars.get(name, ()), *others.get(name, ()))
             if own_steps and parameter.step is not None:
                 keys += (STEP,)
             title, axes = rank.titled(name), len(parameter.shape)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from .grouping import by_key
-from .inert import TensorName, inside, map_values, to_json
+from .inert import Scalar, TensorName, inside, map_values, to_json
 
 if TYPE_CHECKING:
     from .manifest import Entry
@@ -87,7 +87,12 @@ class States(Struct, frozen=True, dict=True):
         """Those of no parameter, by key."""
         return {row.key: row.value for row in self.of_form(form)}
 
-    @property
+    @cached_property
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        """By parameter and key, the numbers: Python's, or tensors of one element."""
+        return self._by_parameter("number")
+
+    @cached_property
     def others(self) -> dict[str, dict[Any, Any]]:
         """By parameter and key, the values that are no slots and no numbers."""
         return self._by_parameter("other")
@@ -115,6 +120,11 @@ class States(Struct, frozen=True, dict=True):
         """Without those of these keys; what is no parameter's, and estimates, stay."""
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
+
+    def with_numbers_of(self, owners: Mapping[str, str]) -> States:
+        """With numbers of these parameters alone, each with those of its owner here."""
+        numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
+        return States((*of_parameters("number", numbers), *self.without_form("number")))
 
     def renamed(self, names: Mapping[str, str]) -> tuple[States, dict[str, str]]:
         """With other names of parameters, and the new names of the tensors in their values."""

@@ -16,7 +16,7 @@ The step is no such state: see training/steps.py.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -106,8 +106,8 @@ def states_of(manifest: Manifest) -> dict[str, State]:
             state = states[key] = State(key, known, form, reason)
         state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
 
-    for name, parameter in manifest.parameters.items():
-        for key in parameter.scalars:
+    for name in manifest.parameters:
+        for key in manifest.states.scalars.get(name, ()):
             add(key, name, (), "number")
     for row in manifest.states.of_form("other"):
         key, (name,) = str(row.key), row.parameters
@@ -279,19 +279,9 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         manifest.with_each(lambda rank: without(rank, keys)),
         entries={name: entry for name, entry in manifest.entries.items() if name not in names},
         replicas=tuple(entry for entry in manifest.replicas if entry.name not in names),
-        parameters={
-            name: replace(parameter, scalars=_rest(parameter.scalars, gone))
-            if not gone.isdisjoint(parameter.scalars)
-            else parameter
-            for name, parameter in manifest.parameters.items()
-        },
         state=without_wrapped(manifest, gone),
         states=manifest.states.without(gone),
     )
-
-
-def _rest(values: Mapping[Any, Any], gone: Collection[str]) -> dict[Any, Any]:
-    return {key: value for key, value in values.items() if str(key) not in gone}
 
 
 def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
@@ -342,7 +332,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
         entries={name: e for name, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
         parameters={
-            name: replace(parameter, step=None, scalars={}, group=None)
+            name: replace(parameter, step=None, group=None)
             for name, parameter in manifest.parameters.items()
         },
         groups=None,

@@ -92,7 +92,7 @@ def about(manifest: Manifest) -> Report:
         "step": manifest.step,
         "warnings": description.said(manifest.warnings),
         "held": {
-            "parameters": parameters_to_json(manifest.parameters),
+            "parameters": parameters_to_json(manifest.parameters, manifest.states),
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
             "format": manifest.format,
@@ -266,9 +266,9 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             for name, item in digests.items()
             if item.a is not None
         }
-        states = facts.states + [_with_tensors(item, entries) for item in held.unsupported]
-        facts = facts._replace(states=states)
-        parameters = parameters_from_json(held.parameters)
+        parameters, numbers = parameters_from_json(held.parameters)
+        rows = [_with_tensors(item, entries) for item in held.unsupported]
+        facts = facts._replace(states=States((*numbers, *facts.states, *rows)))
         _check_groups(parameters, held.groups)
         proven = Manifest(
             root=path,

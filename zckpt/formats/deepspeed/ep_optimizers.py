@@ -308,7 +308,8 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
-        states=first.states.without_form("other", "unsupported")
+        states=first.states.without_form("number", "other", "unsupported")
+        + tensors.numbers
         + of_parameters("other", others)
         + States(tuple(strangers_of(states))).of_form("unsupported"),
     )

@@ -32,7 +32,7 @@ from ..template import Group, Template
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in the client state of Megatron-DeepSpeed
-OF_SOURCE: tuple[Form, ...] = ("other", "unsupported")
+OF_SOURCE: tuple[Form, ...] = ("number", "other", "unsupported")
 """The states of the source's own optimizer that a target gets; all others are the run's."""
 OF_RANKS = ("args", INFO)  # of the client state: they are about the grid
 
@@ -91,7 +91,7 @@ class _Run(Template):
             tensor_parallel=like.tensor_parallel,
             replicas=(),
             state=self._state(),
-            states=like.states.without_form(*OF_SOURCE) + source.states.of_form(*OF_SOURCE),
+            states=like.states.without_form(*OF_SOURCE) + self.own_states.of_form(*OF_SOURCE),
             warnings=(*source.warnings, *self.warnings),
             fingerprints={**like.fingerprints, **source.fingerprints},
         )

@@ -90,6 +90,7 @@ def manifest_of(
         state=state,
         states=States(
             (
+                *tensors.numbers,
                 *of_parameters("other", others),
                 *of_partitions,
                 *optimizer_states.estimates(estimated),

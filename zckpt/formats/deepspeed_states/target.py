@@ -22,7 +22,7 @@ from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar
-from ...core.manifest import Manifest, Parameter, Sibling, slot_key
+from ...core.manifest import Manifest, Sibling, slot_key
 from ...core.states import states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import (
@@ -205,7 +205,7 @@ class DeepSpeedTarget:
             paddings,
             zero.offsets(numels, paddings),
             self._shared("step", members, [parameter.step for parameter in parameters]),
-            self._shared_scalars(members, parameters),
+            self._shared_scalars(members),
             slots,
             masters.pop() if len(masters) == 1 else "F32",
             ep,
@@ -262,9 +262,7 @@ class DeepSpeedTarget:
             )
         return values[0] if values else None
 
-    def _shared_scalars(
-        self, names: Sequence[str], parameters: Sequence[Parameter]
-    ) -> dict[str, Scalar]:
+    def _shared_scalars(self, names: Sequence[str]) -> dict[str, Scalar]:
         """Numbers of the optimizer that are equal for all parameters of a flat buffer.
 
         Others have no place, unless the optimizer needs them: then they raise.
@@ -273,8 +271,9 @@ class DeepSpeedTarget:
             return {}
         shared: dict[str, Scalar] = {}
         needed = known_optimizer(optimizer_name(self.engine, self.source)).numbers
-        for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
-            values = [parameter.scalars.get(key) for parameter in parameters]
+        scalars = [self.source.states.scalars.get(name, {}) for name in names]
+        for key in dict.fromkeys(key for own in scalars for key in own):
+            values = [own.get(key) for own in scalars]
             if key in needed:
                 shared[key] = self._shared(key, names, values)
             elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):

@@ -17,7 +17,7 @@ from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
-from ...core.optimizer_states import OF_OTHERS, States, of_parameters
+from ...core.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties
 from ...training import steps
@@ -62,6 +62,7 @@ class ManifestBuilder:
         self.entries: dict[str, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
+        self.numbers: list[StateRow] = []
         self.buffers: list[str] = []
         self.other: dict[str, dict[str, Any]] = {}
         self.in_pieces: dict[tuple[str, str], dict[str, InPieces]] = {}
@@ -99,7 +100,7 @@ class ManifestBuilder:
             engine=engine,
             step_place=self.step_place,
             state=state,
-            states=States((*others, *strangers)),
+            states=States((*self.numbers, *others, *strangers)),
             steps=tuple(self.sightings),
             records=tuple(saved.records),
             replicas=tuple(self.replicas),
@@ -261,7 +262,7 @@ class ManifestBuilder:
             if _is_missing(value) and not is_slot:
                 continue
             if is_named and key in scalars and is_number(value, Leaf):
-                parameter.scalars[key] = _number(value)
+                self.numbers.append(StateRow(key, "number", (name,), _number(value)))
             elif is_named and is_slot:
                 self._add_entry(f"{name}/{slot_name(key)}", value)
             elif isinstance(value, InPieces):

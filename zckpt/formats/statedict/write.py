@@ -277,7 +277,8 @@ class StateDicts:
             state: dict[str, Any] = {}
             if parameter.step is not None and not self.step_in_group:
                 state["step"] = place.number(parameter.step).unwrapped()
-            state |= {key: scalar.unwrapped() for key, scalar in parameter.scalars.items()}
+            numbers = source.states.scalars.get(name, {})
+            state |= {key: scalar.unwrapped() for key, scalar in numbers.items()}
             for slot in slots:
                 entry = source.entries.get(f"{name}/{slot}")
                 if entry is not None:

@@ -27,6 +27,7 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
+from ...core.optimizer_states import States
 from ...core.origin import Origin
 from ...core.siblings import SiblingList, leads_out
 from ...core.states import tensors_in
@@ -151,12 +152,14 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     if lost := [name for name in tensors_in(values) if f"{name}/state" not in entries]:
         raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
     siblings = _siblings(path)
+    parameters, numbers = parameters_from_json(document["parameters"])
+    facts = facts._replace(states=States((*numbers, *facts.states)))
     return Manifest(
         root=path,
         format="universal",
         origin=origin,
         entries=entries,
-        parameters=parameters_from_json(document["parameters"]),
+        parameters=parameters,
         buffers=texts_from_json(document["buffers"]),
         groups=_groups(document),
         optimizer=convert(document.get("optimizer"), str | None),

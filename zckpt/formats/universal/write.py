@@ -58,8 +58,7 @@ def select(source: Manifest, options: Options) -> Manifest:
             source,
             entries=entries,
             parameters={
-                name: replace(parameter, step=None, scalars={})
-                for name, parameter in source.parameters.items()
+                name: replace(parameter, step=None) for name, parameter in source.parameters.items()
             },
             groups=None,
             step_place=None,
@@ -211,7 +210,7 @@ def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str,
         "optimizer": manifest.optimizer,
         "groups": None if manifest.groups is None else [plain_group(group) for group in groups],
         "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
-        "parameters": parameters_to_json(manifest.parameters),
+        "parameters": parameters_to_json(manifest.parameters, manifest.states),
         "buffers": list(manifest.buffers),
         "entries": {
             name: _entry(entry, digests.get(name)) for name, entry in manifest.entries.items()

@@ -102,11 +102,13 @@ class _Translation(Struct, eq=False, dict=True):
         """The manifest of the target."""
         source = self.source
         parameters: dict[str, Parameter] = {}
+        owners: dict[str, str] = {}
         entries: dict[str, Entry] = {}
         for group in self.groups:
             shapes, fact = self._shapes(group), self._fact(group)
             for name, shape in zip(group.targets, shapes, strict=True):
                 parameters[name] = replace(fact, shape=shape)
+                owners[name] = group.sources[0]
             for entry in self._entries(group):
                 if entry.name in entries:
                     raise InconsistentCheckpoint(
@@ -147,7 +149,7 @@ class _Translation(Struct, eq=False, dict=True):
             inferred=tuple(inferred),
             engine=None if source.engine is None else replace(source.engine, ordered=False),
             state=state,
-            states=source.states.without_form("other"),
+            states=source.states.without_form("other").with_numbers_of(owners),
             omitted=(*source.omitted, *self._omitted(list(extra))),
         )
 
@@ -199,12 +201,12 @@ class _Translation(Struct, eq=False, dict=True):
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]
         first = parameters[0]
-        groups = source.groups
+        groups, scalars = source.groups, source.states.scalars
         for name, other in zip(names, parameters, strict=True):
             for what, a, b in (
                 ("is trained", first.trainable, other.trainable),
                 ("has made so many steps:", first.step, other.step),
-                ("has the numbers", first.scalars, other.scalars),
+                ("has the numbers", *(scalars.get(each, {}) for each in (names[0], name))),
                 ("has the hyper-parameters", _of(groups, first), _of(groups, other)),
             ):
                 if a != b:
