@@ -49,6 +49,7 @@ from zckpt.core.states import (
     tensors_in,
     untouched,
     with_frozen,
+    with_updates,
     without,
 )
 from zckpt.errors import WrongOption
@@ -212,9 +213,13 @@ def test_parameters_that_were_never_updated() -> None:
         "kept": Parameter((2,)),
     }
     whole = manifest("kept/exp_avg", parameters=parameters)
-    assert untouched(whole) == ["unused"]
+    assert untouched(with_updates(whole)) == ["unused"]
+    assert untouched(with_updates(manifest(ranks=(whole,))).ranks[0]) == ["unused"]
+    dropped = without(with_updates(whole), ["exp_avg"])  # it was updated all the same
+    assert untouched(dropped) == ["unused"]
     counted = {**parameters, "updated": Parameter((2,))}
-    assert untouched(replace(whole, parameters=counted)) == []  # no step is counted at all
+    uncounted = replace(whole, parameters=counted)
+    assert untouched(with_updates(uncounted)) == []  # no step is counted at all
 
 
 def test_states_that_are_no_loss() -> None:

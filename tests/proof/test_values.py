@@ -11,7 +11,7 @@ from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
-from zckpt.core.states import FACTORING
+from zckpt.core.states import FACTORING, with_updates
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 
@@ -119,8 +119,11 @@ def test_untouched_parameters_are_frozen_where_the_other_side_has_them_so(swappe
         parameters={**trained, "v": Parameter((2,), group=0), "u": Parameter((2,), group=0)},
         engine=keys_of(None),
     )
+    plain = with_updates(plain)
     frozen = Parameter((2,), trainable=False)
-    flats = manifest(parameters={**trained, "v": frozen, "u": Parameter((2,), group=0)})
+    flats = with_updates(
+        manifest(parameters={**trained, "v": frozen, "u": Parameter((2,), group=0)})
+    )
     a, b = values.with_trained_alike(*((flats, plain) if swapped else (plain, flats)))
     assert a.parameters == b.parameters == flats.parameters
     assert values.with_trained_alike(plain, plain) == (plain, plain)

@@ -68,7 +68,8 @@ class Parameter(Struct, frozen=True):
 
     `step` counts completed updates; it is None if the optimizer keeps no step. `group` is the
     parameter's place in the manifest's groups; it is None if the parameter is frozen or the
-    manifest has no groups.
+    manifest has no groups. `updated` is false of one that is trainable, and has no state though
+    the optimizer counts the updates of others.
     """
 
     shape: tuple[int, ...]
@@ -76,6 +77,7 @@ class Parameter(Struct, frozen=True):
     group: int | None = None
     step: float | int | None = None
     aliases: tuple[str, ...] = ()
+    updated: bool = True
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from .inert import Scalar, TensorName, inside, map_values, to_json
 if TYPE_CHECKING:
     from .manifest import Entry
 
-Form = Literal["number", "other", "partition", "estimate", "among", "beside", "unsupported"]
+Form = Literal[
+    "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
+]
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
 """What the names of tensors in values of parameters begin with."""

@@ -109,23 +109,20 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     for name in manifest.parameters:
         for key in manifest.states.scalars.get(name, ()):
             add(key, name, (), "number")
-    for row in manifest.states.of_form("other"):
-        key, (name,) = str(row.key), row.parameters
-        known = states.get(key)
-        if row.value is not None:
-            add(key, name, _entries_in(row.value), "other")
-        elif known is None or known.form == "none":  # a momentum_buffer of torch's SGD
-            add(key, name, (), "none")
-    for row in manifest.states.of_form("partition"):
-        names = _entries_in(row.value)
+    around = [
+        StateRow(key, "wrapper", (NO_PARAMETER,), value, OF_WRAPPER)
+        for key, value in wrapped(manifest).items()
+    ]
+    of_form = manifest.states.of_form
+    for row in (*of_form("other", "partition"), *around, *of_form("unsupported")):
+        key, is_none = str(row.key), row.form == "other" and row.value is None
+        if is_none and key in states and states[key].form != "none":
+            continue  # a momentum_buffer of torch's SGD that some parameters have
+        tensors = _entries_in(row.value)
+        reason = BOUND if row.form == "partition" else row.reason
         for name in row.parameters:
-            add(str(row.key), name, names, "partition", BOUND)
-            names = []
-    for key, value in wrapped(manifest).items():
-        add(key, NO_PARAMETER, _entries_in(value), "wrapper", OF_WRAPPER)
-    for row in manifest.states.of_form("unsupported"):
-        for name in row.parameters:
-            add(row.key, name, (), "unsupported", row.reason)
+            add(key, name, tensors, "none" if is_none else row.form, reason)
+            tensors = []  # of several parameters, the first one has them
     return states
 
 
@@ -156,20 +153,27 @@ def tensors_in(value: Any) -> list[str]:
     return list(names)
 
 
-def untouched(manifest: Manifest) -> list[str]:
-    """Parameters that an optimizer lists and never updated: they are frozen, or never used.
+def with_updates(manifest: Manifest) -> Manifest:
+    """The manifest whose parameters say whether they were ever updated.
 
-    It keeps nothing of them, though it counts the updates of others.
+    An optimizer keeps nothing of one that it only lists, though it counts the updates of others: it
+    is frozen, or never used.
     """
-    parameters = manifest.parameters.items()
-    if all(own.step is None for _, own in parameters):
-        return []
-    owners = {name for state in states_of(manifest).values() for name in state.tensors}
-    return [
-        name
-        for name, own in parameters
-        if own.trainable and own.step is None and name not in owners
-    ]
+    manifest = manifest.with_each(with_updates)
+    parameters = manifest.parameters
+    unused = {name for name, own in parameters.items() if own.trainable and own.step is None}
+    if not unused or all(own.step is None for own in parameters.values()):
+        return manifest
+    unused = unused.difference(*(state.tensors for state in states_of(manifest).values()))
+    changed = {name: replace(parameters[name], updated=False) for name in unused}
+    return replace(
+        manifest, parameters={name: changed.get(name, own) for name, own in parameters.items()}
+    )
+
+
+def untouched(manifest: Manifest) -> list[str]:
+    """Parameters that an optimizer lists and never updated."""
+    return [n for n, own in manifest.parameters.items() if own.trainable and not own.updated]
 
 
 def harmless(state: State, manifest: Manifest) -> str:
@@ -239,7 +243,7 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
     if not names:
         return manifest
     parameters = {
-        name: replace(own, trainable=False, group=None) if name in names else own
+        name: replace(own, trainable=False, group=None, updated=True) if name in names else own
         for name, own in manifest.parameters.items()
     }
     return replace(manifest, parameters=parameters)
@@ -332,7 +336,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
         entries={name: e for name, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
         parameters={
-            name: replace(parameter, step=None, group=None)
+            name: replace(parameter, step=None, group=None, updated=True)
             for name, parameter in manifest.parameters.items()
         },
         groups=None,

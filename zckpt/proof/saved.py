@@ -27,7 +27,7 @@ from ..core.optimizer_states import StateRow, States, of_parameters
 from ..core.origin import Origin
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..core.states import EVERYTHING, Selection, State, states_of
+from ..core.states import EVERYTHING, Selection, State, states_of, with_updates
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -284,7 +284,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             layout=held.layout,
             states_inferred=False,
         )
-        return proven, held.contents
+        return with_updates(proven), held.contents
     except MALFORMED as error:
         raise CorruptCheckpoint(
             "option-invalid",
