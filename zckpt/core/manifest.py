@@ -1,22 +1,22 @@
 """What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
 
-Manifest    one checkpoint: entries, parameters, groups, and everything that is not a tensor
-Entry       one whole tensor, `parameter/slot`, wherever its pieces are
+Manifest     one checkpoint: entries, parameters, groups, states, and everything else
+Parameter    what is said of one parameter
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert, field
 from msgspec.structs import replace
 
 from ..errors import Notice, brief
-from .dtypes import NUMBERS, SIZES
+from .dtypes import NUMBERS
 from .elsewhere import Fingerprint
+from .entries import Entry as Entry
 from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
-from .fragments import Extent, Fragments, Record
+from .fragments import Extent, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
@@ -27,40 +27,6 @@ RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
 Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
 Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
-
-
-class Entry(Struct, frozen=True):
-    """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
-
-    If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
-    to its type, and not the bytes of `fragments`. Of a further copy, `axis` says what those are
-    called that have one each, such as `stage`.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    fragments: Fragments
-    digest: int | None = None
-    mean: "tuple[Entry, ...]" = ()
-    axis: str = ""
-
-    @property
-    def parameter(self) -> str:
-        return self.name.rpartition("/")[0]
-
-    @property
-    def slot(self) -> str:
-        return self.name.rpartition("/")[2]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def length(self) -> int:
-        """Bytes."""
-        return self.numel * SIZES[self.dtype]
 
 
 class Parameter(Struct, frozen=True):

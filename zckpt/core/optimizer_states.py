@@ -17,15 +17,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from .entries import Entry
 from .grouping import by_key
 from .inert import Scalar, TensorName, inside, map_values, to_json
-
-if TYPE_CHECKING:
-    from .manifest import Entry
 
 Form = Literal[
     "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
