@@ -145,7 +145,10 @@ def with_a_tie(source: Manifest, run: Manifest) -> tuple[Manifest, Manifest]:
     parameters = {name: own for name, own in source.parameters.items() if name != "embed"}
     parameters["twin"] = replace(source.parameters["embed"], aliases=("embed",))
     tied = {"embed": "twin"}
-    renamed = [replace(e, parameter=tied.get(*[e.parameter] * 2)) for e in source.entries.values()]
+    renamed = [
+        replace(entry, parameter=tied.get(entry.parameter, entry.parameter))
+        for entry in source.entries.values()
+    ]
     entries = {entry.key: entry for entry in renamed}
     more = {"twin": run.parameters["embed"]}
     return (

@@ -264,7 +264,9 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
         replace(each.entries["norm", "exp_avg_sq"], slot="master") for each in (first, second)
     ]
     model = replace(
-        first, entries={"norm/master": masters[0]}, replicas=(replace(masters[1], axis="stage"),)
+        first,
+        entries={("norm", "master"): masters[0]},
+        replicas=(replace(masters[1], axis="stage"),),
     )
     apart = Manifest("run", "deepspeed", Origin(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
