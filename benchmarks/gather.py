@@ -42,7 +42,7 @@ from zckpt import api, formats
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, name_of
 from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.core.pieces import ElementReader, ReadRequest
 from zckpt.core.records import RecordChecker
@@ -106,7 +106,7 @@ def each_parameter(setting: Setting) -> int:
     for part in _partitions(setting.source):
         for member in [part] if isinstance(part, Whole) else part.members:
             place += 1
-            entry = entries.get(member.name)
+            entry = entries.get(member.key)
             if entry is None or (entry.dtype, entry.shape) != (part.dtype, member.shape):
                 continue
             passed += 2 * entry.length
@@ -119,7 +119,7 @@ def each_parameter(setting: Setting) -> int:
                 tensor.to(world.device).view(member.shape).view(bits(entry.dtype)),
                 load_entry(gatherer, entry).to(world.device).view(bits(entry.dtype)),
             ):
-                raise RuntimeError(f"{member.name} differs")
+                raise RuntimeError(f"{name_of(member.key)} differs")
     gatherer.reader.close()
     return passed
 

@@ -128,7 +128,7 @@ def parts(rows: int, width: int) -> None:
     for threads in (1, torch.get_num_threads()):
         for dtype in (torch.float32, torch.bfloat16):
             tensor = torch.randn(rows, width).to(dtype)
-            measurer = Measurer(1 << 22, 32, threads)
+            measurer = Measurer(1 << 22, 32, threads, on_cpu=False)
             times = []
             for number in range(9):
                 tensor[0, 0] = number  # what was measured before is known

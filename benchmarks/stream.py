@@ -29,7 +29,7 @@ import torch
 from zckpt import api, probe
 from zckpt.core import loading
 from zckpt.core.fileio import Buffer
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Key, Manifest
 from zckpt.core.pieces import ReadRequest
 from zckpt.core.records import RecordChecker
 from zckpt.core.streaming import reading
@@ -78,7 +78,7 @@ def measure(
     loaded.load_state_dict(weights)
     del weights
     files = {record.extent.file for record in manifest.records}
-    needed = {entry.name: entry for entry in entries.values()}
+    needed = {entry.key: entry for entry in entries.values()}
     buffer = Buffer(max(4 * entry.numel for entry in needed.values())).view
     times: dict[str, list[tuple[float, float]]] = {}
 
@@ -103,7 +103,7 @@ def measure(
     return {way: costs[1:] for way, costs in times.items()}  # the first round warms up
 
 
-def read(manifest: Manifest, entries: Mapping[str, Entry], buffer: memoryview) -> None:
+def read(manifest: Manifest, entries: Mapping[Key, Entry], buffer: memoryview) -> None:
     checker = RecordChecker([], fingerprints=manifest.fingerprints)
     with reading([checker], SCRATCH) as (element_reader,):
         for entry in entries.values():

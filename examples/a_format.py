@@ -65,8 +65,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             for rank, file in enumerate(files)
         ]
         offset += 4 * half  # bytes
-        entry = Entry(f"{name}/param", "F32", tuple(shape), Runs(fragments))
-        entries[entry.name] = entry
+        entry = Entry(name, "param", "F32", tuple(shape), Runs(fragments))
+        entries[entry.key] = entry
         parameters[name] = Parameter(tuple(shape), step=index["step"])
     return Manifest(
         root=path,

@@ -12,7 +12,7 @@ import numpy as np
 
 import zckpt
 from zckpt.core.fragments import Extent, Fragment
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.files.torchfile import Tensor, TorchFile
 from zckpt.files.zipdirectory import read_directory
 
@@ -52,7 +52,7 @@ def _write(extent: Extent, data: bytes) -> None:
 
 def change(run: Path, name: str, changed: Change, mended: bool = True) -> None:
     """Rewrites all bytes of a tensor, wherever they are."""
-    entry = zckpt.read(run).entries[name]
+    entry = zckpt.read(run).entries[key_of(name)]
     data = changed(read_element_bytes(entry))
     here = 0
     for fragment in entry.fragments:
@@ -164,7 +164,7 @@ def permute(run: Path) -> None:
     manifest = zckpt.read(run)
     names = [name for name, held in manifest.parameters.items() if held.group == 0][:2]
     for slot in ("master", "exp_avg", "exp_avg_sq"):
-        entries = [manifest.entries[f"{name}/{slot}"] for name in names]
+        entries = [manifest.entries[name, slot] for name in names]
         both = [read_element_bytes(entry) for entry in entries]
         data, here = b"".join(reversed(both)), 0
         for entry in entries:

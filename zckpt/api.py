@@ -349,7 +349,6 @@ def diff(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    sharing: Pool = SINGLE,
     **source: Unpack[NamedKeywords],
 ) -> Report:
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
@@ -362,7 +361,7 @@ def diff(
     from .proof import verify as proof
 
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=sharing)
+    copying = Copying(jobs, memory)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first, second, lines = read_both(a, b, reading)
@@ -382,7 +381,6 @@ def stats(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    sharing: Pool = SINGLE,
     **source: Unpack[NamedKeywords],
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
@@ -394,7 +392,7 @@ def stats(
     from .proof import health
 
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=sharing)
+    copying = Copying(jobs, memory)
     manifest = read_manifest(path, _reading(source, nameless=True))
     report: Report = {"zckpt": VERSION, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

@@ -616,7 +616,7 @@ TOPICS: dict[str, dict[str, Code]] = {
             "End all processes, and repeat the command with `--resume`.",
         ),
         "processes-disagree": Code(
-            (OPTION, FAULT),
+            (OPTION, REFUSAL),
             "The processes were not started for the same command.",
             "Their arguments, folders or versions differ.",
             "Start all with the same arguments and version.",

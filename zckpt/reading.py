@@ -13,9 +13,9 @@ from .core import agreement, covering, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.inventory import known
-from .core.manifest import Manifest, fitting_roots
+from .core.manifest import Manifest, fitting_roots, name_of
 from .core.missing_states import missing_states
-from .core.states import tensors_in, with_updates
+from .core.states import entries_in, with_updates
 from .core.times import odd_times
 from .core.unfinished import refuse_unfinished
 from .core.unlisted import unlisted
@@ -94,15 +94,15 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
     """
     entries = manifest.each[0].entries.items()  # the state is the first rank's
     values = {
-        name
-        for name, entry in entries
+        key
+        for key, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
     known = tuple(f"{notice.subject}." for notice in manifest.omitted if notice.subject)
     return [
         note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()
-        if any(f"{name}/state" in values for name in tensors_in(value))
+        if any(tensor in values for tensor in entries_in(value))
         and not any(subject.startswith(f"{key}.") for subject in known)
     ]
 
@@ -197,7 +197,7 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
 
 def _check_names(manifest: Manifest) -> None:
     """Raises CorruptCheckpoint for names that no file can have: numbers, texts not in Unicode."""
-    names = ((*own.entries, *own.parameters, *own.buffers) for own in manifest.each)
+    names = ((*map(name_of, own.entries), *own.parameters, *own.buffers) for own in manifest.each)
     for name in chain.from_iterable(names):
         try:
             str.encode(name)

@@ -65,7 +65,7 @@ EXPORTING = [
             "diff",
             [
                 *("--tensors", "--weights-only", "--drop-state", "--rename", "--family"),
-                *("--html", "--jobs", "--memory", "--single", *READING),
+                *("--jobs", "--memory", "--single", *READING),
             ],
         ),
     ],

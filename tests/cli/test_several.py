@@ -180,8 +180,6 @@ def test_the_document_has_what_was_asked_for(zckpt: Zckpt) -> None:
     ("words", "way"),
     [
         (("verify", "--save-proof", "file.json"), "leave out --save-proof"),
-        (("verify", "--html", "file.html"), "leave out --html"),
-        (("inspect", "--html", "file.html"), "leave out --html"),
         (("inspect", "--state"), "add --json"),
     ],
 )

@@ -36,10 +36,10 @@ IDENTITY = Identity(files={"x/tensors": SIZE, "notes": 5})
 def tensor(path: Path | str, offset: int) -> Manifest:
     """A checkpoint of one tensor, of which a file has the bytes."""
     entry = Entry(
-        "w/exp_avg", "U8", (len(DATA),), solid(len(DATA), Extent(f"{path}", offset, 4000))
+        "w", "exp_avg", "U8", (len(DATA),), solid(len(DATA), Extent(f"{path}", offset, 4000))
     )
     return Manifest(
-        os.path.dirname(path), "x", Origin(), {entry.name: entry}, {}, files=(f"{path}",)
+        os.path.dirname(path), "x", Origin(), {entry.key: entry}, {}, files=(f"{path}",)
     )
 
 

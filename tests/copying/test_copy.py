@@ -43,7 +43,7 @@ from zckpt.core.fragments import (
     solid,
 )
 from zckpt.core.layout import CopyOutcome
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Key, Manifest, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
 from zckpt.core.sources import Fingerprint
@@ -73,7 +73,7 @@ class Disk:
     root: Path
     random: random.Random
     files: dict[str, bytearray] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
     extents: list[Extent] = field(default_factory=list)
 
     def put(self, name: str, data: bytes, size: int, most: int = 50) -> Extent:
@@ -168,7 +168,7 @@ class Disk:
         return self.boxes(data, size, shape, 2)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
-        self.entries[name] = Entry(name, dtype, shape, fragments)
+        self.entries[key_of(name)] = Entry(*key_of(name), dtype, shape, fragments)
 
     def write(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -267,7 +267,7 @@ class Job:
         journal: Journal | None = None,
     ) -> CopyOutcome | None:
         source, target = self.source.manifest(checked), self.target.manifest()
-        pairs = plan.join(source, target)
+        pairs = plan.join(source, target, from_masters=False)
         with Folder.at(str(self.target.root)) as root:
             return execute.copy(pairs, source, target, root, copying, progress, journal, sharing)
 
@@ -279,7 +279,9 @@ class Job:
                 len(self.target.files[path]),
                 zlib.crc32(self.target.files[path]),
             )
-        assert outcome.digests == {(0, item.name): zlib.crc32(item.data) for item in self.tensors}
+        assert outcome.digests == {
+            (0, key_of(item.name)): zlib.crc32(item.data) for item in self.tensors
+        }
         for extent, crc in outcome.records.items():
             data = self.target.files[extent.file][extent.offset : extent.offset + extent.length]
             assert crc == zlib.crc32(data)
@@ -367,17 +369,17 @@ def test_tensors_of_one_name_on_several_ranks(
         )
         for disks in (sources, targets)
     ]
-    pairs = plan.join(*grids)
+    pairs = plan.join(*grids, from_masters=False)
     with Folder.at(str(tmp_path)) as root:
         if damaged is not None:
             with pytest.raises(CorruptCheckpoint, match=f"/{damaged}/source"):
-                execute.copy(pairs, *grids, root)
+                execute.copy(pairs, *grids, root, DEFAULT_COPYING, None, None, ALONE)
             return
-        outcome = execute.copy(pairs, *grids, root)
+        outcome = execute.copy(pairs, *grids, root, DEFAULT_COPYING, None, None, ALONE)
     assert outcome is not None
     assert outcome.counts.unchecked == 0
     assert outcome.digests == {
-        (rank, item.name): zlib.crc32(item.data)
+        (rank, key_of(item.name)): zlib.crc32(item.data)
         for rank, job in enumerate(jobs)
         for item in job.tensors
     }
@@ -421,9 +423,9 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
     data = torch.rand(prod(shape)).numpy().tobytes()
     tensor = Tensor("a/exp_avg", "F32", shape, data)
     job = prepare(tmp_path, 3, [tensor], ("whole",), ("boxes",), {"a/exp_avg": dtype})
-    entry = job.source.entries["a/exp_avg"]
-    job.source.entries["a/exp_avg"] = changed(entry, digest=zlib.crc32(data))
-    counts = [fragment.count for fragment in job.target.entries["a/exp_avg"].fragments]
+    entry = job.source.entries["a", "exp_avg"]
+    job.source.entries["a", "exp_avg"] = changed(entry, digest=zlib.crc32(data))
+    counts = [fragment.count for fragment in job.target.entries["a", "exp_avg"].fragments]
     assert max(counts) > 1
     outcome = job.copy()
     job.check(outcome)
@@ -451,20 +453,21 @@ def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: st
     values = torch.arange(prod(shape)).reshape(shape) % 100
     tensor = Tensor("a/exp_avg", "F32", shape, values.float().numpy().tobytes())
     job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": dtype})
-    entry = job.source.entries["a/exp_avg"]
+    entry = job.source.entries["a", "exp_avg"]
     put(job.source, entry, 0, (values - 5).float().numpy().tobytes())
     copies, stated = [entry], [*job.source.manifest().records]
     for name, shift, kind in (("second", 2, "F64"), ("third", 3, "F32")):
         path, data = tmp_path / name, (values + shift).numpy().astype(f"f{SIZES[kind]}").tobytes()
         path.write_bytes(data)
         extent = Extent(str(path), 0, len(data))
-        copies.append(Entry(f"a/{name}", kind, shape, solid(prod(shape), extent)))
+        copies.append(Entry("a", name, kind, shape, solid(prod(shape), extent)))
         stated.append(Record(extent, 0))
-    job.source.entries["a/exp_avg"] = changed(entry, mean=tuple(copies))
+    job.source.entries["a", "exp_avg"] = changed(entry, mean=tuple(copies))
     source, target = job.source.manifest(), job.target.manifest()
     source = changed(source, records=tuple(stated))
+    pairs = plan.join(source, target, from_masters=False)
     with Folder.at(str(job.target.root)) as root:
-        outcome = execute.copy(plan.join(source, target), source, target, root)
+        outcome = execute.copy(pairs, source, target, root, DEFAULT_COPYING, None, None, ALONE)
     assert outcome is not None
     job.check(outcome)
     assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
@@ -484,11 +487,11 @@ def test_numbers_that_become_infinite_end_the_copy(tmp_path: Path, layout: str) 
     data = torch.ones(90, 12).numpy().tobytes()
     tensor = Tensor("a/exp_avg", "F32", (90, 12), data)
     job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": "F16"})
-    parts = job.target.entries["a/exp_avg"].fragments
+    parts = job.target.entries["a", "exp_avg"].fragments
     last = max(parts, key=lambda part: part.count)
     assert (last.count > 1) is (layout == "boxes")
     number = torch.tensor([1e38]).numpy().tobytes()
-    put(job.source, job.source.entries["a/exp_avg"], last.start + last.stride, number)
+    put(job.source, job.source.entries["a", "exp_avg"], last.start + last.stride, number)
     with pytest.raises(UnsupportedCheckpoint, match="a/exp_avg"):
         job.copy()
 
@@ -503,7 +506,7 @@ def test_columns_are_compared_with_the_whole(tmp_path: Path) -> None:
     outcome = compare(matches, *sides)
     assert outcome.results[0].difference is None
     assert outcome.results[0].digests == (zlib.crc32(data), zlib.crc32(data))
-    box = max(job.target.entries["a/exp_avg"].fragments, key=lambda fragment: fragment.count)
+    box = max(job.target.entries["a", "exp_avg"].fragments, key=lambda fragment: fragment.count)
     assert box.count > 1
     flip(box.extent, (box.stop - box.start) * 4)  # the first element of its second run
     outcome = compare(matches, *sides)
@@ -525,7 +528,7 @@ def test_random_casts(tmp_path: Path, seed: int) -> None:
     dtypes = {item.name: chosen.choice(["F32", "BF16", "F16"]) for item in tensors}
     job = prepare(tmp_path, seed, tensors, dtypes=dtypes)
     for name, entry in job.source.entries.items():
-        data = next(item.data for item in tensors if item.name == name)
+        data = next(item.data for item in tensors if key_of(item.name) == name)
         job.source.entries[name] = changed(entry, digest=zlib.crc32(data))
     job.check(job.copy())
 
@@ -616,8 +619,8 @@ def padded(root: Path, before: int, after: int) -> tuple[Job, Extent]:
     Path(inner.file).write_bytes(data)
     record = Extent(inner.file, 0, len(data))
     job.source.extents.append(record)
-    entry = job.source.entries["a/exp_avg"]
-    job.source.entries["a/exp_avg"] = changed(
+    entry = job.source.entries["a", "exp_avg"]
+    job.source.entries["a", "exp_avg"] = changed(
         entry, fragments=solid(entry.numel, Extent(inner.file, before, inner.length))
     )
     return job, record
@@ -661,8 +664,8 @@ def test_the_digest_of_the_source_is_checked(tmp_path: Path, dtype: str) -> None
     data = torch.rand(9000).numpy().tobytes()
     tensors = [Tensor("a/exp_avg", "F32", (9000,), data)]
     job = prepare(tmp_path, 7, tensors, ("runs",), ("whole",), {"a/exp_avg": dtype})
-    entry = job.source.entries["a/exp_avg"]
-    job.source.entries["a/exp_avg"] = changed(entry, digest=zlib.crc32(data))
+    entry = job.source.entries["a", "exp_avg"]
+    job.source.entries["a", "exp_avg"] = changed(entry, digest=zlib.crc32(data))
     job.check(job.copy(checked=False))
     flip(job.source.extents[0], 1)
     with pytest.raises(CorruptCheckpoint, match="a/exp_avg"):
@@ -683,8 +686,9 @@ def test_a_source_that_is_another_file_by_now_is_found(tmp_path: Path) -> None:
     job = one(tmp_path)
     seen = {path: Fingerprint(0, 0, 0, 0) for path in job.source.files}
     source, target = changed(job.source.manifest(), fingerprints=seen), job.target.manifest()
+    pairs = plan.join(source, target, from_masters=False)
     with Folder.at(str(job.target.root)) as root, pytest.raises(SourceChanged):
-        execute.copy(plan.join(source, target), source, target, root)
+        execute.copy(pairs, source, target, root, DEFAULT_COPYING, None, None, ALONE)
     assert not open_files(job)
 
 

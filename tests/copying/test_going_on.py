@@ -20,6 +20,7 @@ from zckpt.copying.sharing import Part, Sharing
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fileio import Reader
 from zckpt.core.fragments import solid
+from zckpt.core.manifest import key_of
 from zckpt.core.resources import Copying, Progress
 from zckpt.errors import CorruptCheckpoint, ProcessLost
 
@@ -72,8 +73,8 @@ def many_files(root: Path) -> Job:
         extent = disks[1].put(f"file {item.name[0]}", item.data, size)
         disks[1].extents.append(extent)
         disks[1].add(item.name, item.dtype, item.shape, solid(len(item.data) // size, extent))
-        entry = disks[0].entries[item.name]
-        disks[0].entries[item.name] = changed(entry, digest=zlib.crc32(data[item.name]))
+        entry = disks[0].entries[key_of(item.name)]
+        disks[0].entries[key_of(item.name)] = changed(entry, digest=zlib.crc32(data[item.name]))
     disks[1].write()
     for extent in disks[1].extents:
         with open(extent.file, "r+b") as file:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from zckpt.core.fragments import Extent, Runs, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
-from zckpt.core.placement import SUM, Row, Sliced, Table
+from zckpt.core.placement import Boxes, Replicated, Row, Sliced, Sum, Table
 from zckpt.core.slicing import cut, replicated
 from zckpt.core.split import names_in, split
 from zckpt.core.weights import WEIGHTS
@@ -67,7 +67,7 @@ def cut_up(name: str, shape: tuple[int, ...], axis: int, widths: list[list[int]]
     pieces = np.split(places, bounds, axis)
     parts = [np.concatenate(pieces[rank::ranks], axis) for rank in range(ranks)]
     slicing = cut(prod(shape[:axis]), prod(shape[axis + 1 :]), widths)
-    return Placed(name, shape, Sliced(shape, slicing, "cut"), parts)
+    return Placed(name, shape, Sliced(shape, slicing, Boxes("cut")), parts)
 
 
 def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Grid:
@@ -78,9 +78,9 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
     entries = {}
     for each in placements:
         for slot in slots if each in trained else ("param",):
-            entry = Entry(f"{each.name}/{slot}", "I32", each.shape, Runs(()))
+            entry = Entry(each.name, slot, "I32", each.shape, Runs(()))
             values = len(files) * 1000 + np.arange(prod(each.shape))
-            entries[entry.name] = stored(files, entry, values)
+            entries[entry.key] = stored(files, entry, values)
     parameters = {
         each.name: Parameter(each.shape, True, group, 3 + group)
         for group in (0, 1)
@@ -104,9 +104,9 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
         for entry in part.entries.values():
             values = np.array(files[entry.name])[by_name[entry.parameter].parts[rank]]
             sliced = cuts.get(entry.parameter)
-            if sliced is not None and sliced.is_sum and entry.slot in WEIGHTS:
+            if sliced is not None and sliced.placement.is_sum and entry.slot in WEIGHTS:
                 values = values + 500 * rank
-            own[entry.name] = stored(files, entry, values, f"{rank}:")
+            own[entry.key] = stored(files, entry, values, f"{rank}:")
         made.append(replace(part, entries=own))
     return Grid(files, whole, table, made)
 
@@ -114,7 +114,7 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
 @st.composite
 def placed(draw: st.DrawFn, name: str, ranks: int) -> Placed:
     """A parameter that is cut, a sum of parts, on all ranks, or on some."""
-    kind = draw(st.sampled_from(["cut", "cut", SUM, "replicated", "some"]))
+    kind = draw(st.sampled_from(["cut", "cut", "whole", "whole", "some"]))
     if kind == "cut":
         width = st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)
         widths = draw(st.lists(width, min_size=1, max_size=2))
@@ -126,7 +126,8 @@ def placed(draw: st.DrawFn, name: str, ranks: int) -> Placed:
     if kind == "some":
         holders = draw(st.sets(st.integers(0, ranks - 1), min_size=1))
         return Placed(name, shape, None, [whole if r in holders else None for r in range(ranks)])
-    return Placed(name, shape, Sliced(shape, replicated(shape, ranks), kind), [whole] * ranks)
+    placement = draw(st.sampled_from([Replicated(), Sum()]))
+    return Placed(name, shape, Sliced(shape, replicated(shape, ranks), placement), [whole] * ranks)
 
 
 @st.composite

@@ -12,7 +12,7 @@ OTHER = [("a", 3), ("b", 4), ("c", 3)]
 
 
 def test_what_all_state_needs_no_policy() -> None:
-    assert agree([]) is None
+    assert agree([], policy=None) is None
     for policy in (None, KEEP, "max", "7"):
         assert agree(SAME, policy) == 3
 
@@ -32,7 +32,7 @@ def test_each_step_is_said_with_its_places(policy: str | None) -> None:
 def test_a_step_is_a_whole_number_unless_a_policy_decides() -> None:
     need_whole([("a", 3.0)])
     with pytest.raises(InconsistentCheckpoint, match=r"step is 2\.5, which is no number .*: b"):
-        agree([("a", 3), ("b", 2.5)])
+        agree([("a", 3), ("b", 2.5)], policy=None)
     assert agree([("a", 2.5)], KEEP) == 2.5
     assert agree([("a", 3), ("b", 2.5)], "max") == 3
 

@@ -20,7 +20,7 @@ from zckpt.core import compare
 from zckpt.core.dtypes import TORCH_NAMES, encode
 from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying, Progress
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Store:
         path = tmp_path / f"{len([*tmp_path.iterdir()])}"
         path.write_bytes(data)
         extent = Extent(str(path), 0, len(data))
-        return Entry(name, dtype, (len(numbers),), solid(len(numbers), extent))
+        return Entry(*key_of(name), dtype, (len(numbers),), solid(len(numbers), extent))
 
     return write
 

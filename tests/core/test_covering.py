@@ -19,7 +19,7 @@ SIZE = 4  # bytes of F32
 
 
 def is_covered(fragments: Fragments, *shape: int) -> bool:
-    return not [*covering.uncovered([Entry("w/exp_avg", "F32", shape, fragments)])]
+    return not [*covering.uncovered([Entry("w", "exp_avg", "F32", shape, fragments)])]
 
 
 def test_runs() -> None:
@@ -83,7 +83,8 @@ class Counted(tuple[Extent, ...]):
 
 def test_ranks_are_walked_once_for_all_tensors() -> None:
     flats = Counted(Extent(str(rank), 0, 1000 * SIZE) for rank in range(64))
-    entries = [Entry(f"{n}/master", "F32", (640,), Slices(flats, n, 640, SIZE)) for n in range(50)]
+    parts = [Slices(flats, n, 640, SIZE) for n in range(50)]
+    entries = [Entry(str(n), "master", "F32", (640,), part) for n, part in enumerate(parts)]
     Counted.walks = 0
     assert not [*covering.uncovered(entries)]
     assert Counted.walks == 1
@@ -141,9 +142,9 @@ def test_boxes_of_another_tensor() -> None:
 
 
 def test_every_tensor_of_a_manifest_is_asked() -> None:
-    whole = Entry("w/param", "F32", (6,), solid(6, Extent("f", 0, 24)))
-    hole = replace(whole, name="h/param", fragments=solid(3, Extent("f", 0, 12)))
-    sound = Manifest("/run", "x", Origin(), {whole.name: whole}, {})
+    whole = Entry("w", "param", "F32", (6,), solid(6, Extent("f", 0, 24)))
+    hole = replace(whole, parameter="h", slot="param", fragments=solid(3, Extent("f", 0, 12)))
+    sound = Manifest("/run", "x", Origin(), {whole.key: whole}, {})
     covering.refuse_holes(sound, "halves")
     rank = replace(sound, entries={hole.name: hole})
     for wrong in (

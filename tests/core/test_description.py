@@ -21,7 +21,7 @@ DTYPES = ("U8", "F64", "BF16", "I64", "F32", "F16", "I8")
 def manifest(*entries: Entry, **fields: Any) -> Manifest:
     """Two parameters, and these tensors."""
     parameters = {name: Parameter((2, 3), step=4) for name in "vw"}
-    plain = Manifest("/run", "x", Origin("y"), {each.name: each for each in entries}, parameters)
+    plain = Manifest("/run", "x", Origin("y"), {each.key: each for each in entries}, parameters)
     return replace(plain, **fields)
 
 
@@ -72,7 +72,7 @@ def test_what_only_some_manifests_have() -> None:
 
 def test_a_slot_lists_its_types_in_order() -> None:
     """A set has no order that stays."""
-    said = inspect(manifest(*(Entry(f"{d}/param", d, (2,), Runs([])) for d in DTYPES)), ())
+    said = inspect(manifest(*(Entry(d, "param", d, (2,), Runs([])) for d in DTYPES)), ())
     assert said["slots"] == {
         "param": {"tensors": 7, "dtype": ", ".join(sorted(DTYPES)), "elements": 14, "bytes": 52}
     }
@@ -83,7 +83,7 @@ def test_why_a_state_was_not_read() -> None:
     unsupported = StateRow("Q", "unsupported", ("w",), "", "it is sparse")
     said = inspect(
         manifest(
-            Entry("w/exp_avg", "F32", (2, 3), Runs([])),
+            Entry("w", "exp_avg", "F32", (2, 3), Runs([])),
             states=States((*of_parameters("other", other), unsupported)),
         ),
         (),
@@ -130,9 +130,9 @@ def test_no_advice_where_all_that_was_read_was_checked() -> None:
 
 
 def test_a_tensor_with_its_checksum_and_its_places() -> None:
-    whole = Entry("v/param", "F32", (2, 3), solid(6, Extent("a", 8, 24)), digest=0xBEEF)
+    whole = Entry("v", "param", "F32", (2, 3), solid(6, Extent("a", 8, 24)), digest=0xBEEF)
     strided = Fragment(0, 2, Extent("b", 0, 12), 3, 4)
-    cut = Entry("w/param", "BF16", (2, 3), Runs([strided]))
+    cut = Entry("w", "param", "BF16", (2, 3), Runs([strided]))
     plain = [
         {"tensor": "v/param", "dtype": "F32", "shape": [2, 3], "elements": 6, "count": 1},
         {"tensor": "w/param", "dtype": "BF16", "shape": [2, 3], "elements": 6, "count": 1},

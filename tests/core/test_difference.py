@@ -22,7 +22,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def measured(a: torch.Tensor, b: torch.Tensor, dtype: str, start: int = 0) -> Difference:
-    return measure_difference(memory(a), dtype, memory(b), dtype, start)
+    return measure_difference(memory(a), dtype, memory(b), dtype, start, rounded=False)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -77,19 +77,22 @@ def test_nans_and_infinities() -> None:
 def test_what_rounding_makes_of_a_nan_is_no_difference() -> None:
     a = torch.tensor([0x7FC0, 0x7FC1, 0x3F80], dtype=torch.int16)
     b = torch.tensor([0x7FC0, 0x7FC0, 0x3F80], dtype=torch.int16)
-    assert measure_difference(memory(a), "BF16", memory(b), "BF16", 0).count == 1
+    assert measure_difference(memory(a), "BF16", memory(b), "BF16", 0, rounded=False).count == 1
     assert measure_difference(memory(a), "BF16", memory(b), "BF16", 0, rounded=True).count == 0
 
 
 def test_other_types_are_compared_by_value() -> None:
     values = torch.tensor([0.0, 1.5, -3.0, math.nan])
     narrow = values.to(torch.bfloat16)
-    assert measure_difference(memory(values), "F32", memory(narrow), "BF16", 0).count == 0
+    assert (
+        measure_difference(memory(values), "F32", memory(narrow), "BF16", 0, rounded=False).count
+        == 0
+    )
     values[1] = 1.5000001
-    difference = measure_difference(memory(values), "F32", memory(narrow), "BF16", 7)
+    difference = measure_difference(memory(values), "F32", memory(narrow), "BF16", 7, rounded=False)
     assert (difference.count, difference.first, difference.max_ulp) == (1, 8, None)
     whole = torch.tensor([0, 2, -3, 4])
-    difference = measure_difference(memory(whole), "I64", memory(values), "F32", 0)
+    difference = measure_difference(memory(whole), "I64", memory(values), "F32", 0, rounded=False)
     assert (difference.count, difference.a, difference.b) == (2, 2, values[1].item())
 
 
@@ -99,8 +102,8 @@ def test_a_nan_on_one_side_alone_differs() -> None:
     for a, b in ((number, nan), (nan, number)):
         narrow = b.to(torch.bfloat16)
         for difference in (
-            measure_difference(memory(a), "F32", memory(narrow), "BF16", 3),
-            measure_difference(memory(a), "F32", memory(b), "F32", 3),
+            measure_difference(memory(a), "F32", memory(narrow), "BF16", 3, rounded=False),
+            measure_difference(memory(a), "F32", memory(b), "F32", 3, rounded=False),
             measure_difference(memory(a), "F32", memory(b), "F32", 3, rounded=True),
         ):
             assert (difference.count, difference.first) == (1, 4)
@@ -117,7 +120,7 @@ def test_what_is_no_number_is_compared_by_its_bytes(dtype: str) -> None:
         assert (difference.count, difference.first) == (1, 9 // SIZES[dtype])
         assert (difference.a, difference.b, difference.max_abs) == (None, None, None)
     with pytest.raises(AssertionError, match="no values"):
-        measure_difference(memoryview(a), dtype, memoryview(b), "U8", 0)
+        measure_difference(memoryview(a), dtype, memoryview(b), "U8", 0, rounded=False)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(-4, 4, width=32)), min_size=2), st.data())
@@ -143,7 +146,7 @@ def test_the_last_of_many_elements(dtype: str, other: str) -> None:
     a = torch.ones(count, dtype=getattr(torch, TORCH_NAMES[dtype]))
     b = torch.ones(count, dtype=getattr(torch, TORCH_NAMES[other]))
     b[-1] = 2
-    difference = measure_difference(memory(a), dtype, memory(b), other, 5)
+    difference = measure_difference(memory(a), dtype, memory(b), other, 5, rounded=False)
     assert (difference.count, difference.first) == (1, 5 + count - 1)
     assert (difference.a, difference.b, difference.dot) == (1, 2, count + 1)
 
@@ -174,9 +177,9 @@ def test_integers_past_the_digits_of_a_float() -> None:
 
 def test_truth_against_numbers() -> None:
     a, b = memoryview(bytearray([1, 0, 1])), memoryview(bytearray([1, 1, 1]))
-    assert measure_difference(a, "BOOL", b, "U8", 0).count == 1
-    assert measure_difference(b, "BOOL", b, "U8", 0).count == 0
-    difference = measure_difference(a, "BOOL", b, "BOOL", 0)
+    assert measure_difference(a, "BOOL", b, "U8", 0, rounded=False).count == 1
+    assert measure_difference(b, "BOOL", b, "U8", 0, rounded=False).count == 0
+    difference = measure_difference(a, "BOOL", b, "BOOL", 0, rounded=False)
     assert (difference.count, difference.first, difference.a, difference.b) == (1, 1, 0, 1)
 
 

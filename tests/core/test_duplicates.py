@@ -15,7 +15,7 @@ import zckpt
 from zckpt.core.checksum import crc32
 from zckpt.core.duplicates import check_duplicates
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 
@@ -60,7 +60,7 @@ def test_states_in_either_file(files: tuple[str, str], tmp_path: Path) -> None:
         for place, name in enumerate("wv"):
             extent = Extent(str(tmp_path / file), place * 32, 32)
             key = f"{name}/{'param' if file == 'a' else 'exp_avg'}"
-            entries[key] = Entry(key, "F32", (8,), solid(8, extent))
+            entries[key_of(key)] = Entry(*key_of(key), "F32", (8,), solid(8, extent))
             records.append(Record(extent, crc32(data[place * 32 :][:32])))
     own = Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
     with pytest.raises(InconsistentCheckpoint, match="holds the same bytes as"):
@@ -102,7 +102,7 @@ def test_what_is_equal_by_nature(moment: Callable[[str], torch.Tensor], tmp_path
     first update."""
     run = saved(tmp_path / "run", moment)
     manifest = zckpt.read(run)
-    files = {manifest.entries[f"{name}/exp_avg"].fragments[0].extent.file for name in NAMES}
+    files = {manifest.entries[name, "exp_avg"].fragments[0].extent.file for name in NAMES}
     assert len(files) == 2
     assert len({Path(file).read_bytes() for file in files}) == 1
     for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
@@ -134,7 +134,9 @@ def test_a_file_of_one_tensor_over_another_one(copy: str, tmp_path: Path) -> Non
     run = saved(tmp_path / "run", lambda _: torch.randn(4, 3))
     entries = zckpt.read(run).entries
     assert zckpt.verify(run)["warnings"] == []
-    first, second = (entries[name].fragments[0].extent.file for name in copy.split(" over "))
+    first, second = (
+        entries[key_of(name)].fragments[0].extent.file for name in copy.split(" over ")
+    )
     shutil.copy(first, second)
     for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
         (warning,) = texts(report["warnings"])

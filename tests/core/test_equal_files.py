@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from zckpt.core.dtypes import SIZES
 from zckpt.core.duplicates import SAMPLE, check_duplicates
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 
@@ -37,7 +37,7 @@ def manifest(
         before = files.get(path, b"")
         numel = len(data) // SIZES[dtype]
         extent = Extent(path, len(before), len(data))
-        entries[name] = Entry(name, dtype, (numel,), solid(numel, extent))
+        entries[key_of(name)] = Entry(*key_of(name), dtype, (numel,), solid(numel, extent))
         files[path] = before + data
     for path, data in files.items():
         Path(path).write_bytes(data)

@@ -24,6 +24,7 @@ from zckpt.core.facts import (
 )
 from zckpt.core.inert import Scalar
 from zckpt.core.optimizer_states import NO_STATES
+from zckpt.core.placement import Cut, Replicated
 
 FLAT = FlatBufferEngine("flats", "1.2", "Wrapper", "BF16", True, None, {"stage": 2})
 FLAT_JSON = {
@@ -250,7 +251,7 @@ STAGES_JSON = {
     "layers": [0, 1, 2],
     "tied": [[0, "e"]],
 }
-SLICES = TensorParallel({"1.w": "0", "2.w": "replicated"}, {"1.w": Vocabulary(8, 5)})
+SLICES = TensorParallel({"1.w": Cut(0), "2.w": Replicated()}, {"1.w": Vocabulary(8, 5)})
 SLICES_JSON = {
     "rules": {"1.w": "0", "2.w": "replicated"},
     "vocabulary": {"1.w": {"rows": 8, "used": 5}},
@@ -275,9 +276,9 @@ def test_cuts_of_fewer_keys_are_read() -> None:
     stages = {key: value for key, value in STAGES_JSON.items() if key != "tied"}
     facts = facts_of({"pipeline": stages, "tensor_parallel": {"rules": {"w": "0"}}})
     assert facts.pipeline == replace(STAGES, tied={})
-    assert facts.tensor_parallel == TensorParallel({"w": "0"}, {})
+    assert facts.tensor_parallel == TensorParallel({"w": Cut(0)}, {})
     facts = facts_of({"tensor_parallel": {"rules": None, "vocabulary": SLICES_JSON["vocabulary"]}})
-    assert facts.tensor_parallel == replace(SLICES, rules={})
+    assert facts.tensor_parallel == replace(SLICES, placements={})
 
 
 def test_cuts_under_other_names() -> None:
@@ -286,7 +287,7 @@ def test_cuts_under_other_names() -> None:
     assert stages.parameters == [["tied_modules.e.w", "1.v"], ["2.w"]]
     assert (stages.buffers, stages.layers, stages.tied) == ([[], ["2.c"]], [0, 1, 2], {0: "e"})
     slices = SLICES.renamed(names)
-    assert slices == TensorParallel({"1.v": "0", "2.w": "replicated"}, {"1.v": Vocabulary(8, 5)})
+    assert slices == TensorParallel({"1.v": Cut(0), "2.w": Replicated()}, {"1.v": Vocabulary(8, 5)})
 
 
 @pytest.mark.parametrize(

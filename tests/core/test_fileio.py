@@ -335,7 +335,7 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10)
+        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10, mode="auto")
     assert opened(tmp_path) == 0
 
 
@@ -348,7 +348,7 @@ def test_no_room_shows_before_anything_is_written(
     monkeypatch.setattr(fileio, "_allocate", full)
     (tmp_path / "a").write_bytes(b"")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10)
+        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10, mode="auto")
     assert opened(tmp_path) == 0
 
 
@@ -420,13 +420,16 @@ def test_what_was_written_is_synced_while_the_file_is_open(
     for name in ("fdatasync", "fsync"):
         monkeypatch.setattr(os, name, lambda _, name=name: synced.append(name))
     (tmp_path / "a").touch()
-    with Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10) as writer:
+    with Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10, mode="auto") as writer:
         writer.sync()
         assert synced == ["fdatasync"]
     assert synced == ["fdatasync", "fsync"]
     writer.sync()
     assert len(synced) == 2
-    with pytest.raises(KeyError), Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10):
+    with (
+        pytest.raises(KeyError),
+        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10, mode="auto"),
+    ):
         raise KeyError("what was written is of no use")
     assert len(synced) == 2
     monkeypatch.delattr(os, "fdatasync")

@@ -10,29 +10,28 @@ import pytest
 from zckpt.core.filenames import (
     by_counting,
     counted,
-    file_names,
     number_of,
     numbered,
-    numbers_of,
     path_inside,
 )
+from zckpt.core.inventory import known
 from zckpt.errors import CorruptCheckpoint
-
-LAYER = file_names(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+from zckpt.formats.deepspeed_states.directories import ROLES
 
 
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
         ("layer_03-model_11-model_states.pt", (3, 11)),
-        ("layer_3-model_states.pt", (3,)),
+        ("layer_3-model_states.pt", (3, 0)),
         ("layer_3-model_-model_states.pt", None),
         ("layer_3-model_states.pt.bak", None),
         ("layer_\u0663-model_states.pt", None),
     ],
 )
 def test_numbers_of_a_name(name: str, numbers: tuple[int, ...] | None) -> None:
-    assert numbers_of(LAYER, name) == numbers
+    own = known(ROLES, name)
+    assert (own and own.numbers) == numbers
 
 
 @pytest.mark.parametrize(

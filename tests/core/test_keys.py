@@ -17,12 +17,12 @@ NOWHERE = Runs([])
 
 
 def entry(name: str, axis: str = "") -> Entry:
-    return Entry(f"{name}/state", "F32", (2,), NOWHERE, axis=axis)
+    return Entry(name, "state", "F32", (2,), NOWHERE, axis=axis)
 
 
 def manifest(state: Any = None, *entries: str, form: str = "x", **fields: Any) -> Manifest:
     """A manifest with this state, and tensors of these names in it."""
-    known = {f"{name}/state": entry(name) for name in entries}
+    known = {(name, "state"): entry(name) for name in entries}
     return Manifest("", form, Origin(form), known, {}, state=state or {}, **fields)
 
 
@@ -96,7 +96,7 @@ def test_a_tensor_under_a_number_has_the_name_of_its_text(
     value: Any, before: str, after: str
 ) -> None:
     changed = with_texts(manifest({"s": value}, before))
-    assert changed.entries == {f"{after}/state": entry(after)}
+    assert changed.entries == {(after, "state"): entry(after)}
     assert f"TensorName(name={after!r})" in str(changed.state)
 
 
@@ -104,7 +104,7 @@ def test_a_tensor_that_stands_twice_has_one_name() -> None:
     twice = {1: TensorName("old"), 2: TensorName("old")}
     changed = with_texts(manifest({"s": twice}, "old"))
     assert changed.state == {"s": {"1": TensorName("s.'1'"), "2": TensorName("s.'1'")}}
-    assert [*changed.entries] == ["s.'1'/state"]
+    assert [*changed.entries] == [("s.'1'", "state")]
 
 
 def test_keys_of_groups_become_texts() -> None:

@@ -19,7 +19,7 @@ import torch
 import zckpt
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.loading import as_numpy, as_torch, entry_of, head
-from zckpt.core.manifest import Entry, Manifest, Origin, Parameter
+from zckpt.core.manifest import Entry, Manifest, Origin, Parameter, key_of, name_of
 from zckpt.errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption
 
 from ..conftest import EXAMPLE, ROOT
@@ -35,7 +35,7 @@ def test_every_tensor_is_loaded(source: Path, tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "universal")
     expected = load_universal(tmp_path / "universal")
     for path in (source, tmp_path / "universal"):
-        for name in zckpt.read(path).entries:
+        for name in map(name_of, zckpt.read(path).entries):
             tensor = zckpt.load(path, name)
             assert isinstance(tensor, torch.Tensor)
             assert same_bits(tensor, expected[name]), name
@@ -84,7 +84,10 @@ def test_a_name_that_does_not_exist(name: str, near: str) -> None:
 
 def known(*names: str, aliases: tuple[str, ...] = ()) -> Manifest:
     """A manifest of one parameter `w`, with tensors of these names."""
-    entries = {name: Entry(name, "F32", (0,), solid(0, Extent("a", 0, 0))) for name in names}
+    entries = {
+        key_of(name): Entry(*key_of(name), "F32", (0,), solid(0, Extent("a", 0, 0)))
+        for name in names
+    }
     return Manifest("/run", "x", Origin(), entries, {"w": Parameter((0,), aliases=aliases)})
 
 
@@ -117,7 +120,7 @@ def stored(tmp_path: Path) -> Entry:
     data = numpy.array(VALUES, "<f4").tobytes()
     (tmp_path / "file").write_bytes(b"front" + data)
     extent = Extent(str(tmp_path / "file"), 5, len(data))
-    return Entry("w/param", "F32", (2, 3), solid(6, extent), zlib.crc32(data))
+    return Entry("w", "param", "F32", (2, 3), solid(6, extent), zlib.crc32(data))
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 6, 7])
@@ -133,7 +136,7 @@ def test_an_array_of_numpy(stored: Entry, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_element_is_read_of_an_empty_tensor() -> None:
-    empty = Entry("w/param", "F32", (0, 3), solid(0, Extent("absent", 0, 0)))
+    empty = Entry("w", "param", "F32", (0, 3), solid(0, Extent("absent", 0, 0)))
     assert as_numpy(empty, ()).shape == as_torch(empty, ()).shape == (0, 3)
 
 
@@ -142,14 +145,14 @@ def test_no_element_is_read_of_an_empty_tensor() -> None:
     [("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")],
 )
 def test_types_that_numpy_lacks(dtype: str, name: str) -> None:
-    entry = Entry("w/param", dtype, (0,), solid(0, Extent("a", 0, 0)))
+    entry = Entry("w", "param", dtype, (0,), solid(0, Extent("a", 0, 0)))
     with pytest.raises(MissingExtra, match=f"w/param is {name}, a type that numpy does not have"):
         as_numpy(entry, ())
 
 
 def test_a_type_that_an_old_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "uint64", raising=False)
-    entry = Entry("w/param", "U64", (0,), solid(0, Extent("a", 0, 0)))
+    entry = Entry("w", "param", "U64", (0,), solid(0, Extent("a", 0, 0)))
     with pytest.raises(UnsupportedCheckpoint, match=r"w/param is uint64, which torch .* lacks"):
         as_torch(entry, ())
 
@@ -158,7 +161,7 @@ def test_damage_is_seen(example: Path, tmp_path: Path) -> None:
     name = "frozen.weight/param"
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     for path in (example, tmp_path / "universal"):
-        extent = zckpt.read(path).entries[name].fragments[0].extent
+        extent = zckpt.read(path).entries[key_of(name)].fragments[0].extent
         with open(extent.file, "r+b") as file:
             file.seek(extent.offset + 5)
             file.write(b"\x55\x55")

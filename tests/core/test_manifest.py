@@ -32,7 +32,7 @@ from zckpt.core.origin import Origin
 
 
 def test_a_name_is_parameter_and_slot() -> None:
-    entry = Entry("a/b.weight/exp_avg", "BF16", (2, 3), solid(6, Extent("a", 0, 12)))
+    entry = Entry("a/b.weight", "exp_avg", "BF16", (2, 3), solid(6, Extent("a", 0, 12)))
     assert (entry.parameter, entry.slot) == ("a/b.weight", "exp_avg")
     assert (entry.numel, entry.length) == (6, 12)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from zckpt.core import masters
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.masters import ALL, BEGINNINGS, FEW
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
@@ -37,11 +37,11 @@ def store(tmp_path: Path) -> Store:
 def entry(name: str, dtype: str, shape: tuple[int, ...], fragments: Any) -> Entry:
     if isinstance(fragments, Extent):
         fragments = solid(torch.Size(shape).numel(), fragments)
-    return Entry(name, dtype, shape, fragments)
+    return Entry(*key_of(name), dtype, shape, fragments)
 
 
 def manifest(root: Path, *entries: Entry, **fields: Any) -> Manifest:
-    return Manifest(str(root), "x", Origin(), {item.name: item for item in entries}, {}, **fields)
+    return Manifest(str(root), "x", Origin(), {item.key: item for item in entries}, {}, **fields)
 
 
 def wrong(checked: Manifest, elements: str = BEGINNINGS) -> list[str]:
@@ -73,7 +73,7 @@ def test_every_fragment_is_compared(rank: int, store: Store, tmp_path: Path) -> 
     wide[bounds[rank] : bounds[rank + 1]] += 1
     checked = manifest(tmp_path, weight, master_of(cut(store, wide, *bounds)))
     with pytest.raises(InconsistentCheckpoint, match=f"masters are in rank{rank}, .* in model"):
-        masters.check(checked, BEGINNINGS, "")
+        masters.check(checked, BEGINNINGS, "", accepted=False)
 
 
 @pytest.mark.parametrize("number", [0, 1, 1234, 2999])
@@ -156,7 +156,7 @@ def test_columns_of_tensor_ranks(rank: int, store: Store, tmp_path: Path) -> Non
     wide[:, 2 * rank : 2 + 4 * rank] *= 3
     checked = manifest(tmp_path, weight, of_ranks("master", "F32", wide))
     with pytest.raises(InconsistentCheckpoint, match=f"are in master{rank}, .* in param{rank}$"):
-        masters.check(checked, BEGINNINGS, "")
+        masters.check(checked, BEGINNINGS, "", accepted=False)
 
 
 class TestCopies:
@@ -197,10 +197,10 @@ class TestCopies:
 
     def test_weights_in_siblings(self, build: Callable[..., Manifest]) -> None:
         built = build([0], [3])
-        weight = built.entries.pop("w/param")
+        weight = built.entries.pop(("w", "param"))
         assert wrong(replace(built, sibling_weights=(weight,))) == ["w"]
-        fits = build([3], [3]).entries["w/master"]
-        built.entries[fits.name] = fits
+        fits = build([3], [3]).entries["w", "master"]
+        built.entries[fits.key] = fits
         assert wrong(replace(built, sibling_weights=(weight,))) == []
 
 
@@ -225,7 +225,7 @@ def test_weights_that_are_accepted(store: Store, tmp_path: Path) -> None:
         entry("w/master", "F32", (64,), store("rank0", wide)),
     )
     with pytest.raises(InconsistentCheckpoint, match=r"^1 weight of .* is not its") as raised:
-        masters.check(checked, BEGINNINGS, masters.USUAL_HINT)
+        masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=False)
     assert "--accept-weights" in raised.value.hint
     (accepted,) = masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=True)
     assert accepted.code == raised.value.code
@@ -241,7 +241,7 @@ def test_masters_stand_with_the_weights_that_they_round_to() -> None:
         *(of("b/master", "F32"), of("c/param", "BF16")),
         *(of("d/master", "F32"), of("d/param", "I32")),
     ]
-    matches = list(masters.with_masters({item.name: item for item in entries}))
+    matches = list(masters.with_masters({item.key: item for item in entries}))
     assert matches == [Match(entries[0], entries[1], "rounded")]
 
 
@@ -335,4 +335,4 @@ def test_damage_elsewhere_is_not_the_cause(store: Store, tmp_path: Path) -> None
         records=(Record(model.part(0, 16), 0), Record(other, 0)),
     )
     with pytest.raises(InconsistentCheckpoint):
-        masters.check(checked, BEGINNINGS, "")
+        masters.check(checked, BEGINNINGS, "", accepted=False)

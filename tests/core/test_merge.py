@@ -12,11 +12,11 @@ from zckpt.core.fragments import Extent, Record, Runs
 from zckpt.core.grid import Grid as Axes
 from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of, name_of
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.optimizer_states import StateRow, States, states_in
 from zckpt.core.origin import Origin
-from zckpt.core.placement import SUM, Sliced, Table
+from zckpt.core.placement import Replicated, Sliced, Sum, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, REASONS
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint, note, warning
@@ -35,11 +35,12 @@ def made() -> Grid:
 
 
 def with_entry(rank: Manifest, name: str, **fields: Any) -> Manifest:
-    return replace(rank, entries={**rank.entries, name: replace(rank.entries[name], **fields)})
+    own = replace(rank.entries[key_of(name)], **fields)
+    return replace(rank, entries={**rank.entries, key_of(name): own})
 
 
 def without_entry(rank: Manifest, name: str) -> Manifest:
-    return replace(rank, entries={n: e for n, e in rank.entries.items() if n != name})
+    return replace(rank, entries={n: e for n, e in rank.entries.items() if n != key_of(name)})
 
 
 def with_parameter(rank: Manifest, name: str, **fields: Any) -> Manifest:
@@ -133,9 +134,9 @@ def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
 
 def test_copies_that_ranks_have_by_themselves(made: Grid) -> None:
     """Copies of slices are one of the whole, if each rank has as many."""
-    ranks = [replace(rank, replicas=(rank.entries["a/param"],)) for rank in made.ranks]
+    ranks = [replace(rank, replicas=(rank.entries["a", "param"],)) for rank in made.ranks]
     copy, _ = (copy for copy in merge(ranks, made.table).replicas if copy.slot == "param")
-    assert numbers(made.files, copy) == numbers(made.files, made.whole.entries["a/param"])
+    assert numbers(made.files, copy) == numbers(made.files, made.whole.entries["a", "param"])
     one = merge([ranks[0], made.ranks[1]], made.table).replicas
     assert [copy.name for copy in one] == ["b/param", "b/exp_avg"]
 
@@ -161,7 +162,7 @@ def test_an_empty_slice_needs_no_tensor(widths: list[int]) -> None:
 
 def test_parts_of_a_sum_are_no_copies() -> None:
     """Each rank's weight is another one; their moments are copies."""
-    cut = Sliced((2,), replicated((2,), 3), SUM)
+    cut = Sliced((2,), replicated((2,), 3), Sum())
     made = grid([Placed("b", (2,), cut, [np.arange(2)] * 3)], ("param", "exp_avg"))
     whole = merge(made.ranks, made.table)
     assert [copy.name for copy in whole.replicas] == ["b/exp_avg"] * 2
@@ -190,23 +191,23 @@ def test_parameters_of_no_group(made: Grid) -> None:
 
 
 def test_states_stand_behind_parameters_and_buffers(made: Grid) -> None:
-    entry = Entry("client_state.rng/state", "I32", (2,), Runs(()))
-    own = replace(made.whole, entries={entry.name: entry, **made.whole.entries})
-    assert [*in_order(own).entries] == [*in_order(made.whole).entries, entry.name]
+    entry = Entry("client_state.rng", "state", "I32", (2,), Runs(()))
+    own = replace(made.whole, entries={entry.key: entry, **made.whole.entries})
+    assert [*in_order(own).entries] == [*in_order(made.whole).entries, entry.key]
 
 
 def test_a_name_may_have_slashes() -> None:
     """The slot stands behind the last one."""
     made = grid([cut_up("of/a", (4,), 0, [[1, 3]])])
     whole = merge(made.ranks, made.table)
-    assert numbers(made.files, whole.entries["of/a/param"]) == [0, 1, 2, 3]
+    assert numbers(made.files, whole.entries["of/a", "param"]) == [0, 1, 2, 3]
 
 
 def test_a_copy_has_the_bytes_of_its_rank() -> None:
     made = grid([Placed("b", (2,), None, [np.arange(2)] * 3)])
-    table = Table("rank", {"b": Sliced((2,), replicated((2,), 3), "replicated")})
+    table = Table("rank", {"b": Sliced((2,), replicated((2,), 3), Replicated())})
     whole = merge(made.ranks, table)
-    holders = (whole.entries["b/param"], *whole.replicas)
+    holders = (whole.entries["b", "param"], *whole.replicas)
     files = [fragment.extent.file for entry in holders for fragment in entry.fragments]
     assert files == ["0:b/param", "1:b/param", "2:b/param"]
 
@@ -229,15 +230,21 @@ def counted(name: str, *steps: int) -> Manifest:
 
 
 def test_ranks_of_one_save_have_one_step() -> None:
-    assert agreed_steps([counted("0", 3, 3), counted("1", 3)]) == {"0.0": 3, "0.1": 3, "1.0": 3}
-    agreed_steps([counted("0", 3, 2), counted("1", 3)])  # the first counts each by itself
-    agreed_steps([counted("0", 3, 2), counted("0", 3, 2)])
+    assert agreed_steps([counted("0", 3, 3), counted("1", 3)], policy=None) == {
+        "0.0": 3,
+        "0.1": 3,
+        "1.0": 3,
+    }
+    agreed_steps(
+        [counted("0", 3, 2), counted("1", 3)], policy=None
+    )  # the first counts each by itself
+    agreed_steps([counted("0", 3, 2), counted("0", 3, 2)], policy=None)
     for other in (counted("1", 4), counted("0", 4, 4)):
         with pytest.raises(InconsistentCheckpoint, match=r"step differs: 3 .*, 4 "):
-            agreed_steps([counted("0", 3, 3), other])
+            agreed_steps([counted("0", 3, 3), other], policy=None)
         assert {*agreed_steps([counted("0", 3, 3), other], "max").values()} == {4}
     with pytest.raises(InconsistentCheckpoint, match=r"step differs: 2 .*, 3 "):
-        agreed_steps([counted("0", 3, 2), counted("0", 3, 3)])
+        agreed_steps([counted("0", 3, 2), counted("0", 3, 3)], policy=None)
 
 
 def test_keep_keeps_steps_of_single_parameters_alone() -> None:
@@ -297,7 +304,7 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
     stages = [without_entry(rank, "b/param") for rank in source.ranks]
     stages = [replace(rank, parameters={"b": rank.parameters["b"]}) for rank in stages]
     stages = [without_entry(without_entry(rank, "c/param"), "c/m") for rank in stages]
-    entries = {name: source.whole.entries[name] for name in ("c/param", "b/param")}
+    entries = {name: source.whole.entries[name] for name in (("c", "param"), ("b", "param"))}
     beside = replace(
         stages[0],
         entries=entries,
@@ -307,8 +314,8 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
         state={"module": ["c", "b"]},
     )
     whole = merge(stages, STAGES, None, beside)
-    assert [*whole.entries] == ["c/param", "b/param", "b/m"]
-    assert numbers(source.files, whole.entries["c/param"]) == [2000, 2001]
+    assert [*whole.entries] == [("c", "param"), ("b", "param"), ("b", "m")]
+    assert numbers(source.files, whole.entries["c", "param"]) == [2000, 2001]
     assert [copy.name for copy in whole.replicas] == ["b/m"]
     assert [*whole.parameters] == ["b", "c"]
     assert (whole.state["module"], whole.files) == (["c", "b"], ("layer",))
@@ -387,7 +394,7 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
                             ("a",),
                             "",
                             "why",
-                            tensors=(rank.entries["a/param"],),
+                            tensors=(rank.entries["a", "param"],),
                         ),
                     )
                 ),
@@ -409,14 +416,14 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
 
 def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Grid) -> None:
     def rank_with(number: int, shape: tuple[int, ...]) -> Manifest:
-        entry = Entry("client_state.rng/state", "I32", shape, Runs(()))
-        last = Entry("client_state.seed/state", "I32", (2,), Runs(()))
-        entries = {each.name: each for each in (entry, last)}
+        entry = Entry("client_state.rng", "state", "I32", shape, Runs(()))
+        last = Entry("client_state.seed", "state", "I32", (2,), Runs(()))
+        entries = {each.key: each for each in (entry, last)}
         return replace(made.ranks[number], entries={**made.ranks[number].entries, **entries})
 
     def copies(shape: tuple[int, ...]) -> list[str]:
         whole = merge([rank_with(0, (2,)), rank_with(1, shape)], made.table)
-        assert "client_state.rng/state" in whole.entries
+        assert ("client_state.rng", "state") in whole.entries
         return [copy.name for copy in whole.replicas if copy.slot == "state"]
 
     assert copies((2,)) == ["client_state.rng/state", "client_state.seed/state"]
@@ -461,21 +468,21 @@ def test_other_values_of_parameters_are_united() -> None:
         for name in "01"
     ]
     names = [f"optimizer.other.{name}.0.step/state" for name in "01"]
-    entries = [Entry(name, "I32", (2,), Runs(())) for name in names]
-    ranks = [replace(r, entries={e.name: e}) for r, e in zip(ranks, entries, strict=True)]
+    entries = [Entry(*key_of(name), "I32", (2,), Runs(())) for name in names]
+    ranks = [replace(r, entries={e.key: e}) for r, e in zip(ranks, entries, strict=True)]
     whole = merge(ranks, STAGES)
     assert whole.states.others == {"0.0": {"step": None}, "1.0": {"step": None}}
-    assert [*whole.entries] == names
+    assert [*map(name_of, whole.entries)] == names
 
 
 def test_a_copy_says_along_which_axis_it_is_one() -> None:
     """Of two stages that both have a tensor, on two tensor ranks: four copies in all."""
     ranks = [grid([Placed("b", (2,), None, [np.arange(2)] * 2)]).ranks for _ in range(2)]
     models = [merge(stages, STAGES) for stages in ranks]
-    cuts = {"b": Sliced((2,), replicated((2,), 2), "replicated")}
+    cuts = {"b": Sliced((2,), replicated((2,), 2), Replicated())}
     for table in (Table("tensor rank"), Table("tensor rank", cuts)):
         whole = merge(models, table)
-        assert whole.entries["b/param"].axis == ""
+        assert whole.entries["b", "param"].axis == ""
         assert [copy.axis for copy in whole.replicas] == ["tensor rank", "stage", "stage"]
 
 

@@ -194,7 +194,7 @@ def kept(*of: str, **changes: Parameter) -> Manifest:
         step = 1 if "s" in keys else None
         parameters[name] = Parameter(shape, group=0, step=step)
         for key in set(keys) - {"s", "n"}:
-            entries[f"{name}/{key}"] = Entry(f"{name}/{key}", "F32", shape, Runs([]))
+            entries[name, key] = Entry(name, key, "F32", shape, Runs([]))
     states = States(tuple(numbers))
     return Manifest("", "x", Origin(), entries, {**parameters, **changes}, states=states)
 

@@ -16,7 +16,7 @@ def joined(shape: Box, *boxes: tuple[Box, Box]) -> Joined:
         BoxPart(offsets, sizes, Extent("a", 0, 4 * sizes[0] * sizes[1] * sizes[2]))
         for offsets, sizes in boxes
     ]
-    return Joined("w/param", "F32", shape, tuple(parts))
+    return Joined(("w", "param"), "F32", shape, tuple(parts))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Files:
                 data = array("I", range(first + run.start, first + run.stop)).tobytes()
                 at = run.extent.offset
                 self._data[run.extent.file][at : at + len(data)] = data
-        return Entry(f"{number}/param", "U32", (numel,), fragments)
+        return Entry(str(number), "param", "U32", (numel,), fragments)
 
     def sliced(self, numels: list[int], dp: int, gap: int = 0, first: int = 0) -> list[Entry]:
         """Tensors whose slices follow each other in the flat buffers of `dp` ranks."""

@@ -10,18 +10,18 @@ from msgspec.structs import replace
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match, Pair, TargetPiece
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 
 
 def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Entry:
-    return Entry(name, dtype, shape, solid(6, Extent("a", 0, 6 * SIZES[dtype])))
+    return Entry(*key_of(name), dtype, shape, solid(6, Extent("a", 0, 6 * SIZES[dtype])))
 
 
 def manifest(*entries: Entry) -> Manifest:
-    return Manifest("/", "x", Origin(), {item.name: item for item in entries}, {})
+    return Manifest("/", "x", Origin(), {item.key: item for item in entries}, {})
 
 
 PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")
@@ -62,12 +62,12 @@ def test_every_entry_finds_its_source(
 )
 def test_what_the_source_lacks_is_missing(source: list[Entry], target: Entry) -> None:
     with pytest.raises(MissingData, match="w"):
-        plan.join(manifest(*source), manifest(target))
+        plan.join(manifest(*source), manifest(target), from_masters=False)
 
 
 def test_ranks_that_are_not_joined_supply_their_own() -> None:
     whole = replace(manifest(), ranks=(manifest(MOMENT), manifest(MASTER, PARAM)))
-    pairs = plan.join(whole, whole)
+    pairs = plan.join(whole, whole, from_masters=False)
     assert [(pair.rank, pair.source) for pair in pairs] == [(0, MOMENT), (1, MASTER), (1, PARAM)]
 
 
@@ -75,18 +75,21 @@ def test_ranks_that_are_not_joined_supply_their_own() -> None:
 def test_only_floats_change_their_type(dtype: str, wanted: str) -> None:
     source, target = entry("w/exp_avg", dtype), entry("w/exp_avg", wanted)
     with pytest.raises(UnsupportedCheckpoint, match=f"type {dtype}, .* {wanted}"):
-        plan.join(manifest(source), manifest(target))
-    assert plan.join(manifest(source), manifest(source)) == [Pair(source, source)]
+        plan.join(manifest(source), manifest(target), from_masters=False)
+    assert plan.join(manifest(source), manifest(source), from_masters=False) == [
+        Pair(source, source)
+    ]
 
 
 def test_files_list_their_pieces_in_order() -> None:
     first = Entry(
-        "a/param",
+        "a",
+        "param",
         "F32",
         (10,),
         Runs([Fragment(0, 4, Extent("y", 100, 16)), Fragment(4, 10, Extent("x", 40, 24))]),
     )
-    second = Entry("b/param", "F32", (5,), solid(5, Extent("y", 20, 20)))
+    second = Entry("b", "param", "F32", (5,), solid(5, Extent("y", 20, 20)))
     pairs = [Pair(item, item) for item in (first, second)]
     names, pieces_of = plan.files(pairs)
     assert {name: pieces_of(name) for name in names} == {
@@ -100,7 +103,7 @@ def test_slices_give_each_rank_its_pieces(numels: list[int], dp: int) -> None:
     flats = tuple(Extent(f"rank {rank}", 8, 1000) for rank in range(dp))
     pairs, offset = [], 0
     for place, numel in enumerate(numels):
-        item = Entry(f"{place}/param", "F32", (numel,), Slices(flats, offset, numel, 4))
+        item = Entry(str(place), "param", "F32", (numel,), Slices(flats, offset, numel, 4))
         offset += -(-numel // dp)
         pairs.append(Pair(item, item))
     names, pieces_of = plan.files(pairs)
@@ -135,7 +138,8 @@ def test_chunks_hold_every_byte_of_every_piece_once(
         size = SIZES[dtype]
         end_of_pieces = -(-(end_of_pieces + gap) // size) * size
         item = Entry(
-            f"{end_of_pieces}/param",
+            str(end_of_pieces),
+            "param",
             dtype,
             (numel,),
             solid(numel, Extent("a", end_of_pieces, numel * size)),
@@ -191,7 +195,7 @@ def test_chunks_cut_runs_at_a_stride(
         size=size,
         extent=extent,
     )
-    whole = Entry("w/param", dtype, (count, width), column)
+    whole = Entry("w", "param", dtype, (count, width), column)
     (name,), pieces_of = plan.files([Pair(whole, whole)])
     pieces = pieces_of(name)
     elements = {}
@@ -262,7 +266,7 @@ def test_what_is_the_same_in_two_checkpoints(
 def test_weights_beside_masters_of_16_bits_are_compared_as_numbers() -> None:
     ours, theirs = entry("w/master", "BF16"), entry("w/master", "F16")
     weights, masters = Match(PARAM, HALF, "values"), Match(ours, theirs, "values")
-    assert plan.match(manifest(PARAM, ours), manifest(HALF)) == ([weights], ["w/master"], [])
+    assert plan.match(manifest(PARAM, ours), manifest(HALF)) == ([weights], [("w", "master")], [])
     assert plan.match(manifest(PARAM, ours), manifest(HALF, theirs)) == ([weights, masters], [], [])
 
 
@@ -290,7 +294,7 @@ def test_what_only_one_side_holds() -> None:
         manifest(MASTER, MOMENT), manifest(MASTER, entry("v/param"))
     )
     assert len(matches) == 1
-    assert (only_a, only_b) == (["w/exp_avg"], ["v/param"])
+    assert (only_a, only_b) == ([("w", "exp_avg")], [("v", "param")])
 
 
 def test_a_tied_weight_may_have_its_other_name() -> None:
@@ -352,4 +356,4 @@ def test_a_tied_weight_that_one_side_has_under_its_second_names() -> None:
 def test_a_name_that_both_sides_have_stays() -> None:
     head = entry("head/master")
     ours = tied(MASTER, head, names=("w", "head"))
-    assert plan.match(ours, manifest(head)) == ([Match(head, head)], ["w/master"], [])
+    assert plan.match(ours, manifest(head)) == ([Match(head, head)], [("w", "master")], [])

@@ -37,7 +37,7 @@ def two_files(tmp_path: Path) -> tuple[Entry, list[Record], bytes]:
         extent = Extent(str(path), SKIPPED, length)
         fragments.append(Fragment(start, start + length, extent))
         whole += data[SKIPPED:]
-    return Entry("x/param", "U8", (len(whole),), Runs(fragments)), records, whole
+    return Entry("x", "param", "U8", (len(whole),), Runs(fragments)), records, whole
 
 
 def read(entry: Entry, checker: RecordChecker, start: int, stop: int) -> int:

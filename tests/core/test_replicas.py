@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from zckpt.core import replicas
 from zckpt.core.facts import UNCUT, TensorParallel
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Key, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
+from zckpt.core.placement import from_text
 from zckpt.core.replicas import (
     OWN,
     SAMPLE,
@@ -35,13 +36,14 @@ def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:
     path = root / f"{len(list(root.iterdir()))}.bin"
     path.write_bytes(np.array(values, "<f4").tobytes())
     fragments = solid(len(values), Extent(str(path), 0, 4 * len(values)))
-    return Entry(name, "F32", (len(values),), fragments, axis=axis)
+    return Entry(*key_of(name), "F32", (len(values),), fragments, axis=axis)
 
 
 def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
     """The first entry of a name is taken, the others are copies of it."""
-    taken: dict[str, Entry] = {}
-    copies = [own for own in entries if taken.setdefault(own.name, own) is not own]
+    taken: dict[Key, Entry] = {}
+    placements = {name: from_text(rule) for name, rule in (rules or {}).items()}
+    copies = [own for own in entries if taken.setdefault(own.key, own) is not own]
     return Manifest(
         root="run",
         format="deepspeed",
@@ -49,7 +51,7 @@ def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
         entries=taken,
         parameters={own.parameter: Parameter(own.shape, group=0) for own in taken.values()},
         replicas=tuple(copies),
-        tensor_parallel=TensorParallel(rules or {}, {}),
+        tensor_parallel=TensorParallel(placements, {}),
     )
 
 
@@ -60,7 +62,7 @@ def test_copies_of_tensor_ranks_that_differ(tmp_path: Path) -> None:
         compare_copies(joined, None)
     assert "rank 0's is taken" in compare_copies(joined, "rank0")[0].message
     assert "their mean is taken" in compare_copies(joined, "mean")[0].message
-    assert averaged(joined).entries["w/master"].mean == pair
+    assert averaged(joined).entries["w", "master"].mean == pair
     assert compare_copies(manifest(pair[0], replace(pair[0], axis="tensor rank")), None) == []
 
 
@@ -68,7 +70,7 @@ def test_copies_of_stages_that_differ(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
     (warning,) = texts(compare_copies(manifest(*pair), None))
     assert warning.startswith("the stages' copies of w differ; the first stage's is taken")
-    assert averaged(manifest(*pair)).entries["w/master"].mean == ()
+    assert averaged(manifest(*pair)).entries["w", "master"].mean == ()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,9 @@ def test_masters_of_stages_that_are_apart(tmp_path: Path) -> None:
     apart = replace(manifest(), models=(manifest(first, replace(other, axis="stage")),))
     (warning,) = texts(compare_apart(apart))
     assert warning == "the stages' copies of w differ, and each stage keeps its own"
-    moments = manifest(*(replace(each, name="w/exp_avg", axis="stage") for each in (first, other)))
+    moments = manifest(
+        *(replace(each, parameter="w", slot="exp_avg", axis="stage") for each in (first, other))
+    )
     assert compare_apart(replace(apart, models=(moments,))) == []
 
 
@@ -150,9 +154,9 @@ def test_a_weight_is_the_rounded_mean_of_the_masters(tmp_path: Path) -> None:
     masters = entry(tmp_path, "w/master", [1]), entry(tmp_path, "w/master", [3], "tensor rank")
     weights = entry(tmp_path, "w/param", [9]), entry(tmp_path, "w/param", [9], "tensor rank")
     entries = averaged(manifest(*masters, *weights)).entries
-    assert (entries["w/master"].mean, entries["w/param"].mean) == (masters, masters)
+    assert (entries["w", "master"].mean, entries["w", "param"].mean) == (masters, masters)
     alone = averaged(manifest(*weights)).entries
-    assert alone["w/param"].mean == weights
+    assert alone["w", "param"].mean == weights
     for origin in (Origin(tp=1), Origin()):
         one = replace(manifest(*masters), origin=origin)
         assert averaged(one) is one
@@ -196,7 +200,7 @@ def test_copies_that_are_no_numbers(tmp_path: Path) -> None:
         path = tmp_path / f"{values[1]}.bin"
         path.write_bytes(np.array(values, "<f4").tobytes())
         fragments = solid(1, Extent(str(path), 0, 8))
-        pairs.append(Entry("w/param", "C64", (1,), fragments, axis="tensor rank"))
+        pairs.append(Entry("w", "param", "C64", (1,), fragments, axis="tensor rank"))
     with pytest.raises(InconsistentCheckpoint, match=r"w: param in 1 of 1 elements$"):
         compare_copies(manifest(*pairs), None)
 
@@ -212,7 +216,12 @@ def test_what_has_no_mean(tmp_path: Path) -> None:
     joined = manifest(*masters, *moments, *counts, *buffers)
     joined.parameters.pop("b")
     means = {name: own.mean for name, own in averaged(joined).entries.items()}
-    assert means == {"w/master": masters, "w/exp_avg": moments, "w/count": (), "b/param": ()}
+    assert means == {
+        ("w", "master"): masters,
+        ("w", "exp_avg"): moments,
+        ("w", "count"): (),
+        ("b", "param"): (),
+    }
     apart = replace(joined, ranks=(manifest(),))
     assert averaged(apart) is apart
 

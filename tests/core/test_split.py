@@ -6,7 +6,7 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from zckpt.core.facts import NamedWeightsEngine
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, name_of
 from zckpt.core.merge import in_order, merge
 from zckpt.core.placement import Row
 from zckpt.core.split import names_in, part
@@ -23,16 +23,19 @@ def test_merge_is_the_inverse(made: Grid) -> None:
     assert merged.parameters == whole.parameters
     assert merged.groups == whole.groups
     assert {**merged.state, "module": 0} == {**whole.state, "module": 0}
-    orders = [[*m.parameters, *m.buffers, *m.entries, *m.state["module"]] for m in (merged, whole)]
+    orders = [
+        [*m.parameters, *m.buffers, *map(name_of, m.entries), *m.state["module"]]
+        for m in (merged, whole)
+    ]
     if all(len(names_in(rank)) == len(names_in(whole)) for rank in made.ranks):
         assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
     for name, entry in merged.entries.items():
         expected, sliced = whole.entries[name], made.table.cuts.get(entry.parameter)
-        copies = [copy for copy in merged.replicas if copy.name == name]
-        is_alone = sliced is not None and sliced.is_sum and entry.slot in WEIGHTS
+        copies = [copy for copy in merged.replicas if copy.key == name]
+        is_alone = sliced is not None and sliced.placement.is_sum and entry.slot in WEIGHTS
         holders = sum(name in rank.entries for rank in made.ranks)
-        is_cut = sliced is not None and sliced.rule == "cut"
+        is_cut = sliced is not None and sliced.placement.is_cut
         assert len(copies) == (0 if is_cut or is_alone else holders - 1)
         for each in (entry, *copies):
             assert (each.dtype, each.shape) == (expected.dtype, expected.shape)
@@ -67,17 +70,17 @@ def test_rows_name_parameters_buffers_and_what_the_module_has_else() -> None:
 def test_every_rank_has_the_states() -> None:
     """Also one whose name is that of a slice."""
     source = whole()
-    state = Entry("a/state", "I32", (4,), source.entries["a/param"].fragments)
-    own = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (2,)}))
-    assert own.entries == {state.name: state}
-    assert part(replace(source, entries={state.name: state}), Row(["b"])).entries == own.entries
-    empty = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (0,)}))
+    state = Entry("a", "state", "I32", (4,), source.entries["a", "param"].fragments)
+    own = part(replace(source, entries={state.key: state}), Row(["a"], {"a": (2,)}))
+    assert own.entries == {state.key: state}
+    assert part(replace(source, entries={state.key: state}), Row(["b"])).entries == own.entries
+    empty = part(replace(source, entries={state.key: state}), Row(["a"], {"a": (0,)}))
     assert empty.entries == own.entries
 
 
 def test_a_slice_has_no_bytes() -> None:
     source = whole()
-    full = replace(source.entries["a/param"], digest=7, mean=(source.entries["b/param"],))
+    full = replace(source.entries["a", "param"], digest=7, mean=(source.entries["b", "param"],))
     source = replace(source, entries={full.name: full}, replicas=(full,))
     own = part(source, Row(["a"], {"a": (2,)}))
     (entry,) = own.entries.values()
@@ -90,15 +93,15 @@ def test_a_rank_has_its_parameters_in_its_order() -> None:
     assert [*own.parameters] == ["b", "a"]
     assert own.buffers == ()
     assert own.state["module"] == ["a", "b"]
-    assert own.entries["a/param"] == source.entries["a/param"]  # whole, with its bytes
+    assert own.entries["a", "param"] == source.entries["a", "param"]  # whole, with its bytes
 
 
 def test_weights_that_lie_beside_ranks() -> None:
     """A row without weights has those alone that no master stands for."""
     source, row = whole(), Row(["a"], has_weights=False)
-    assert [*part(source, row).entries] == ["a/master"]
+    assert [*part(source, row).entries] == [("a", "master")]
     weights = {name: entry for name, entry in source.entries.items() if entry.slot == "param"}
-    assert [*part(replace(source, entries=weights), row).entries] == ["a/param"]
+    assert [*part(replace(source, entries=weights), row).entries] == [("a", "param")]
 
 
 def test_what_is_empty_in_the_whole_is_no_empty_slice() -> None:
@@ -106,7 +109,7 @@ def test_what_is_empty_in_the_whole_is_no_empty_slice() -> None:
     placements = [cut_up("none", (0, 2), 0, [[0, 0]]), cut_up("one", (4, 1), 0, [[0, 4]])]
     first = grid(placements, ("param", "master")).ranks[0]
     assert [own.trainable for own in first.parameters.values()] == [True, False]
-    assert [*first.entries] == ["none/param", "none/master", "one/param"]
+    assert [*first.entries] == [("none", "param"), ("none", "master"), ("one", "param")]
 
 
 def test_a_whole_that_lists_no_module() -> None:

@@ -17,6 +17,7 @@ from zckpt.core.manifest import (
     Sibling,
     Sighting,
     StepPlace,
+    key_of,
 )
 from zckpt.core.optimizer_states import (
     AMONG,
@@ -60,7 +61,7 @@ DCP = Origin("dcp")
 
 def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
     """Parameters `w` and `v`, and tensors of these names."""
-    known = {name: Entry(name, "F32", (2, 3), Runs([])) for name in entries}
+    known = {key_of(name): Entry(*key_of(name), "F32", (2, 3), Runs([])) for name in entries}
     parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
     state = state or {}
     states = fields.pop("states", states_in(state.get("optimizer") or {}))
@@ -81,13 +82,13 @@ def part(*parameters: str, **states: Any) -> dict[str, Any]:
 
 
 FORMS = {
-    "exp_avg": State("exp_avg", {"w": ("w/exp_avg",), "v": ("v/exp_avg",)}, "slot"),
-    "Odd-Key": State("Odd-Key", {"w": ("w/esc__4fdd_2d_4bey",)}, "slot"),
+    "exp_avg": State("exp_avg", {"w": (("w", "exp_avg"),), "v": (("v", "exp_avg"),)}, "slot"),
+    "Odd-Key": State("Odd-Key", {"w": (("w", "esc__4fdd_2d_4bey"),)}, "slot"),
     "mu": State("mu", {"v": ()}, "number"),
-    "list": State("list", {"w": ("a/state", "b/state")}, "other"),
+    "list": State("list", {"w": (("a", "state"), ("b", "state"))}, "other"),
     "none": State("none", {"w": (), "v": ()}, "none"),
     "7": State("7", {"w": ()}, "other"),
-    "kept": State("kept", {"w": ("p/state",), "v": ()}, "partition", BOUND),
+    "kept": State("kept", {"w": (("p", "state"),), "v": ()}, "partition", BOUND),
     "lost": State("lost", {"v": ()}, "unsupported", "why"),
 }
 
@@ -116,7 +117,9 @@ def test_a_state_of_several_forms_has_that_of_the_last(every: Manifest) -> None:
     state = other(w={"exp_avg": [TensorName("x")], "mu": None, "none": 3}, v={"none": None})
     mixed = replace(every, states=States((every.states.rows[0], *manifest(state=state).states)))
     assert states_of(mixed) == {
-        "exp_avg": State("exp_avg", {"w": ("w/exp_avg", "x/state"), "v": ("v/exp_avg",)}, "other"),
+        "exp_avg": State(
+            "exp_avg", {"w": (("w", "exp_avg"), ("x", "state")), "v": (("v", "exp_avg"),)}, "other"
+        ),
         "Odd-Key": FORMS["Odd-Key"],
         "mu": FORMS["mu"],
         "none": State("none", {"w": ()}, "other"),
@@ -129,7 +132,7 @@ def test_states_around_the_optimizers_own() -> None:
     engine = StateDictEngine("p", None, ("m",), ("optimizer", "state"), *[None] * 3, False, False)
     around = {"slow": [TensorName("s")], "rng": TensorName("r"), "count": 3}
     whole = manifest(engine=engine, state={"client_state": {"optimizer": around}})
-    own = {NO_PARAMETER: ("s/state",)}
+    own = {NO_PARAMETER: (("s", "state"),)}
     assert states_of(whole) == {"around.slow": State("around.slow", own, "wrapper", OF_WRAPPER)}
     assert states_of(whole)["around.slow"].count == 0
     assert states_of(without(whole, ["around.slow"])) == {}
@@ -143,8 +146,8 @@ def test_model_ranks_are_united() -> None:
     )
     for order in (ranks, ranks[::-1]):
         assert states_of(manifest(ranks=order)) == {
-            "a": State("a", {"w": ("w/a",)}, "slot"),
-            "b": State("b", {"w": ("w/b",), "v": ()}, "other"),
+            "a": State("a", {"w": (("w", "a"),)}, "slot"),
+            "b": State("b", {"w": (("w", "b"),), "v": ()}, "other"),
             "c": State("c", {"v": ()}, "other"),
             "none": State("none", {"w": ()}, "none"),
         }
@@ -241,7 +244,7 @@ def test_what_a_target_lacks() -> None:
     assert lost_of(both, one) == {"a": ["v"]}
     assert lost_of(both, none) == {"a": ["w", "v"]}
     (state,) = missing_in(both, one)
-    assert state.tensors == {"v": ("v/a",)}
+    assert state.tensors == {"v": (("v", "a"),)}
     row = StateRow("a", "unsupported", ("w", "v"), "", "why")
     unknown = manifest(states=States((row,)))
     assert lost_of(both, unknown) == {"a": ["w", "v"]}
@@ -291,7 +294,7 @@ def test_matrices_that_were_trained_as_vectors() -> None:
     plain = manifest()
     found = of_vectors(flat, plain)
     assert [(s.key, s.tensors, s.reason) for s in found] == [
-        ("exp_avg_sq", {"w": ("w/exp_avg_sq",)}, OF_VECTORS)
+        ("exp_avg_sq", {"w": (("w", "exp_avg_sq"),)}, OF_VECTORS)
     ]
     assert of_vectors(flat, flat) == of_vectors(plain, plain) == []
     assert of_vectors(replace(flat, origin=Origin(zero_stage=0)), plain) == []
@@ -368,7 +371,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     beside = (Sibling("x", "/x", 1),)
     every = replace(
         every,
-        replicas=(every.entries["w/param"], every.entries["w/exp_avg"]),
+        replicas=(every.entries["w", "param"], every.entries["w", "exp_avg"]),
         groups=({"lr": 1.0},),
         step_place=place,
         steps=(Sighting("x", 1, True),),
@@ -378,7 +381,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     )
     a, b = Selection(weights_only=True).of(every, manifest("w/a"))
     assert b.entries == {}
-    assert [*a.entries] == ["w/param", "w/master"]
+    assert [*a.entries] == [("w", "param"), ("w", "master")]
     assert [copy.name for copy in a.replicas] == ["w/param"]
     assert {*map(str, a.parameters.values())} == {str(Parameter((2, 3)))}
     assert (a.groups, a.step_place, a.state, a.steps, a.states) == (None, None, {}, (), States())
@@ -391,7 +394,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
 
 
 def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
-    copies = replace(every, replicas=(every.entries["a/state"], every.entries["w/exp_avg"]))
+    copies = replace(every, replicas=(every.entries["a", "state"], every.entries["w", "exp_avg"]))
     whole = as_unsupported(copies, "why not")
     listed = whole.states.of_form("unsupported")
     assert [(item.key, item.parameters, item.reason) for item in listed] == [
@@ -402,7 +405,7 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     ]
     assert whole.state == {"optimizer": {"scale": 1}}
     assert [copy.name for copy in whole.replicas] == ["w/exp_avg"]
-    assert "a/state" not in whole.entries
+    assert ("a", "state") not in whole.entries
     assert [item.value for item in listed] == [
         "",
         "",

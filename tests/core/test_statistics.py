@@ -18,7 +18,7 @@ import zckpt
 from zckpt.core import statistics
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.resources import Copying
 from zckpt.core.statistics import measure
@@ -27,6 +27,7 @@ from zckpt.proof import health
 
 from .. import faults
 from ..conftest import EXAMPLE, Result
+from ..proof.test_health import measure_all
 
 Zckpt = Callable[..., Result]
 
@@ -252,7 +253,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
             file.write(data)
             kind = names[str(tensor.dtype).removeprefix("torch.")]
             fragments = solid(tensor.numel(), Extent(path, offset, len(data)))
-            entries[name] = Entry(name, kind, tuple(tensor.shape), fragments)
+            entries[key_of(name)] = Entry(*key_of(name), kind, tuple(tensor.shape), fragments)
             offset += len(data)
     shapes = {entry.parameter: entry.shape for entry in entries.values()}
     parameters = {name: Parameter(shape, step=3) for name, shape in shapes.items()}
@@ -260,7 +261,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
 
 
 def messages(manifest: Manifest) -> list[str]:
-    return [line["message"] for line in health.measure_all(manifest)["problems"]]
+    return [line["message"] for line in measure_all(manifest)["problems"]]
 
 
 def test_every_tensor_in_every_part(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_every_tensor_in_every_part(tmp_path: Path) -> None:
     tensors |= {"empty/param": torch.empty(0, 3), "scalar/param": torch.tensor(4.0)}
     manifest = manifest_of(tmp_path, tensors)
     reports = [
-        health.measure_all(manifest, copying=Copying(jobs, memory))
+        measure_all(manifest, copying=Copying(jobs, memory))
         for jobs, memory in ((1, 2 << 20), (4, 64 << 20), (4, 64 << 20))
     ]
     for report in reports:
@@ -285,7 +286,7 @@ def test_every_tensor_in_every_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_is_not_computed_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, {"a/param": torch.ones(3).to(dtype), "b/param": torch.ones(3)})
-    report = health.measure_all(manifest)
+    report = measure_all(manifest)
     assert [line["tensor"] for line in report["not_computed"]] == ["a/param"]
     assert [line["tensor"] for line in report["tensors"]] == ["b/param"]
 
@@ -392,4 +393,4 @@ def test_torch_is_not_needed(zckpt_without: Callable[..., Result]) -> None:
 
 def test_a_manifest_without_tensors(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, {})
-    assert health.measure_all(manifest)["tensors"] == []
+    assert measure_all(manifest)["tensors"] == []

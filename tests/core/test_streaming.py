@@ -55,7 +55,7 @@ def test_chunks_are_aligned_and_within_memory(dp: int, jobs: int, memory: int) -
 )
 def test_batches_hold_every_element_once(tensors: list[tuple[str, str, int]], chunk: int) -> None:
     entries = [
-        Entry(f"{number}/{slot}", dtype, (numel,), solid(numel, Extent("a", 0, 0)))
+        Entry(str(number), slot, dtype, (numel,), solid(numel, Extent("a", 0, 0)))
         for number, (slot, dtype, numel) in enumerate(tensors)
     ]
     read = []
@@ -72,9 +72,7 @@ def test_batches_hold_every_element_once(tensors: list[tuple[str, str, int]], ch
 
 
 def test_a_batch_is_as_full_as_it_can_be() -> None:
-    entries = [
-        Entry(f"{name}/param", "F32", (3,), solid(3, Extent("a", 0, 12))) for name in "abcde"
-    ]
+    entries = [Entry(name, "param", "F32", (3,), solid(3, Extent("a", 0, 12))) for name in "abcde"]
     read = [
         [(request.entry.parameter, request.start, request.stop) for request in batch]
         for (batch,) in batches(([entry] for entry in entries), 32)
@@ -90,7 +88,7 @@ def test_a_batch_has_the_same_elements_of_a_group(sizes: list[int], chunk: int) 
     kinds = (("param", "BF16"), ("master", "F32"), ("exp_avg", "F64"))
     groups = [
         [
-            Entry(f"{number}/{slot}", dtype, (numel,), solid(numel, Extent("a", 0, 0)))
+            Entry(str(number), slot, dtype, (numel,), solid(numel, Extent("a", 0, 0)))
             for slot, dtype in kinds
         ]
         for number, numel in enumerate(sizes)

@@ -22,7 +22,7 @@ from zckpt.errors import MissingData
 def weight(param: str | None = None, master: str | None = None) -> Weight:
     """A weight whose entries have these types."""
     entries = {
-        f"w/{slot}": entry(slot, dtype)
+        ("w", slot): entry(slot, dtype)
         for slot, dtype in (("param", param), ("master", master))
         if dtype is not None
     }
@@ -30,7 +30,7 @@ def weight(param: str | None = None, master: str | None = None) -> Weight:
 
 
 def entry(slot: str, dtype: str, shape: tuple[int, ...] = (2, 3)) -> Entry:
-    return Entry(f"w/{slot}", dtype, shape, solid(6, Extent("a", 0, 48)))
+    return Entry("w", slot, dtype, shape, solid(6, Extent("a", 0, 48)))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_trained_and_stored(source: Weight, trained: str, stored: str) -> None:
 
 
 def test_a_weight_without_entries_is_refused() -> None:
-    lacking = weight_of({"w/exp_avg": entry("exp_avg", "F32")}, "w")
+    lacking = weight_of({("w", "exp_avg"): entry("exp_avg", "F32")}, "w")
     for choice in (
         lambda: lacking.supply("param", "F32"),
         lambda: lacking.supply("master", "F32"),
@@ -149,7 +149,7 @@ def test_the_optimizers_states_of_each_weight() -> None:
     slots = ("param", "exp_avg", "master", "state", "exp_avg_sq")
     entries = [
         *(entry(slot, "F32") for slot in slots),
-        Entry("b/param", "F32", (), solid(1, Extent("a", 0, 4))),
+        Entry("b", "param", "F32", (), solid(1, Extent("a", 0, 4))),
     ]
     assert states_by_weight(entries) == {"w": {"exp_avg", "exp_avg_sq"}}
 

@@ -344,7 +344,7 @@ def test_boxes_are_runs_of_elements() -> None:
         ends = zip(offsets, sizes, strict=True)
         inside = numbers[tuple(slice(start, start + size) for start, size in ends)]
         box = regions.BoxRegion(
-            Entry("x/param", "F32", shape, Runs([])), offsets, sizes, torch.empty(sizes)
+            Entry("x", "param", "F32", shape, Runs([])), offsets, sizes, torch.empty(sizes)
         )
         assert [n for start, stop in box.runs() for n in range(start, stop)] == (
             inside.flatten().tolist()
@@ -358,7 +358,7 @@ def test_boxes_are_runs_of_elements() -> None:
 
 def test_a_damaged_record_is_an_error(example: Path) -> None:
     manifest = zckpt.read(example)
-    extent = manifest.entries["frozen.weight/param"].fragments[0].extent
+    extent = manifest.entries["frozen.weight", "param"].fragments[0].extent
     with open(extent.file, "r+b") as file:
         file.seek(extent.offset + 5)
         file.write(b"\x55\x55")

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.fragments import Box, Boxes, Fragment, Fragments, Runs
-from zckpt.core.manifest import Entry
+from zckpt.core.manifest import Entry, Key, key_of
 
-Entries = dict[str, Entry]
+Entries = dict[Key, Entry]
 Change = Callable[[Entries], Entries]
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -35,10 +35,11 @@ def swapped(first: str, second: str) -> Change:
     """Two tensors of the same shape, each with the other's bytes."""
 
     def change(entries: Entries) -> Entries:
-        a, b = entries[first], entries[second]
+        one, other = key_of(first), key_of(second)
+        a, b = entries[one], entries[other]
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert _bytes(a) != _bytes(b), "nothing would be wrong"
-        swap = {first: replace(a, fragments=b.fragments), second: replace(b, fragments=a.fragments)}
+        swap = {one: replace(a, fragments=b.fragments), other: replace(b, fragments=a.fragments)}
         return {**entries, **swap}
 
     return change
@@ -48,15 +49,15 @@ def shifted(name: str) -> Change:
     """A tensor whose first piece is read one element too far in its file."""
 
     def change(entries: Entries) -> Entries:
-        entry = entries[name]
-        return {**entries, name: replace(entry, fragments=_shifted(entry.fragments))}
+        entry = entries[key_of(name)]
+        return {**entries, entry.key: replace(entry, fragments=_shifted(entry.fragments))}
 
     return change
 
 
 def without(name: str) -> Change:
     """A reader that knows nothing of a tensor."""
-    return lambda entries: {key: entry for key, entry in entries.items() if key != name}
+    return lambda entries: {key: entry for key, entry in entries.items() if key != key_of(name)}
 
 
 def _shifted(fragments: Fragments) -> Fragments:

@@ -75,7 +75,7 @@ class FormatContract:
             slots = [e.slot for e in manifest.entries.values() if e.parameter == name]
             assert slots, name
             for slot in slots:
-                assert manifest.entries[f"{name}/{slot}"].shape == parameter.shape
+                assert manifest.entries[name, slot].shape == parameter.shape
             in_group = parameter.group is not None
             assert in_group == (parameter.trainable and manifest.groups is not None)
 

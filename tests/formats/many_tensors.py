@@ -147,8 +147,8 @@ def with_layers(manifest: Manifest, count: int) -> Manifest:
     return replace(
         manifest,
         entries={
-            name: replace(entry, name=name)
-            for before, entry in manifest.entries.items()
+            (name, slot): replace(entry, parameter=name)
+            for (before, slot), entry in manifest.entries.items()
             for name in names(before)
         },
         parameters={

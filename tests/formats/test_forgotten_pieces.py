@@ -40,7 +40,7 @@ def forgetful(manifest: Manifest) -> Manifest:
     entries = (entry for entry in manifest.entries.values() if entry.slot != "state")
     largest = max(entries, key=lambda entry: entry.numel)
     hole = replace(largest, fragments=without_a_piece(largest.fragments))
-    return replace(manifest, entries={**manifest.entries, hole.name: hole})
+    return replace(manifest, entries={**manifest.entries, hole.key: hole})
 
 
 def forget_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,15 @@ from safetensors.torch import save_file
 
 import zckpt
 from zckpt.core.manifest import Sibling
+from zckpt.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    ZckptError,
+)
 from zckpt.judging.file_state import state_of
-from zckpt.judging.inventory import inventory, stand_in
+from zckpt.judging.inventory import inventory, stand_in, states_in
+from zckpt.resume.runs import Candidate, judged
 
 from ..conftest import ROOT
 
@@ -53,6 +62,39 @@ def test_rows() -> None:
     assert (optimizer.role, optimizer.rank) == ("optimizer", (("dp", 1), ("mp", 0)))
     assert rows["rng_state_1.pth"].role == "random state"
     assert rows["tokenizer_config.json"].role == "tokenizer"
+
+
+def test_rows_of_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    """By the names in the folder, and what the error says of files."""
+    run = Path(shutil.copytree(TRAINER, tmp_path / "checkpoint-4"))
+    lost = next(run.rglob("*zero_pp_rank_1_*optim_states.pt"))
+    lost.unlink()
+    own = judged(Candidate(str(run), run.name, str(run)), {})
+    rows = {row.path: row for row in own.rows}
+    assert own.missing
+    assert (rows[str(lost)].state, rows[str(lost)].size) == ("missing", None)
+    assert (rows[str(lost)].role, dict(rows[str(lost)].rank)) == ("optimizer", {"dp": 1, "mp": 0})
+    other = run / lost.parent.name / lost.name.replace("rank_1_", "rank_0_")
+    assert (rows[str(other)].state, rows[str(other)].size) == ("ok", other.stat().st_size)
+    assert rows[str(run / "trainer_state.json")].role == "trainer state"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "state"),
+    [
+        ("mixed-saves", InconsistentCheckpoint, "foreign"),
+        ("world-size-disagrees", InconsistentCheckpoint, "unexpected"),
+        ("file-cut-short", IncompleteCheckpoint, "cut"),
+        ("file-damaged", CorruptCheckpoint, "unreadable"),
+        ("steps-disagree", InconsistentCheckpoint, None),
+    ],
+)
+def test_what_an_error_says_of_a_file(
+    code: str, kind: Callable[..., ZckptError], state: str | None
+) -> None:
+    assert states_in(kind(code, "a", file="/run/a.pt")) == ({"/run/a.pt": state} if state else {})
+    lost = IncompleteCheckpoint("missing-rank-file", "a", paths=["/run/a.pt"], file="/run")
+    assert states_in(lost) == {"/run/a.pt": "missing"}
 
 
 def saved(path: Path) -> None:

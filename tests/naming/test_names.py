@@ -86,9 +86,9 @@ def test_renamed_is_renamed_everywhere(manifest: Manifest) -> None:
     assert [*changed.parameters][:2] == ["net.embedding.weight", "net.layers.1.weight"]
     assert changed.parameters["net.embedding.weight"].aliases == ("net.top.weight",)
     assert changed.buffers == ("net.running_mean",)
-    assert all(entry.name == name for name, entry in changed.entries.items())
+    assert all(entry.key == key for key, entry in changed.entries.items())
     assert len(changed.entries) == len(manifest.entries)
-    assert "net.layers.1.weight/exp_avg" in changed.entries
+    assert ("net.layers.1.weight", "exp_avg") in changed.entries
     assert {entry.parameter for entry in changed.replicas} <= {
         *changed.parameters,
         *changed.buffers,

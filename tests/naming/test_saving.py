@@ -98,7 +98,7 @@ def manifest_of(state: State) -> tuple[Manifest, np.ndarray[Any, Any]]:
         size = tensor.numel() * WIDTH
         shape = tuple(tensor.shape)
         fragments = solid(tensor.numel(), Extent("file", at, size))
-        entries[f"{name}/param"] = Entry(f"{name}/param", "I32", shape, fragments)
+        entries[name, "param"] = Entry(name, "param", "I32", shape, fragments)
         parameters[name] = Parameter(shape)
         at += size
     numbers = [tensor.reshape(-1).numpy() for tensor in state.values()]
@@ -250,20 +250,20 @@ def test_states_of_a_parameter_go_with_it() -> None:
     """Those of another shape keep their names: no rule says what they are of an expert."""
     manifest = weights(model__layers__0__mlp__experts__down_proj=(2, 4, 3))
     name = "model.layers.0.mlp.experts.down_proj"
-    entry = manifest.entries[f"{name}/param"]
+    entry = manifest.entries[name, "param"]
     more = [
-        Entry(f"{name}/exp_avg", "F32", entry.shape, entry.fragments),
-        Entry(f"{name}/row", "F32", (2, 4), solid(8, Extent("file", 0, 32))),
+        Entry(name, "exp_avg", "F32", entry.shape, entry.fragments),
+        Entry(name, "row", "F32", (2, 4), solid(8, Extent("file", 0, 32))),
     ]
-    entries = {**manifest.entries, **{each.name: each for each in more}}
+    entries = {**manifest.entries, **{each.key: each for each in more}}
     config = {"model_type": "mixtral"}
     found = as_saved(
         Manifest("root", "gathered", Origin(), entries, manifest.parameters), config
     ).entries
     front = "model.layers.0.block_sparse_moe.experts"
     assert sorted(found) == [
-        *(f"{front}.{n}.w2.weight/{slot}" for n in range(2) for slot in ("exp_avg", "param")),
-        f"{name}/row",
+        *((f"{front}.{n}.w2.weight", slot) for n in range(2) for slot in ("exp_avg", "param")),
+        (name, "row"),
     ]
 
 
@@ -300,7 +300,7 @@ def test_weights_that_are_no_longer_whole() -> None:
     def changed(**values: Any) -> Manifest:
         first, *others = manifest.entries.values()
         entries = [replace(first, **values), *others]
-        return replace(manifest, entries={entry.name: entry for entry in entries})
+        return replace(manifest, entries={entry.key: entry for entry in entries})
 
     with pytest.raises(UnsupportedCheckpoint, match="have several types"):
         as_saved(changed(dtype="F32"), config)

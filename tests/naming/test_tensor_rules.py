@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.placement import Shapes
+from zckpt.core.placement import Cut, Shapes
 from zckpt.errors import MissingData, WrongOption
 from zckpt.naming.tensor_families import FAMILIES
-from zckpt.naming.tensor_rules import RuleFile, decide, rule_in, rules_of, shapes_by
+from zckpt.naming.tensor_rules import RuleFile, TensorRule, decide, rules_of, shapes_by
 from zckpt.naming.universal_info import of_json
 
 from ..conftest import texts
@@ -70,7 +70,7 @@ MODELS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
 def test_families_decide_all_names(family: str) -> None:
     shapes: dict[str, Shapes] = {n: [shape] * 2 for n, (shape, _) in MODELS[family].items()}
     found = decide("run", shapes, [rules_of(family)], 2)
-    assert {name: sliced.rule for name, sliced in found.items()} == {
+    assert {name: sliced.placement.text for name, sliced in found.items()} == {
         name: rule for name, (_, rule) in MODELS[family].items()
     }
     with pytest.raises(MissingData) as raised:
@@ -87,7 +87,7 @@ def test_a_fused_layer_is_seen_by_its_neighbor() -> None:
         decide("run", shapes, [rules_of("megatron")], 2)
     assert "megatron-swiglu" in raised.value.hint
     found = decide("run", shapes, [rules_of("megatron-swiglu")], 2)
-    assert found["3.mlp.dense_h_to_4h.weight"].rule == "0:2x"
+    assert found["3.mlp.dense_h_to_4h.weight"].placement.text == "0:2x"
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,14 @@ def test_files_of_rules(tmp_path: Path) -> None:
 
 def test_the_first_shapes_that_give_the_whole_again() -> None:
     """A candidate that the rule is not for, or of which it makes another whole, is passed over."""
-    rule = rule_in("0:4,2", "fused")
-    assert rule is not None
+    rules = [RuleFile("rules", [TensorRule("fused", Cut(0, (4, 2)))])]
     candidates: list[Shapes] = [[(6, 4)] * 2, [(3, 5)] * 2, [(3, 4)] * 2, [(3, 4)] * 2]
-    found = shapes_by(RuleFile("rules", [rule]), "fused", (6, 4), candidates)
+    found = shapes_by(rules, "fused", (6, 4), candidates)
     assert found is not None
     assert found[0] is candidates[2]
     assert found[1].shape == (6, 4)
-    assert shapes_by(RuleFile("rules", [rule]), "fused", (6, 4), candidates[:2]) is None
-    assert shapes_by(RuleFile("rules", [rule]), "other", (6, 4), candidates) is None
+    assert shapes_by(rules, "fused", (6, 4), candidates[:2]) is None
+    assert shapes_by(rules, "other", (6, 4), candidates) is None
 
 
 def test_doubts_about_a_family() -> None:

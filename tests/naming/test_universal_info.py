@@ -52,7 +52,7 @@ def test_the_first_pattern_that_fits_counts() -> None:
     for key, rule in IN_ORDER:
         sliced = UniversalInfo(info).sliced(NAME, shapes)
         assert sliced is not None
-        assert sliced.rule == rule
+        assert sliced.placement.text == rule
         del info[key]
 
 
@@ -62,7 +62,7 @@ def test_a_pattern_is_for_the_begin_of_a_name() -> None:
         UniversalInfo(rows).sliced(name, [(2, 2)] * 2)
         for name in (NAME, NAME.replace("0", "1"), "mixer", "my.mixer")
     ]
-    assert [sliced and sliced.rule for sliced in rules] == ["1", "0", "1", "0"]
+    assert [sliced and sliced.placement.text for sliced in rules] == ["1", "0", "1", "0"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_view_is_a_plain_rule_if_its_axis_is_one_of_the_tensor(
     held: Shapes = [(12, 2)] * 2 if axis and len(shape) == 2 else [(6, 4)] * 2
     sliced = UniversalInfo(sub(shape, axis)).sliced(NAME, held)
     assert sliced is not None
-    assert (sliced.rule, sliced.shape) == (rule, whole)
+    assert (sliced.placement.text, sliced.shape) == (rule, whole)
 
 
 def test_two_parts_of_rows_are_a_view_of_two_equal_parts() -> None:
@@ -219,7 +219,7 @@ def test_the_whole_shape_of_a_view(
 ) -> None:
     sliced = UniversalInfo(info).sliced(NAME, shapes)
     assert sliced is not None
-    assert (sliced.shape, sliced.rule) == (whole, rule)
+    assert (sliced.shape, sliced.placement.text) == (whole, rule)
     assert sliced.slicing.covers()
 
 
@@ -251,7 +251,7 @@ def test_a_view_for_other_parameters_hides_no_later_rule() -> None:
     info = {**sub(((2, 2), -1), 0), "parameter_with_row_parallelism_patterns": ["head"]}
     sliced = UniversalInfo(info).sliced("head.weight", [(2, 3)] * 2)
     assert sliced is not None
-    assert (sliced.rule, sliced.shape) == ("1", (2, 6))
+    assert (sliced.placement.text, sliced.shape) == ("1", (2, 6))
 
 
 def test_a_size_of_the_vocabulary_that_is_no_number() -> None:
@@ -316,7 +316,7 @@ def test_places_of_the_pieces_of_a_map(whole: Any, by_rank: Any, boxes: Any, rul
     assert sliced is not None
     assert [(each.inside, each.offsets) for each in sliced.slicing.pieces] == boxes
     assert sliced.slicing.slices == tuple(shape or (0,) * len(whole) for shape in shapes)
-    assert (sliced.shape, sliced.rule) == (tuple(whole), rule)
+    assert (sliced.shape, sliced.placement.text) == (tuple(whole), rule)
     assert sliced.slicing.covers()
 
 

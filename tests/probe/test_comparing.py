@@ -345,7 +345,9 @@ def test_large_pictures_keep_the_worst() -> None:
     steps, names = list(range(1000)), [f"layers.{n}" for n in range(300)]
     distances: list[list[float | None]] = [[0.0] * 1000 for _ in names]
     distances[137][777] = 1.0
-    drawn = list(picture.drawn({"steps": steps, "modules": names, "distances": distances}))
+    drawn = list(
+        picture.drawn({"steps": steps, "modules": names, "distances": distances}, columns=None)
+    )
     assert len(drawn) <= picture.ROWS + 1
     assert max(map(len, drawn[:-1])) < 100
     assert sum(each.count("@") for each in drawn[:-1]) == 1

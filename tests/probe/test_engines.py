@@ -33,7 +33,7 @@ def swap_moments(copy: Path) -> None:
     """Swaps the moments of one tensor."""
     entries = zckpt.read(copy).entries
     first, second = (
-        faults.read_element_bytes(entries[f"trunk.2.weight/{slot}"])
+        faults.read_element_bytes(entries["trunk.2.weight", slot])
         for slot in ("exp_avg", "exp_avg_sq")
     )
     faults.change(copy, "trunk.2.weight/exp_avg", lambda data: second)

@@ -248,7 +248,7 @@ def test_statistics_of_any_tensor(dtype: str, how: str) -> None:
         "empty": tensor[:0].view(0, 4),
         "one": tensor[4:5],
     }[how]
-    measurer = Measurer(bucket=50, samples=7, threads=1)
+    measurer = Measurer(bucket=50, samples=7, threads=1, on_cpu=False)
     about = measurer.describe(tensor)
     data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
     assert about["crc32"] == f"{zlib.crc32(data):08x}"
@@ -272,7 +272,7 @@ def test_statistics_of_any_tensor(dtype: str, how: str) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_measured_in_parts(threads: int) -> None:
     tensor = random_numbers("F32", 1_000_003)
-    measurer = Measurer(bucket=1 << 20, samples=4, threads=threads)
+    measurer = Measurer(bucket=1 << 20, samples=4, threads=threads, on_cpu=False)
     about = measurer.describe(tensor)
     measurer.close()
     assert about["crc32"] == f"{zlib.crc32(memoryview(tensor.numpy()).cast('B')):08x}"
@@ -348,7 +348,7 @@ def test_a_device_without_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_fingerprint_follows_the_memory() -> None:
-    measurer = Measurer(bucket=50, samples=7, threads=1)
+    measurer = Measurer(bucket=50, samples=7, threads=1, on_cpu=False)
     tensor = torch.arange(6.0)
     about = measurer.describe(tensor)
     view = tensor.view(2, 3)
@@ -361,7 +361,7 @@ def test_a_fingerprint_follows_the_memory() -> None:
 
 
 def test_what_has_no_bytes_is_described() -> None:
-    measurer = Measurer(bucket=50, samples=7, threads=1)
+    measurer = Measurer(bucket=50, samples=7, threads=1, on_cpu=False)
     about = measurer.describe(torch.empty(3, 4, device="meta"))
     assert (about["shape"], "crc32" in about) == ([3, 4], False)
     assert "crc32" not in measurer.describe(torch.eye(3).to_sparse())
@@ -457,7 +457,7 @@ def test_tracing_records_nothing(tmp_path: Path) -> None:
 def test_nested_tensors(layout: torch.layout) -> None:
     rows = [torch.randn(2, 3), torch.randn(4, 3)]
     nested = torch.nested.nested_tensor(rows, layout=layout)
-    about = Measurer(bucket=50, samples=7, threads=1).describe(nested)
+    about = Measurer(bucket=50, samples=7, threads=1, on_cpu=False).describe(nested)
     assert json.loads(json.dumps(about))["elements"] == 18
     assert about["mean"] == pytest.approx(torch.cat(rows).double().mean().item(), rel=1e-12)
 

@@ -16,7 +16,7 @@ import pytest
 
 import zckpt
 from zckpt.copying import journals
-from zckpt.errors import CorruptCheckpoint
+from zckpt.errors import CorruptCheckpoint, ProcessFailed
 from zckpt.processes import group as groups
 from zckpt.processes import store as stores
 from zckpt.processes.group import Group
@@ -113,19 +113,24 @@ def test_a_journal_that_is_another_one(
 @pytest.mark.parametrize("value", first([["pass", 1 << 60], ["pass", 0], ["pass", "x"], 7, None]))
 def test_a_pass_that_cannot_be(value: Any, sources: dict[str, Path], launch: Launch) -> None:
     """The first message of rank 0: how many bytes are read at a time."""
-    results = ended(launch(2, "stats", sources["dcp"], preparing={0: partial(sends, value, 1)}))
+    results = ended(launch(2, "verify", sources["dcp"], preparing={0: partial(sends, value, 1)}))
     refused(results, "rank 0 carries out another command", code=2)
 
 
+NOTHING: dict[str, Any] = {"tensors": [[]], "records": [[]], "differences": [], "bytes": 0}
+"""What a process has found that got no block, of one tensor."""
 RESULTS = [
     7,
     None,
     [1],
     [1, {}],
-    ["x", {"tensors": [], "records": []}],
-    [1, {"tensors": [["../mine", [], []]], "records": []}],
-    [1, {"tensors": [], "records": [[1 << 60, 0, 1, 2]]}],
-    [1, {"tensors": [], "records": [[0, "x", 1, 2]]}],
+    ["x", NOTHING],
+    [1, NOTHING | {"tensors": [["../mine", 0, 0]]}],
+    [1, NOTHING | {"tensors": []}],
+    [1, NOTHING | {"records": [[[1 << 60, 0, 1, 2]]]}],
+    [1, NOTHING | {"records": [[[0, "x", 1, 2]]]}],
+    [1, NOTHING | {"differences": [[0, ["x"]]]}],
+    [1, NOTHING | {"bytes": "x"}],
 ]
 
 
@@ -137,7 +142,7 @@ def test_a_result_that_cannot_be(
     """What rank 1 has found, or the sum that rank 0 sends back."""
     if rank == 0 and type(value) is list:
         value = value[1] if value[0] == 1 and len(value) > 1 else "x"
-    words = ("stats", sources["dcp"])
+    words = ("verify", sources["dcp"], "--tensors", "embed.weight/param")
     results = ended(launch(2, *words, preparing={rank: partial(sends, value, number)}))
     if rank == 0:  # which has its own result, and reports it
         assert results[1].code == 1
@@ -182,7 +187,7 @@ def alone() -> Any:
 @pytest.mark.parametrize("count", ["0", "-1", "x", "", "1.5", "129", "9" * 5000, "../1"])
 def test_a_message_of_impossible_parts(count: str, alone: Group) -> None:
     alone.store.set(f"{alone._name}1/parts", count)
-    with pytest.raises(CorruptCheckpoint, match=r"it has .* parts"):
+    with pytest.raises(ProcessFailed, match=r"it has .* parts"):
         alone.share()
 
 
@@ -190,14 +195,14 @@ def test_a_message_of_impossible_parts(count: str, alone: Group) -> None:
 def test_a_message_that_is_no_json(text: str, alone: Group) -> None:
     alone.store.set(f"{alone._name}1/part/0", text)
     alone.store.set(f"{alone._name}1/parts", "1")
-    with pytest.raises(CorruptCheckpoint, match="it is no JSON"):
+    with pytest.raises(ProcessFailed, match="it is no JSON"):
         alone.share()
 
 
 def test_a_value_that_is_too_long(alone: Group) -> None:
     alone.store.set(f"{alone._name}1/part/0", " " * (stores.VALUE + 1))
     alone.store.set(f"{alone._name}1/parts", "1")
-    with pytest.raises(CorruptCheckpoint, match=f"it has {stores.VALUE + 1} bytes"):
+    with pytest.raises(ProcessFailed, match=f"it has {stores.VALUE + 1} bytes"):
         alone.share()
 
 
@@ -205,13 +210,13 @@ def test_a_value_that_is_too_long(alone: Group) -> None:
 def test_a_counter_that_somebody_lowers(count: int, alone: Group) -> None:
     number = alone.counter()
     alone.store.add(f"{alone._name}1", count)
-    with pytest.raises(CorruptCheckpoint, match="a counter is"):
+    with pytest.raises(ProcessFailed, match="a counter is"):
         number()
 
 
 @pytest.mark.parametrize("text", ["", "../../../../name", "x" * 17, "x" * 1000, "a/b" * 6, "\xff"])
 def test_a_name_that_is_none(text: str) -> None:
-    with pytest.raises(CorruptCheckpoint, match="is no name"):
+    with pytest.raises(ProcessFailed, match="is no name"):
         groups._word(text.encode())
 
 

@@ -1,4 +1,4 @@
-"""verify, diff and stats of several processes report what one process reports."""
+"""`verify` of several processes reports what one process reports; rank 0 alone does the others."""
 
 from __future__ import annotations
 
@@ -36,20 +36,9 @@ def without_times(report: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 @pytest.mark.parametrize(
-    ("command", "paths"),
-    [
-        ("verify", ["zero-3"]),
-        ("verify", ["universal"]),
-        ("verify", ["zero-1", "--against", "dcp"]),
-        ("diff", ["zero-3", "dcp"]),
-        ("stats", ["zero-1"]),
-        ("stats", ["dcp"]),
-        ("report", ["zero-3"]),
-        ("report", ["zero-1", "--against", "dcp"]),
-    ],
+    "paths", [["zero-3"], ["universal"], ["dcp"], ["zero-1", "--against", "dcp"]]
 )
 def test_the_report_of_one_process(
-    command: str,
     paths: list[str],
     launcher: str,
     sources: dict[str, Path],
@@ -59,11 +48,43 @@ def test_the_report_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [command, *(sources.get(name, name) for name in paths), *SMALL, "--json"]
+    words = ["verify", *(sources.get(name, name) for name in paths), *SMALL, "--json"]
     single = zckpt(*words)
     shared = done(launch(3, *words, launcher=launcher))
     assert without_times(shared.document) == without_times(single.document)
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "mpirun"])
+@pytest.mark.parametrize(
+    "words", [("stats", "zero-3"), ("diff", "zero-3", "dcp"), ("report", "zero-3")]
+)
+def test_rank_0_alone_gives_the_answer(
+    words: tuple[str, ...],
+    launcher: str,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    launch: Launch,
+    zckpt: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They need no place to meet. The others end at once, and --single asks each of them."""
+    monkeypatch.chdir(tmp_path)
+    command = [*(sources.get(word, word) for word in words), "--json"]
+    more: dict[str, Any] = {"launcher": launcher, "MASTER_PORT": ""}
+
+    def without_reading() -> None:
+        def refuse(*_: object) -> None:
+            raise AssertionError("it was read")
+
+        ElementReader.read = refuse  # type: ignore[method-assign]
+
+    (other,) = launch(2, *command, ranks=range(1, 2), preparing={1: without_reading}, **more)
+    assert other.wait() == Result(0, "", "")
+    (first,) = launch(2, *command, ranks=range(1), **more)
+    (single,) = launch(2, *command, "--single", ranks=range(1, 2), **more)
+    expected = without_times(zckpt(*command).document)
+    assert [without_times(each.wait().document) for each in (first, single)] == [expected] * 2
 
 
 @pytest.fixture
@@ -136,7 +157,7 @@ def test_an_error_of_one_process(sources: dict[str, Path], tmp_path: Path, launc
         ElementReader.read = wait  # type: ignore[method-assign]
 
     preparing = {0: waiting, 1: refusing}
-    results = ended(launch(2, "stats", sources["dcp"], *SMALL, preparing=preparing))
+    results = ended(launch(2, "verify", sources["dcp"], *SMALL, preparing=preparing))
     assert [result.code for result in results] == [1, 1]
     assert "a.pt: Input/output error" in results[1].err
     assert not results[0].err
@@ -175,20 +196,15 @@ def test_a_file_that_one_node_lacks(rank: int, sources: dict[str, Path], launch:
         assert "rank 0 carries out another command: 'a problem'" in second.err
 
 
-@pytest.mark.parametrize(
-    "words", [("verify", "universal"), ("diff", "universal", "dcp"), ("stats", "universal")]
-)
-def test_processes_that_cannot_meet_do_not_share(
-    words: tuple[str, ...], sources: dict[str, Path], launch: Launch
-) -> None:
-    paths = [sources.get(word, word) for word in words]
-    (process,) = launch(2, *paths, launcher="srun", ranks=range(1), MASTER_PORT="")
+def test_processes_that_cannot_meet_do_not_share(sources: dict[str, Path], launch: Launch) -> None:
+    words = ("verify", sources["universal"])
+    (process,) = launch(2, *words, launcher="srun", ranks=range(1), MASTER_PORT="")
     result = process.wait()
     assert result.code == 2
     assert "MASTER_ADDR and MASTER_PORT" in result.err
     assert "--single" in result.err
     (process,) = launch(
-        2, *paths, "--single", "-q", launcher="srun", ranks=range(1), MASTER_PORT=""
+        2, *words, "--single", "-q", launcher="srun", ranks=range(1), MASTER_PORT=""
     )
     assert process.wait().code == 0
 

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent
+from zckpt.core.manifest import key_of, name_of
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
 from zckpt.proof.allgather import buckets as module
 from zckpt.proof.allgather.buckets import (
@@ -34,12 +35,12 @@ def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any],
         shape = tuple(chosen.choice([1, 2, 3, 7, 19]) for _ in range(chosen.randint(0, 2)))
         name = f"p{number}/{chosen.random()}"
         tensors[name] = np.random.default_rng(number).integers(1, 1 << 30, shape, dtype="i4")
-        members.append(FlatMember(name, shape, end))
+        members.append(FlatMember(key_of(name), shape, end))
         end += prod(shape) + chosen.choice([0, 0, 3])
     width = -(-end // ranks)
     whole = np.zeros(width * ranks, "i4")
     for member in members:
-        whole[member.first : member.first + member.numel] = tensors[member.name].reshape(-1)
+        whole[member.first : member.first + member.numel] = tensors[name_of(member.key)].reshape(-1)
     parts = list(whole.reshape(ranks, width))
     if chosen.random() < 0.5:  # masters are saved without the padding of the last ranks
         parts = [part[: max(0, min(width, end - rank * width))] for rank, part in enumerate(parts)]
@@ -59,7 +60,7 @@ def cut_each(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any],
         padded[: prod(shape)] = tensors[name].reshape(-1)
         for part, mine in zip(parts, padded.reshape(ranks, width), strict=True):
             part.append(mine)
-        members.append(FlatMember(name, shape, end))
+        members.append(FlatMember(key_of(name), shape, end))
         end += width
     joined = [np.concatenate(part) for part in parts]
     return described(joined, members, True), joined, tensors
@@ -84,12 +85,12 @@ def cut_boxes(chosen: random.Random, ranks: int) -> tuple[Joined, list[Any], dic
             boxes.append(BoxPart(offsets, sizes, extent, start))
             parts.append(elements[start:stop])
     order = chosen.sample(range(len(boxes)), len(boxes))
-    joined = Joined(name, "I32", shape, tuple(boxes[place] for place in order))
+    joined = Joined(key_of(name), "I32", shape, tuple(boxes[place] for place in order))
     return joined, [parts[place] for place in order], {name: tensor}
 
 
 def described(parts: list[Any], members: list[FlatMember], interleaved: bool) -> Partitioned:
-    name = members[0].name
+    name = name_of(members[0].key)
     extents = tuple(Extent(f"{name} {rank}", 0, part.nbytes) for rank, part in enumerate(parts))
     return Partitioned("I32", extents, members, interleaved)
 
@@ -135,8 +136,10 @@ def test_blocks_are_the_tensors(seed: int) -> None:
             elements = elements_of(block, matrix)
             done = 0
             for start, stop in block.runs():
-                rebuilt[block.member.name][start:stop] = elements[done : done + stop - start]
-                seen[block.member.name][start:stop] += 1
+                rebuilt[name_of(block.member.key)][start:stop] = elements[
+                    done : done + stop - start
+                ]
+                seen[name_of(block.member.key)][start:stop] += 1
                 done += stop - start
         sizes = [sum(block.numel for block in share) for share in shares]
         assert max(sizes) <= -(-sum(sizes) // processes) + max(
@@ -151,7 +154,7 @@ def test_a_bucket_has_not_too_many_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     """The two ranks have one column each of a long matrix: every line is one element."""
     monkeypatch.setattr(module, "LINES", 100)
     parts = tuple(BoxPart((0, place), (1000, 1), Extent("a", 0, 4000)) for place in range(2))
-    several = [Joined(f"w{number}/param", "F32", (1000, 2), parts) for number in range(3)]
+    several = [Joined((f"w{number}", "param"), "F32", (1000, 2), parts) for number in range(3)]
     listed = list(buckets(several, 1 << 20, 1))
     assert len(listed) == 60
     assert all(sum(len(block.runs()) for block in bucket.blocks()) == 100 for bucket in listed)
@@ -163,19 +166,19 @@ def test_columns_that_lie_side_by_side_are_one_block() -> None:
     def part(offset: int, columns: int) -> BoxPart:
         return BoxPart((0, offset), (4, columns), Extent("a", 0, 16 * columns))
 
-    (row,) = side_by_side(Joined("w/param", "F32", (4, 3), (part(1, 2), part(0, 1))))
+    (row,) = side_by_side(Joined(("w", "param"), "F32", (4, 3), (part(1, 2), part(0, 1))))
     assert isinstance(row, Beside)
     (block,) = row.blocks(2, 8, 5)  # of the wider part: lines 1 to 3
     assert block.runs() == [(3, 12)]
     assert block.pieces == ((0, 5, 1), (1, 5, 2))
-    (apart,) = side_by_side(Joined("w/param", "F32", (4, 3), (part(1, 2),)))
+    (apart,) = side_by_side(Joined(("w", "param"), "F32", (4, 3), (part(1, 2),)))
     assert isinstance(apart, Joined)
 
 
 def test_lines_that_begin_inside_of_a_box() -> None:
     """Of 2 x 4 lines, the two boxes have 2 x 2: after every second one is a gap."""
     parts = tuple(BoxPart((0, 0, at), (2, 2, 2), Extent("a", 0, 32)) for at in (0, 2))
-    (row,) = side_by_side(Joined("w/param", "F32", (2, 4, 4), parts))
+    (row,) = side_by_side(Joined(("w", "param"), "F32", (2, 4, 4), parts))
     assert isinstance(row, Beside)
     assert [block.runs() for block in row.blocks(2, 8, 0)] == [[(4, 8)], [(16, 24)]]
 
@@ -184,7 +187,7 @@ def test_an_empty_range_of_a_box_is_apart() -> None:
     """The others lie side by side from end to end."""
     left, right = (BoxPart((0, at), (4, 2), Extent("a", 0, 32)) for at in (0, 2))
     empty = replace(left, extent=Extent("a", 0, 0), first=8)
-    tensor = Joined("w/param", "F32", (4, 4), (left, empty, right))
+    tensor = Joined(("w", "param"), "F32", (4, 4), (left, empty, right))
     row, rest = side_by_side(tensor)
     assert isinstance(row, Beside)
     assert row.ranks == (left, right)
@@ -197,7 +200,7 @@ def test_a_line_is_cut_into_shares() -> None:
         BoxPart((0, offset), (1, size), Extent("a", 0, 4 * size))
         for offset, size in ((0, 1), (1, 2), (3, 3))
     ]
-    (row,) = side_by_side(Joined("w/param", "F32", (1, 6), tuple(parts)))
+    (row,) = side_by_side(Joined(("w", "param"), "F32", (1, 6), tuple(parts)))
     assert isinstance(row, Beside)
     (bucket,) = buckets([row], 1 << 20, 3)
     shares = [[block.pieces for block in share_of(bucket, rank, 3)] for rank in range(3)]
@@ -209,7 +212,7 @@ def test_a_line_is_cut_into_shares() -> None:
 )
 def test_rows_fill_the_room(room: int, processes: int, width: int) -> None:
     """Three ranks have as many rows, or four if two or four processes share them."""
-    flat = Partitioned("F32", (Extent("a", 0, 400),) * 3, [FlatMember("w/param", (300,), 0)])
+    flat = Partitioned("F32", (Extent("a", 0, 400),) * 3, [FlatMember(("w", "param"), (300,), 0)])
     listed = list(buckets([flat], room, processes))
     assert {bucket.width for bucket in listed[:-1]} == {width}
     assert sum(bucket.width for bucket in listed) == 100
@@ -218,7 +221,7 @@ def test_rows_fill_the_room(room: int, processes: int, width: int) -> None:
 def test_lines_that_do_not_fit_into_a_bucket() -> None:
     """Boxes that lie side by side go element by element then."""
     parts = tuple(BoxPart((0, at), (4, 2), Extent("a", 0, 32)) for at in (0, 2))
-    (row,) = side_by_side(Joined("w/param", "F32", (4, 4), parts))
+    (row,) = side_by_side(Joined(("w", "param"), "F32", (4, 4), parts))
     assert isinstance(row, Beside)
     listed = list(islice(buckets([row], 1, 1), 9))
     assert [segment for bucket in listed for segment in bucket.segments] == [
@@ -228,8 +231,8 @@ def test_lines_that_do_not_fit_into_a_bucket() -> None:
 
 def test_a_tensor_that_no_file_has_a_part_of() -> None:
     """It has no elements, and takes no room between others."""
-    empty = Partitioned("F32", (), [FlatMember("empty/param", (0, 4), 0)])
-    flat = Partitioned("F32", (Extent("a", 0, 8),), [FlatMember("w/param", (2,), 0)])
+    empty = Partitioned("F32", (), [FlatMember(("empty", "param"), (0, 4), 0)])
+    flat = Partitioned("F32", (Extent("a", 0, 8),), [FlatMember(("w", "param"), (2,), 0)])
     (bucket,) = buckets([flat, empty, flat], 1 << 20, 1)
     assert [segment.at for segment in bucket.segments] == [0, 2]
 
@@ -241,7 +244,7 @@ def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
         return BoxPart((0, offset), (4, columns), Extent("a", 0, 4 * numel), first)
 
     joined = Joined(
-        "w/param", "F32", (4, 3), (part(0, 2, 0, 3), part(0, 2, 3, 5), part(2, 1, 0, 4))
+        ("w", "param"), "F32", (4, 3), (part(0, 2, 0, 3), part(0, 2, 3, 5), part(2, 1, 0, 4))
     )
     found = [
         [(block.start, block.rows, block.columns, block.stride, block.column) for block in blocks]
@@ -261,7 +264,7 @@ def test_lines_go_on_over_axes_that_are_not_cut() -> None:
     def part(offset: int) -> BoxPart:
         return BoxPart((0, 0, offset), (1000, 1, 4), Extent("a", 0, 16_000))
 
-    tensor = Joined("w/param", "F32", (1000, 1, 8), (part(0), part(4)))
+    tensor = Joined(("w", "param"), "F32", (1000, 1, 8), (part(0), part(4)))
     (row,) = side_by_side(tensor)
     assert isinstance(row, Beside)
     (block,) = row.blocks(0, 4000, 0)
@@ -275,7 +278,7 @@ def test_short_boxes_are_apart_from_long_ones() -> None:
     long = BoxPart((0, 0), (1000, 4), Extent("a", 0, 16_000))
     short = [BoxPart((1000 + n, 0), (1, 4), Extent("b", 16 * n, 16)) for n in range(500)]
     parts = (*short[:250], long, *short[250:])
-    pieces = list(side_by_side(Joined("w/param", "F32", (1500, 4), parts)))
+    pieces = list(side_by_side(Joined(("w", "param"), "F32", (1500, 4), parts)))
     assert sorted(len(piece.ranks) for piece in pieces) == [1, 500]
     rows = sum(bucket.rows * bucket.width for bucket in buckets(pieces, 1 << 20, 1))
     assert rows == 1500 * 4

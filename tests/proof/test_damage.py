@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import Difference
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.proof import damage
@@ -30,8 +30,8 @@ def test_what_lies_in_records(seed: int) -> None:
     entries = {}
     for number in range(12):
         extent = Extent(chosen.choice("fgh"), chosen.randrange(200), chosen.randrange(1, 40))
-        entry = Entry(f"w{number}/x", "U8", (extent.length,), solid(extent.length, extent))
-        entries[entry.name] = entry
+        entry = Entry(f"w{number}", "x", "U8", (extent.length,), solid(extent.length, extent))
+        entries[entry.key] = entry
     chosen.shuffle(records)
     contents = damage.contents_of(Manifest("", "x", Origin(), entries, {}), records)
     for record in records:
@@ -49,8 +49,8 @@ class TestOverlaps:
     """States of the optimizer and masters that have bytes of each other."""
 
     def boxes(self, *boxes: Box) -> list[str]:
-        entry = Entry("w/exp_avg", "F32", (4, 6), Boxes(boxes) if len(boxes) > 1 else boxes[0])
-        return damage.overlapping(Manifest("", "dcp", Origin(), {entry.name: entry}, {}))
+        entry = Entry("w", "exp_avg", "F32", (4, 6), Boxes(boxes) if len(boxes) > 1 else boxes[0])
+        return damage.overlapping(Manifest("", "dcp", Origin(), {entry.key: entry}, {}))
 
     def columns(self, start: int, stop: int, file: str = "a", at: int = 0, rows: int = 4) -> Box:
         sizes, extent = (rows, stop - start), Extent(file, at, 4 * rows * (stop - start))
@@ -66,8 +66,8 @@ class TestOverlaps:
 
     def test_runs_of_the_same_bytes(self) -> None:
         runs = Runs([Fragment(0, 4, Extent("f", 0, 16)), Fragment(4, 6, Extent("f", 12, 8))])
-        entry = Entry("w/exp_avg", "F32", (6,), runs)
-        (found,) = damage.overlapping(Manifest("", "x", Origin(), {entry.name: entry}, {}))
+        entry = Entry("w", "exp_avg", "F32", (6,), runs)
+        (found,) = damage.overlapping(Manifest("", "x", Origin(), {entry.key: entry}, {}))
         assert found.code == "elements-overlap"
         assert found.message == "w/exp_avg and w/exp_avg overlap in f"
 
@@ -82,7 +82,7 @@ class TestOverlaps:
     )
     def test_only_states_of_the_optimizer_share_no_memory(self, slot: str, count: int) -> None:
         entries = {
-            name: Entry(name, "F32", (6,), solid(6, Extent("f", 0, 24)))
+            key_of(name): Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", 0, 24)))
             for name in (f"w/{slot}", f"v/{slot}")
         }
         assert len(damage.overlapping(Manifest("", "x", Origin(), entries, {}))) == count
@@ -117,7 +117,7 @@ class TestOverlaps:
 
     def test_tensors_in_another_order_than_in_the_file(self) -> None:
         entries = {
-            name: Entry(name, "F32", (6,), solid(6, Extent("f", offset, 24)))
+            key_of(name): Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", offset, 24)))
             for name, offset in (("c/exp_avg", 48), ("a/exp_avg", 0), ("b/exp_avg", 24))
         }
         assert damage.overlapping(Manifest("", "x", Origin(), entries, {})) == []
@@ -133,7 +133,7 @@ def run(data: bytes, *places: tuple[str, int, int], root: str = "/r", **more: An
     for name, offset, stop in places:
         numel = (stop - offset) // 2
         own = solid(numel, Extent(extent.file, offset, stop - offset))
-        entries[f"{name}/x"] = Entry(f"{name}/x", "U16", (numel,), own)
+        entries[name, "x"] = Entry(name, "x", "U16", (numel,), own)
     record = Record(extent, zlib.crc32(data))
     return Manifest(root, "x", Origin(), entries, {}, records=(record,), **more)
 
@@ -222,7 +222,7 @@ def test_records_that_differ_in_padding_alone() -> None:
     b = run(DATA[:-1] + b"x", ("a", 8, 20), **other)
 
     def noted(a: Manifest, b: Manifest, how: str = "bits", difference: Any = None) -> int:
-        pair = Match(a.entries["a/x"], b.entries["a/x"], how)
+        pair = Match(a.entries["a", "x"], b.entries["a", "x"], how)
         outcome = ComparisonOutcome([Result(pair, (1, 1), difference)])
         return len(damage.other_padding(a, b, outcome))
 
@@ -243,8 +243,8 @@ def test_records_that_differ_in_padding_alone() -> None:
 def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     data, other = bytearray(DATA), zlib.crc32(b"other bytes")
     data[5] ^= 1
-    stated = Entry("w/x", "U16", (20,), Runs([]), zlib.crc32(DATA))
-    manifest = Manifest("/r", "x", Origin(), {"w/x": stated}, {})
+    stated = Entry("w", "x", "U16", (20,), Runs([]), zlib.crc32(DATA))
+    manifest = Manifest("/r", "x", Origin(), {("w", "x"): stated}, {})
     flipped = zlib.crc32(data)
 
     def found(crc: int | None, a: Entry = stated, b: Entry | None = None) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def test_bytes_of_tensors_are_not_read(tmp_path: Path) -> None:
     manifest = read(tmp_path / "x.pt")
     before = digest(manifest)
     with open(tmp_path / "x.pt", "r+b") as file:
-        extent = manifest.entries["b/param"].fragments[0].extent
+        extent = manifest.entries["b", "param"].fragments[0].extent
         file.seek(extent.offset + 8)
         file.write(b"other")
     assert digest(manifest) == before
@@ -157,9 +157,9 @@ def synthetic(root: Path, names: tuple[str, ...] = ("a", "b")) -> Manifest:
         path = root / name
         path.write_bytes(bytes(range(100)))
         fragments = solid(4, Extent(str(path), 20, 16))
-        entries[f"{name}/param"] = Entry(f"{name}/param", "F32", (4,), fragments)
+        entries[name, "param"] = Entry(name, "param", "F32", (4,), fragments)
         fragments = solid(4, Extent(str(path), 30, 16))
-        replicas.append(Entry(f"{name}/param", "F32", (4,), fragments))
+        replicas.append(Entry(name, "param", "F32", (4,), fragments))
         records.append(Record(Extent(str(path), 70, 10), 1234))
         records.append(Record(Extent(str(path), 85, 10), None))
     return Manifest(

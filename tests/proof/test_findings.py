@@ -12,32 +12,46 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.compare import Result
-from zckpt.core.description import said
+from zckpt.core.description import Report, said
 from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, key_of
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
-from zckpt.core.resources import Copying
-from zckpt.core.states import Selection
+from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying
+from zckpt.core.states import EVERYTHING, Selection
 from zckpt.errors import MissingData, note
 from zckpt.formats.statedict.keys import keys_of
-from zckpt.proof.verify import (
-    diff,
-    inferences,
-    needs_weights,
-    roundings,
-    verify_against,
-    verify_alone,
-)
+from zckpt.proof import verify as proof
+from zckpt.proof.verify import inferences, needs_weights, roundings
 
 from ..conftest import texts
 
 OF_READER = note("value-assumed", "of the reader")
 KINDS = {"F32": "<f4", "F64": "<f8", "F16": "<f2"}
+
+
+def verify_alone(own: Manifest, begin: Begin | None = None) -> Report:
+    return proof.verify_alone(own, None, DEFAULT_COPYING, begin)
+
+
+def verify_against(
+    a: Manifest, b: Manifest, chosen: Selection = EVERYTHING, begin: Begin | None = None
+) -> Report:
+    return proof.verify_against(a, b, chosen, DEFAULT_COPYING, begin)
+
+
+def diff(
+    a: Manifest,
+    b: Manifest,
+    chosen: Selection = EVERYTHING,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
+    return proof.diff(a, b, chosen, copying, begin)
 
 
 def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: Any) -> Manifest:
@@ -47,7 +61,9 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
     for name, (dtype, values) in tensors.items():
         own = np.array(values, KINDS[dtype]).tobytes()
         extent = Extent(str(root / "f"), len(data), len(own))
-        entries[name] = Entry(name, dtype, (len(values),), solid(len(values), extent))
+        entries[key_of(name)] = Entry(
+            *key_of(name), dtype, (len(values),), solid(len(values), extent)
+        )
         data += own
     (root / "f").write_bytes(data)
     names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
@@ -58,16 +74,16 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
 def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path, {"w/exp_avg": ("F32", [1, 2]), "v/exp_avg": ("F32", [3, 4])})
     assert verify_alone(whole)["problems"] == []
-    entry = whole.entries["v/exp_avg"]
+    entry = whole.entries["v", "exp_avg"]
     moved = replace(entry, fragments=solid(2, Extent(str(tmp_path / "f"), 4, 8)))
-    report = verify_alone(replace(whole, entries={**whole.entries, "v/exp_avg": moved}))
+    report = verify_alone(replace(whole, entries={**whole.entries, ("v", "exp_avg"): moved}))
     assert not report["equal"]
     assert "overlap in" in report["problems"][0]["message"]
 
 
 def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
-    other = replace(own.entries["w/param"], name="b/param")
+    other = replace(own.entries["w", "param"], parameter="b")
     report = verify_alone(replace(own, replicas=(other,), notes=(OF_READER,)))
     assert report["equal"]
     assert texts(report["notes"]) == [
@@ -183,7 +199,7 @@ def test_only_what_differs_has_figures(tmp_path: Path) -> None:
         )
         for name, last in (("a", 3.0), ("b", 4.0))
     )
-    copy = replace(a.entries["w/param"], name="v/param")
+    copy = replace(a.entries["w", "param"], parameter="v")
     report = diff(replace(a, replicas=(copy,)), b, Selection(tensors="*"))
     first, second, third = report["results"]
     assert first == {"tensor": "w/param", "count": 0}
@@ -323,7 +339,7 @@ def test_rounded_weights_under_another_name_are_a_loss(is_first: bool, tmp_path:
 def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0, 2.0001])})
     b = checkpoint(tmp_path / "b", {"w/param": ("F16", [1.0, 2.0])})
-    match = Match(a.entries["w/param"], b.entries["w/param"], "rounded")
+    match = Match(a.entries["w", "param"], b.entries["w", "param"], "rounded")
     notes = said([OF_READER])
     equal = roundings({"notes": notes}, [Result(match, (1, 2), Difference())], a, b)
     assert equal["rounded"] == {"a": [], "b": ["w"]}
@@ -336,7 +352,7 @@ def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
 
 def test_something_must_be_shared(tmp_path: Path) -> None:
     def need(a: Manifest, b: Manifest, *names: str) -> None:
-        needs_weights([Match(a.entries[name], b.entries[name]) for name in names], a, b)
+        needs_weights([Match(a.entries[key], b.entries[key]) for key in map(key_of, names)], a, b)
 
     some = checkpoint(tmp_path / "a", {"w/param": ("F32", [1]), "e/param": ("F32", [])})
     moments = checkpoint(tmp_path / "b", {"w/exp_avg": ("F32", [1]), "e/param": ("F32", [])})
@@ -357,7 +373,9 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
     """Of parameters whose states were compared: a wrong name is then wrong in both."""
     tensors = {f"{name}/{slot}": ("F32", [1.0]) for name in "wvu" for slot in ("param", "exp_avg")}
     own = checkpoint(tmp_path / "a", tensors, inferred=("w", "v", "u"))
-    states = [Match(own.entries[key], own.entries[key]) for key in ("w/exp_avg", "v/exp_avg")]
+    states = [
+        Match(own.entries[key], own.entries[key]) for key in (("w", "exp_avg"), ("v", "exp_avg"))
+    ]
     asked: list[bool] = []
 
     def copies() -> bool:
@@ -375,6 +393,6 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
     silent = replace(own, inferred=(), states_inferred=False)
     assert unproven(silent, states) == everything
     assert len(asked) == 2
-    weights = [Match(own.entries["w/param"], own.entries["w/param"])]
+    weights = [Match(own.entries["w", "param"], own.entries["w", "param"])]
     assert unproven(own, weights) == unproven(replace(own, inferred=()), states) == []
     assert len(asked) == 2  # nothing is read for it

@@ -1,14 +1,11 @@
-"""Which numbers are dead or impossible, and statistics whose parts come from several processes."""
+"""Which numbers are dead or impossible, and statistics whose parts come in any order."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,29 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from zckpt.core import pooling
+from zckpt.core.description import Report
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.origin import Origin
-from zckpt.core.pooling import Pool, Running
-from zckpt.core.resources import Copying, Progress
+from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.core.statistics import Statistics, exponents, magnitudes, measure
 from zckpt.errors import SourceChanged
 from zckpt.proof import health
-from zckpt.proof.health import Measuring, Total
+from zckpt.proof.health import Total
 
 NAN, INF = math.nan, math.inf
 Tensors = dict[str, tuple[str, list[Any]]]
+
+
+def measure_all(
+    own: Manifest,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
+    return health.measure_all(own, pattern, copying, begin)
 
 
 def statistics_of(dtype: str, numbers: list[Any]) -> Statistics:
@@ -44,7 +49,7 @@ def problems_of(tensors: Tensors, step: int | None = 3, of_all: int | None = Non
     entries, statistics = {}, {}
     for name, (dtype, numbers) in tensors.items():
         shape = tuple(torch.tensor(numbers).shape)
-        entries[name] = Entry(name, dtype, shape, solid(0, Extent("f", 0, 0)))
+        entries[key_of(name)] = Entry(*key_of(name), dtype, shape, solid(0, Extent("f", 0, 0)))
         statistics[name] = statistics_of(dtype, numbers)
     parameters = {"w": Parameter((), step=step)}
     if of_all is not None:
@@ -184,19 +189,6 @@ def test_parts_in_any_order_give_the_same_digits(order: tuple[int, ...]) -> None
     assert total.statistics.histogram is None
 
 
-def test_what_is_not_reached_yet_waits() -> None:
-    """What one process tells the others, as it has come so far."""
-    total = Total(len(NUMBERS))
-    came = parts()
-    assert total.parts() == []
-    for place in (0, 2):
-        start, stop, part = came[place]
-        total.count(part)
-        total.add(start, stop, part)
-    assert [(start, stop) for start, stop, _ in total.parts()] == [(0, 1), (4, 6)]
-    assert sum(total.counts.values()) == 2  # and a zero
-
-
 def test_a_part_without_finite_numbers_has_no_magnitudes() -> None:
     total = Total(4)
     for start, numbers in ((0, [1.0]), (1, [NAN, INF]), (3, [-2.5])):
@@ -223,49 +215,11 @@ def manifest(tmp_path: Path) -> Manifest:
         length = numel * SIZES[dtype]
         extent = Extent(str(tmp_path / "f"), len(data), length)
         own = chosen.randbytes(length)
-        entries[name] = Entry(name, dtype, (numel,), solid(numel, extent))
+        entries[key_of(name)] = Entry(*key_of(name), dtype, (numel,), solid(numel, extent))
         records.append(Record(extent, zlib.crc32(own)))
         data += own
     (tmp_path / "f").write_bytes(data)
     return Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
-
-
-def measuring(manifest: Manifest, seen: list[int] | None = None) -> Measuring:
-    groups = [[entry] for entry in manifest.entries.values()]
-    return Measuring(manifest, groups, 4096, 2, None if seen is None else seen.append)
-
-
-def reports(running: Measuring) -> dict[str, Any]:
-    for total in running.totals.values():
-        total.close()
-    return {
-        name: (str(total.statistics.report()), dict(total.counts))
-        for name, total in running.totals.items()
-    }
-
-
-def test_processes_that_share_a_pass_find_the_same(
-    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they exchange is JSON; each has every second block, and all the progress."""
-    monkeypatch.setattr(pooling, "BLOCK", 1)
-    total = sum(entry.length for entry in manifest.entries.values())
-    alone = measuring(manifest)
-    alone.run(count().__next__)
-    seen: list[list[int]] = [[], []]
-    pair = [measuring(manifest, own) for own in seen]
-    for rank, running in enumerate(pair):
-        running.run(count(rank, 2).__next__)
-    assert pair[0].tasks_by_name() == pair[1].tasks_by_name() == alone.tasks_by_name()
-    found = [json.loads(json.dumps(running.found())) for running in pair]
-    assert reports(pair[0]) != reports(alone)
-    for running, others in zip(pair, reversed(found), strict=True):
-        running.take(others)
-        assert reports(running) == reports(alone)
-        assert sorted(running.checker.parts_of(manifest.records)) == sorted(
-            alone.checker.parts_of(manifest.records)
-        )
-    assert [sum(own) for own in seen] == [total, total]
 
 
 def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
@@ -275,7 +229,7 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
         seen.append(-total)
         return seen.append
 
-    report = health.measure_all(manifest, begin=begin)
+    report = measure_all(manifest, begin=begin)
     assert [line["tensor"] for line in report["tensors"]] == [
         "a/param",
         "a/exp_avg",
@@ -285,7 +239,7 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
     assert [line["tensor"] for line in report["not_computed"]] == ["b/param"]
     assert report["bytes"] == -seen[0] == 9000 * 6 + 40 + 40
     assert sum(seen) == 0
-    (line,) = health.measure_all(manifest, "random/*")["tensors"]
+    (line,) = measure_all(manifest, "random/*")["tensors"]
     assert line["elements"] == 10
 
 
@@ -293,8 +247,8 @@ def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
     numbers = torch.tensor([0.5, -0.75, 4.0])
     (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
     extent = Extent(str(tmp_path / "f"), 0, 12)
-    own = {"w/param": Entry("w/param", "F32", (3,), solid(3, extent))}
-    (line,) = health.measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
+    own = {("w", "param"): Entry("w", "param", "F32", (3,), solid(3, extent))}
+    (line,) = measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
     assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
 
@@ -313,56 +267,28 @@ class Shown:
 
 def test_progress_names_what_is_measured(manifest: Manifest) -> None:
     shown = Shown()
-    alone = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
-    health.measure_all(alone, begin=lambda total: shown)
+    alone = replace(manifest, entries={("a", "param"): manifest.entries["a", "param"]})
+    measure_all(alone, begin=lambda total: shown)
     assert {*shown.texts} == {"measuring a/param"}
-
-
-class Coarse(Pool):
-    """The first of several processes reads `times` as much at a time."""
-
-    def __init__(self, times: int) -> None:
-        self.times = times
-
-    def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        return super().carry_out(make, chunk * self.times)
-
-
-@pytest.mark.parametrize(("times", "jobs"), [(1, 4), (2, 2), (3, 1), (9, 1)])
-def test_what_a_process_reads_at_a_time_fits_into_its_memory(
-    times: int, jobs: int, manifest: Manifest
-) -> None:
-    """Then fewer threads read, but always one."""
-    groups = [[manifest.entries["a/param"]]]
-    copying = Copying(jobs=4, memory=8 << 20, pool=Coarse(times))
-    running = health.passed(Measuring, manifest, groups, copying, None)
-    assert running.jobs == jobs
-    assert running.totals["a/param"].statistics.elements == 9000
 
 
 def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None:
     """Here of bytes between tensors; and a file that has changed ends the pass."""
     path = Path(manifest.root) / "f"
     record = Record(Extent(str(path), 4, 36_040), zlib.crc32(path.read_bytes()[4:36_044]))
-    kept = {name: own for name, own in manifest.entries.items() if name == "a/param"}
-    extent = kept["a/param"].fragments[0].extent.part(8, 36_000)
-    own = {"a/param": replace(kept["a/param"], shape=(8998,), fragments=solid(8998, extent))}
+    kept = {name: own for name, own in manifest.entries.items() if name == ("a", "param")}
+    extent = kept["a", "param"].fragments[0].extent.part(8, 36_000)
+    own = {
+        ("a", "param"): replace(kept["a", "param"], shape=(8998,), fragments=solid(8998, extent))
+    }
     padded = replace(manifest, entries=own, records=(record,))
     data = bytearray(path.read_bytes())
 
     def found(place: int) -> list[str]:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        problems = health.measure_all(padded)["problems"]
+        problems = measure_all(padded)["problems"]
         return [line["tensor"] for line in problems if line["kind"] == "checksum"]
 
     assert (found(6), found(36_010), found(100)) == ([], [], ["a/param"])
     with pytest.raises(SourceChanged):
-        health.measure_all(replace(padded, fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))
-
-
-def test_processes_with_other_tensors_have_other_tasks(manifest: Manifest) -> None:
-    fewer = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
-    changed = replace(manifest, fingerprints={f"{manifest.root}/f": Fingerprint(1, 2, 3, 4)})
-    own = measuring(manifest).tasks_by_name()
-    assert own != measuring(fewer).tasks_by_name()
-    assert own != measuring(changed).tasks_by_name()
+        measure_all(replace(padded, fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
@@ -22,13 +22,13 @@ NUMBERS = count()
 
 def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (4,)) -> Entry:
     """A tensor that is no other one, even if it has the same name."""
-    return Entry(name, dtype, shape, solid(4, Extent(f"file {next(NUMBERS)}", 0, 32)))
+    return Entry(*key_of(name), dtype, shape, solid(4, Extent(f"file {next(NUMBERS)}", 0, 32)))
 
 
 def manifest(*entries: Entry, **fields: Any) -> Manifest:
     parameters = fields.pop("parameters", {item.parameter: Parameter((4,)) for item in entries})
     origin = fields.pop("origin", Origin())
-    return Manifest("/", "x", origin, {item.name: item for item in entries}, parameters, **fields)
+    return Manifest("/", "x", origin, {item.key: item for item in entries}, parameters, **fields)
 
 
 PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")
@@ -96,7 +96,7 @@ def test_random_states_of_other_ranks_are_not_compared() -> None:
 def test_random_states_that_one_side_alone_has() -> None:
     state, copy = entry("own/state", "U8"), entry("own/state", "U8")
     sides = manifest(RANDOM, state, replicas=(copy,)), manifest(RANDOM)
-    assert pairs.mutual_matches(*sides) == ([Match(RANDOM, RANDOM)], ["own/state"], [])
+    assert pairs.mutual_matches(*sides) == ([Match(RANDOM, RANDOM)], [("own", "state")], [])
 
 
 def test_copies_of_another_type_are_not_compared() -> None:
@@ -165,7 +165,9 @@ def test_weights_of_which_one_side_has_rounded_values_alone(
 )
 def test_what_should_be_there(name: str, has: list[Entry], is_missing: bool) -> None:
     owner = manifest(parameters={"w": Parameter((4,)), "frozen": Parameter((4,), trainable=False)})
-    assert pairs.missing([name], owner, manifest(*has)) == ([name] if is_missing else [])
+    assert pairs.missing([key_of(name)], owner, manifest(*has)) == (
+        [key_of(name)] if is_missing else []
+    )
 
 
 def state(

@@ -9,7 +9,7 @@ import pytest
 from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import ULPS, Difference
 from zckpt.core.fragments import Extent, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Entry, Manifest, key_of
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.records import Damage, RecordCounts
@@ -21,11 +21,11 @@ from ..conftest import texts
 def entry(
     name: str, dtype: str = "F32", file: str = "/r/f", shape: tuple[int, ...] = (2,)
 ) -> Entry:
-    return Entry(name, dtype, shape, solid(2, Extent(file, 0, 8)))
+    return Entry(*key_of(name), dtype, shape, solid(2, Extent(file, 0, 8)))
 
 
 def manifest(*entries: Entry, root: str = "/r", **more: Any) -> Manifest:
-    return Manifest(root, "x", Origin("y"), {own.name: own for own in entries}, {}, **more)
+    return Manifest(root, "x", Origin("y"), {own.key: own for own in entries}, {}, **more)
 
 
 ONE = Difference(1, 1, 2.0, 3.0, 1.0, 4)
@@ -86,7 +86,7 @@ def test_a_line_names_what_was_compared(match: Match, keys: dict[str, str]) -> N
 
 
 def test_a_copy_without_elements_is_in_no_file() -> None:
-    empty = Entry("w/param", "F32", (0,), Runs([]))
+    empty = Entry("w", "param", "F32", (0,), Runs([]))
     match = Match(empty, entry("w/param", shape=(3,)), "shapes", copy=True)
     assert difference(Result(match, (None, None), None)) == {
         "tensor": "w/param",
@@ -112,7 +112,7 @@ def test_types_that_differ() -> None:
 
 def test_values_of_another_type_that_are_equal_are_a_note() -> None:
     a, b = manifest(entry("w/param")), manifest(entry("w/param", "F64"))
-    match = Match(a.entries["w/param"], b.entries["w/param"], "values")
+    match = Match(a.entries["w", "param"], b.entries["w", "param"], "values")
     report = findings(outcome(Result(match, (1, 2), Difference())), a, b)
     assert (report["differences"], texts(report["notes"])) == (
         [],
@@ -147,8 +147,8 @@ def test_one_checkpoint_or_two_are_counted() -> None:
     """A pair counts once; of one checkpoint, each tensor that was read."""
     a = manifest(entry("w/param"), entry("w/master"))
     b = manifest(entry("w/param"))
-    pair = Match(a.entries["w/master"], a.entries["w/param"], "rounded")
-    copy = Match(entry("w/param"), a.entries["w/param"], copy=True)
+    pair = Match(a.entries["w", "master"], a.entries["w", "param"], "rounded")
+    copy = Match(entry("w/param"), a.entries["w", "param"], copy=True)
     results = [Result(pair, (1, 2), None), Result(copy, (3, 2), None)]
     alone = findings(outcome(*results, records=RecordCounts(1, 2, 3)), a, a)
     assert (alone["tensors"], alone["slots"]) == (2, {"master": 1, "param": 1})

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Key, Manifest, Parameter, key_of
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER
@@ -16,8 +16,8 @@ from zckpt.errors import AmbiguousCheckpoint, WrongOption
 from zckpt.proof.roots import of_root, refuse_several
 
 
-def entries(*names: str) -> dict[str, Entry]:
-    return {name: Entry(name, "F32", (2,), Runs([])) for name in names}
+def entries(*names: str) -> dict[Key, Entry]:
+    return {key_of(name): Entry(*key_of(name), "F32", (2,), Runs([])) for name in names}
 
 
 def alone(**more: Any) -> Manifest:
@@ -71,8 +71,8 @@ def proven() -> Manifest:
 def test_the_chosen_model_stands_alone(proven: Manifest) -> None:
     own = of_root(proven, "actor", alone())
     assert own.source == {"format": "y", "root": "actor"}
-    assert [*own.entries] == ["w/param", "w/exp_avg", "b/param", "rng/state"]
-    assert all(name == entry.name for name, entry in own.entries.items())
+    assert [*own.entries] == [("w", "param"), ("w", "exp_avg"), ("b", "param"), ("rng", "state")]
+    assert all(key == entry.key for key, entry in own.entries.items())
     assert own.parameters == {
         "w": Parameter((2,), group=1, aliases=("tied",)),
         "v": Parameter((3,), group=0),

@@ -12,13 +12,15 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
+from zckpt.core.description import Report
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
-from zckpt.core.states import Selection
+from zckpt.core.resources import DEFAULT_COPYING, Begin
+from zckpt.core.states import EVERYTHING, Selection
 from zckpt.errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -26,15 +28,25 @@ from zckpt.errors import (
     UnsupportedCheckpoint,
 )
 from zckpt.proof import saved
-from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof, verify_proof
-from zckpt.proof.verify import verify_alone
+from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof
 
 from ..conftest import texts
-from .test_findings import checkpoint
+from .test_findings import checkpoint, verify_alone
+
+
+def verify_proof(
+    own: Manifest,
+    proven: Manifest,
+    contents: str,
+    chosen: Selection = EVERYTHING,
+    begin: Begin | None = None,
+    root: str = "",
+) -> Report:
+    return saved.verify_proof(own, proven, contents, chosen, DEFAULT_COPYING, begin, root)
 
 
 def entry(name: str, digest: int | None = None) -> Entry:
-    return Entry(name, "F32", (2, 3), Runs([]), digest)
+    return Entry(*key_of(name), "F32", (2, 3), Runs([]), digest)
 
 
 @pytest.fixture
@@ -43,7 +55,7 @@ def manifest() -> Manifest:
         "run",
         "x",
         Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
-        {"w/param": entry("w/param", 17)},
+        {("w", "param"): entry("w/param", 17)},
         {"w": Parameter((2, 3), True, 0, 3, ("tied",))},
         buffers=("b",),
         groups=({"lr": 0.5, "betas": [0.9, 0.99]},),
@@ -102,7 +114,7 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
     for field in manifest.__struct_fields__:
         if field not in ("entries", "states"):
             assert getattr(proven, field) == getattr(expected, field), field
-    assert {name: own.digest for name, own in proven.entries.items()} == {"w/param": 17}
+    assert {name: own.digest for name, own in proven.entries.items()} == {("w", "param"): 17}
     kept = [(own.value, [e.name for e in own.tensors]) for own in proven.states.rows[1:]]
     assert kept == [("content", ["t/state", "u/state"]), ("", [])]
     assert contents == ""
@@ -120,7 +132,7 @@ def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
     """As SGD's momentum before the first step: there is nothing that could be lost."""
     own = replace(manifest, states=others(momentum=None, k=[1]))
     assert about(own)["held"]["states"] == {"k": ["w"]}
-    moment = {"w/exp_avg": entry("w/exp_avg", 8)}  # it is among the tensors
+    moment = {("w", "exp_avg"): entry("w/exp_avg", 8)}  # it is among the tensors
     own = replace(own, entries={**own.entries, **moment})
     assert about(own)["held"]["states"] == {"k": ["w"]}
 
@@ -242,8 +254,8 @@ def test_a_weight_that_was_rounded_to_another_type_is_named(
     own = checkpoint(tmp_path / "a", tensors_of, parameters={"w": Parameter((2,))})
     proven, selection = proven_of(own, tmp_path), Selection(tensors=tensors)
     assert verify_proof(own, proven, "", selection)["not_compared"] == []
-    narrow = replace(proven.entries["w/param"], dtype="BF16", digest=1)
-    other = replace(proven, entries={**proven.entries, "w/param": narrow})
+    narrow = replace(proven.entries["w", "param"], dtype="BF16", digest=1)
+    other = replace(proven, entries={**proven.entries, ("w", "param"): narrow})
     report = verify_proof(own, other, "", selection)
     assert report["equal"]
     (line,) = texts(report["not_compared"])
@@ -257,7 +269,9 @@ def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
     own = checkpoint(tmp_path / "a", {**weights, **moments}, buffers=("b",))
     proven = proven_of(own, tmp_path)
     changes = {"v/exp_avg": {"shape": (3,)}, "w/exp_avg": {"dtype": "C64"}}
-    entries = {name: replace(own, **changes.get(name, {})) for name, own in proven.entries.items()}
+    entries = {
+        key: replace(own, **changes.get(own.name, {})) for key, own in proven.entries.items()
+    }
     report = verify_proof(own, replace(proven, entries=entries), "")
     assert not report["equal"]
     assert report["differences"] == [
@@ -286,7 +300,7 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
         groups=({"lr": 1.0, "fused": None},),
     )
     proven = proven_of(replace(own, groups=({"lr": 2.0},)), tmp_path)
-    copy = replace(own.entries["w/param"], name="rng/state")
+    copy = replace(own.entries["w", "param"], parameter="rng", slot="state")
     report = verify_proof(replace(own, replicas=(copy,)), proven, "")
     assert not report["equal"]
     assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]

@@ -139,7 +139,7 @@ def test_weights_alone_have_no_state() -> None:
         "schedulers, counters and the like"
     ]
     assert states.states(weights, weights) == ([], [])
-    moments = {"w/exp_avg": Entry("w/exp_avg", "F32", (1,), Runs([]))}
+    moments = {"w/exp_avg": Entry("w", "exp_avg", "F32", (1,), Runs([]))}
     run = replace(weights, entries=moments)  # it goes on, though it states no groups
     assert differences(manifest({"client_state": {"seed": 1}}), run) == {"client_state": "a"}
 
@@ -314,11 +314,11 @@ def test_sizes_of_a_run_are_named_where_programs_keep_them() -> None:
 
 
 def test_names_of_tensors_that_one_side_lacks_are_compared_as_tensors() -> None:
-    entry = Entry("w/param", "F32", (1,), Runs([]))
-    a = replace(manifest({"module": ["v", "w"]}), entries={"w/param": entry})
+    entry = Entry("w", "param", "F32", (1,), Runs([]))
+    a = replace(manifest({"module": ["v", "w"]}), entries={("w", "param"): entry})
     assert differences(a, manifest({"module": ["v"]})) == {}
     assert differences(a, manifest({"module": ["w"]})) == {"names.v": "a"}
-    moment = replace(a, entries={"v/exp_avg": replace(entry, name="v/exp_avg")})
+    moment = replace(a, entries={("v", "exp_avg"): replace(entry, parameter="v", slot="exp_avg")})
     assert differences(moment, manifest({"module": ["w"]})) == {"names.v": "a"}
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 from zckpt.core.states import FACTORING, with_updates
@@ -409,7 +409,9 @@ def test_hyper_parameters_of_one_side() -> None:
 def moments(*names: str, step: int | None = None, **fields: object) -> Manifest:
     """Parameters `w` and `v`, of which some have a moment."""
     entries = {
-        key: Entry(key, "F32", (2,), Runs([])) for name in names for key in [f"{name}/exp_avg"]
+        key_of(key): Entry(*key_of(key), "F32", (2,), Runs([]))
+        for name in names
+        for key in [f"{name}/exp_avg"]
     }
     parameters = {name: Parameter((2,), step=step) for name in ("w", "v")}
     return manifest(entries=entries, parameters=parameters, **fields)

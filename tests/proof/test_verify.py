@@ -17,6 +17,7 @@ import torch
 import zckpt
 from zckpt import read
 from zckpt.core.description import said
+from zckpt.core.manifest import key_of
 from zckpt.errors import InconsistentCheckpoint
 
 from .. import faults
@@ -151,7 +152,7 @@ class Faults:
 
     def test_a_transposed_tensor(self, copy: Path, original: Path) -> None:
         name = f"{self.weight}/exp_avg_sq"
-        rows, columns = zckpt.read(copy).entries[name].shape
+        rows, columns = zckpt.read(copy).entries[key_of(name)].shape
         faults.change(copy, name, faults.transposed((rows, columns)))
         _, against = self.check(copy, original, name, alone=False)
         assert against["differences"][0]["count"] > rows
@@ -236,7 +237,10 @@ class TestStage3(Faults):
         """Unsynchronised statistics are no fault; what the same rank has otherwise elsewhere is."""
         manifest = zckpt.read(copy)
         buffer = f"{manifest.buffers[0]}/param"
-        copies = [manifest.entries[buffer], *(e for e in manifest.replicas if e.name == buffer)]
+        copies = [
+            manifest.entries[key_of(buffer)],
+            *(e for e in manifest.replicas if e.name == buffer),
+        ]
         other = copies[rank]
         (fragment,) = other.fragments
         with open(fragment.extent.file, "r+b") as file:
@@ -399,7 +403,7 @@ class TestUniversal:
                 "step": None,
             }
             source = manifest["entries"][f"{owner}/param"]
-            stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
+            stored = zckpt.read(universal).entries[owner, "param"].fragments[0]
             manifest["entries"][f"{alias}/param"] = {
                 **source,
                 "fragments": [
@@ -599,7 +603,7 @@ class TestDiff:
         (line,) = zckpt.diff(example, EXAMPLE)["differences"]
         a, b = (
             torch.frombuffer(
-                bytearray(faults.read_element_bytes(zckpt.read(run).entries[name])),
+                bytearray(faults.read_element_bytes(zckpt.read(run).entries[key_of(name)])),
                 dtype=torch.float32,
             ).double()
             for run in (example, EXAMPLE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from copy import deepcopy
 from typing import Any
 
 from zckpt.core.description import line_of
@@ -516,19 +515,14 @@ def run(checkpoints: int = 8) -> Document:
     return document
 
 
-PARTS = {
-    "stats": ("numbers",),
-    "inspect": ("map", "steps"),
-    "verify": ("masters", "against"),
-    "diff": ("against",),
-}
+def compared() -> Document:
+    """The document of a checkpoint beside another one."""
+    return faulty() | {"against": against()}
 
 
-def part(command: str) -> Document:
-    """The document of another command's `--html`: it has some sections only."""
-    document = faulty()
-    document["against"] = against()
-    keep = {"zckpt", "path", "version", "line", "faults", "tensors", *PARTS[command]}
-    return {key: value for key, value in deepcopy(document).items() if key in keep} | {
-        "command": command
+def probed() -> Document:
+    """The document of `probe-diff --html`: it has one section only."""
+    keep = {"zckpt", "path", "version", "line", "faults", "against"}
+    return {key: value for key, value in compared().items() if key in keep} | {
+        "command": "probe-diff"
     }

@@ -134,7 +134,8 @@ def marked(page: Any, key: str, row: int, column: int) -> bool:
         documents.run,
         documents.hostile,
         documents.big,
-        *(lambda command=command: documents.part(command) for command in documents.PARTS),
+        documents.compared,
+        documents.probed,
     ],
 )
 def test_a_page_opens_in_silence_and_fits(
@@ -204,7 +205,7 @@ def test_a_lost_rank_is_a_hole_where_its_elements_were(opened: Open) -> None:
 
 
 def test_changes_and_what_was_not_compared(opened: Open) -> None:
-    page = opened(documents.part("diff"))
+    page = opened(documents.compared())
     assert "950 elements" not in walk(page, "changes", 3, 5)
     assert "900 elements changed by 2⁻²⁵ or more" in walk(page, "changes", 3, 5)
     text = page.locator("main").inner_text()

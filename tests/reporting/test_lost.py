@@ -34,7 +34,7 @@ def has_holes(made: Document, files: list[str], state: str) -> None:
 @pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (1, 2), (2, 3)])
 def test_lost_ranks(ranks: tuple[int, ...], example: Path, document: Make) -> None:
     whole = document(example)
-    moments = zckpt.read(example).entries["fc1.weight/exp_avg"]
+    moments = zckpt.read(example).entries["fc1.weight", "exp_avg"]
     lost = of_rank(example, *ranks)
     kept = [
         np.frombuffer(read_element_bytes(each), "f4")
@@ -171,6 +171,29 @@ def test_a_lost_file_in_a_folder_of_its_rank(
     states = {each["name"]: each["state"] for each in made["map"]["files"]}
     assert states[f"{rank}/model_optim_rng.pt"] == ("missing" if file[0] == "m" else "ok")
     assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
+
+
+@pytest.mark.parametrize("name", ["legacy-tp2", "legacy-ep2"])
+def test_a_lost_folder_of_a_rank(name: str, tmp_path: Path, document: Make) -> None:
+    run = shutil.copytree(DATA / f"megatron-0.16.1-{name}" / "iter_0000003", tmp_path / "run")
+    folder = sorted(run.glob("mp_rank_01*"))[-1]
+    shutil.rmtree(folder)
+    made = document(run)
+    files = [f"{folder.name}/model_optim_rng.pt", f"{folder.name}/distrib_optim.pt"]
+    assert [line["file"] for line in faults_of(made, "missing")] == files
+    assert {f["name"] for f in made["map"]["files"] if f["state"] == "missing"} == {*files}
+    assert made["numbers"]["measures"]
+
+
+def test_a_lost_file_that_no_other_stands_in_for(tmp_path: Path, document: Make) -> None:
+    """The map has it among the files that are there, each with its rank."""
+    source = DATA / "torch_checkpointing-0.1.1-w2" / "items"
+    run = shutil.copytree(source, tmp_path / "run")
+    (run / "optimizer_1.pt").unlink()
+    made = document(run)
+    shown = {file["name"]: file for file in made["map"]["files"]}
+    assert (shown["optimizer_1.pt"]["state"], shown["optimizer_1.pt"]["bytes"]) == ("missing", None)
+    assert (shown["model_1.pt"]["state"], shown["model_1.pt"]["rank"]) == ("ok", {"dp": 1})
 
 
 def test_all_files_of_a_kind(example: Path, document: Make) -> None:

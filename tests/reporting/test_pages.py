@@ -1,4 +1,4 @@
-"""The command `report`, and pages of other commands: which sections they have."""
+"""The commands that write pages: `report`, and `probe-diff --html`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import zckpt
-from zckpt.core.fileio import Reader
-
 from ..conftest import EXAMPLE, Result, texts
-from ..faults import change, flip, optimizer_files, raise_step
 from ..probe.test_comparing import changed, events, write
 from .conftest import Document
 
@@ -40,58 +35,6 @@ def sections(document: Document) -> set[str]:
     return {key for key, value in document.items() if isinstance(value, (dict, list)) and value}
 
 
-def test_inspect_reads_no_tensor(
-    tmp_path: Path, zckpt: Zckpt, made: list[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: Any) -> None:
-        raise AssertionError("a tensor was read")
-
-    monkeypatch.setattr(Reader, "read", refused)
-    assert zckpt("inspect", EXAMPLE, "--html", tmp_path / "x.html").code == 0
-    assert sections(made[0]) == {"line", "tensors", "map", "steps"}
-    assert made[0]["line"]["checked"] == "not read"
-    assert (tmp_path / "x.html").read_text() == "<html></html>"
-
-
-def test_stats(tmp_path: Path, zckpt: Zckpt, made: list[Document]) -> None:
-    assert zckpt("stats", EXAMPLE, "--html", tmp_path / "x.html").code == 0
-    assert sections(made[0]) == {"line", "tensors", "numbers"}
-    keys = [measure["key"] for measure in made[0]["numbers"]["measures"]]
-    assert keys == ["param", "exp_avg", "exp_avg_sq"]
-    assert made[0]["line"]["checked"] == "checksums ok"
-
-
-def test_verify(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]) -> None:
-    change(example, "fc1.weight/param", flip(33, 2, 1))
-    assert zckpt("verify", example, "--html", tmp_path / "x.html").code == 3
-    assert sections(made[0]) == {"line", "tensors", "masters", "against", "faults"}
-    whole = zckpt_report(example)
-    assert made[0]["masters"] == whole["masters"]
-    assert [line["kind"] for line in made[0]["faults"]] == ["stale"]
-    assert made[0]["faults"][0]["message"] == whole["faults"][0]["message"]
-
-
-def zckpt_report(path: Path) -> Document:
-    return dict(json.loads(json.dumps(zckpt.report(path))))
-
-
-def test_verify_against(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]) -> None:
-    change(example, "fc1.weight/exp_avg", flip(3, 4, 30))
-    words = ("verify", example, "--against", EXAMPLE, "--html", tmp_path / "x.html")
-    assert zckpt(*words).code == 3
-    (fault,) = made[0]["faults"]
-    assert fault["tensor"] == "fc1.weight/exp_avg"
-    assert made[0]["against"]["path"] == str(EXAMPLE)
-
-
-def test_diff(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]) -> None:
-    change(example, "fc1.weight/master", flip(3, 4, 12))
-    assert zckpt("diff", EXAMPLE, example, "--html", tmp_path / "x.html").code == 3
-    assert sections(made[0]) == {"line", "tensors", "against"}
-    assert made[0]["against"]["first"]["element"] == 3
-    assert made[0]["line"]["checked"] == "checksums ok"
-
-
 def test_probe_diff(tmp_path: Path, zckpt: Zckpt, made: list[Document]) -> None:
     write(tmp_path / "a", events())
     write(tmp_path / "b", events()[1:])
@@ -99,6 +42,13 @@ def test_probe_diff(tmp_path: Path, zckpt: Zckpt, made: list[Document]) -> None:
     assert zckpt(*words).code == 0
     assert sections(made[0]) == {"line", "against"}
     assert any(line.startswith("only") for line in texts(made[0]["against"]["not_compared"]))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "stats"])
+def test_report_alone_writes_the_page_of_a_checkpoint(command: str, zckpt: Zckpt) -> None:
+    ended = zckpt(command, EXAMPLE, "--html", "x.html")
+    assert ended.code == 2
+    assert "Hint: zckpt report PATH writes the page of a checkpoint" in ended.err
 
 
 def test_a_page_needs_no_torch(zckpt_without: Zckpt, tmp_path: Path) -> None:
@@ -139,10 +89,9 @@ def test_what_is_no_page_is_not_replaced(example: Path, zckpt: Zckpt, tmp_path: 
     (tmp_path / "mine.svg").write_text("mine")
     (tmp_path / "empty").touch()
     for path in (weights, tmp_path / "pipe", tmp_path / "link"):
-        for words in (("report", "--output"), ("inspect", "--html"), ("stats", "--html")):
-            ended = zckpt(words[0], example, words[1], path, "-q")
-            assert (ended.code, ended.out) == (2, ""), path
-            assert str(path) in ended.err
+        ended = zckpt("report", example, "--output", path, "-q")
+        assert (ended.code, ended.out) == (2, ""), path
+        assert str(path) in ended.err
     assert zckpt("report", example, "--output", tmp_path / "mine.md").code == 2, "its picture"
     assert zckpt("verify", example, "--save-proof", tmp_path / "pipe").code == 2
     assert weights.read_bytes() == held
@@ -158,34 +107,14 @@ def verdict_of(page: Path) -> str:
     return str(said)
 
 
-def test_what_the_pages_of_comparisons_say_first(
-    tmp_path: Path, example: Path, zckpt: Zckpt
-) -> None:
+def test_what_the_page_of_a_comparison_says_first(tmp_path: Path, zckpt: Zckpt) -> None:
     page, words = tmp_path / "x.html", ("--html", tmp_path / "x.html", "-q")
-    assert zckpt("diff", EXAMPLE, example, *words).code == 0
-    assert verdict_of(page) == "no difference found"
-    change(example, "fc1.weight/exp_avg", flip(3, 4, 1))
-    assert zckpt("diff", EXAMPLE, example, *words).code == 3
-    assert verdict_of(page) == "the two differ"
     write(tmp_path / "a", events())
     changed(tmp_path / "b", 8, "forward", "layers.0#0/out")
     zckpt("probe-diff", tmp_path / "a", tmp_path / "b", *words)
     assert verdict_of(page) == "the two differ"
     assert zckpt("probe-diff", tmp_path / "a", tmp_path / "a", *words).code == 0
     assert verdict_of(page) == "no difference found"
-
-
-def test_verify_says_each_fault_once(
-    tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]
-) -> None:
-    raise_step(example, 1)
-    assert zckpt("verify", example, "--html", tmp_path / "x.html").code == 3
-    assert {line["kind"] for line in made[0]["faults"]} == {"step"}
-    lost = optimizer_files(example)[0]  # it states the other step
-    lost.unlink()
-    assert zckpt("verify", example, "--html", tmp_path / "y.html").code == 3
-    (line,) = made[1]["faults"]
-    assert (line["kind"], line["file"]) == ("missing", lost.name)
 
 
 @pytest.mark.parametrize(("small", "large"), [(5e-324, 1.0), (5e-324, 1.7e308), (1e-300, 1e308)])

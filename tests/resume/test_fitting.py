@@ -231,8 +231,8 @@ def test_groups(own: Manifest, wanted: Manifest, expected: list[str]) -> None:
 
 
 def test_buffers_are_names_too() -> None:
-    entry = Entry("norm.mean/param", "F32", (3,), ())
-    with_buffer = replace(small([["a"]]), buffers=("norm.mean",), entries={entry.name: entry})
+    entry = Entry("norm.mean", "param", "F32", (3,), ())
+    with_buffer = replace(small([["a"]]), buffers=("norm.mean",), entries={entry.key: entry})
     (line,) = texts(unlike(with_buffer, small([["a"]]), by_place=True))
     assert line == "parameters that the model lacks: norm.mean"
 

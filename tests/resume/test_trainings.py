@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
+from zckpt.core.manifest import name_of
 from zckpt.resume.runs import candidates
 
 from .. import faults
@@ -128,7 +129,7 @@ def test_it_goes_on_from_the_one_before(
     run = Path(shutil.copytree(killed.run, tmp_path / "run"))
     newest, before, *_ = (Path(each.where) for each in candidates(str(run)))
     if damage == "flipped":
-        moment = next(n for n in zckpt.read(newest).entries if n.endswith("exp_avg"))
+        moment = next(n for n in map(name_of, zckpt.read(newest).entries) if n.endswith("exp_avg"))
         faults.change(newest, moment, faults.flip(0, 4, 3), mended=False)
     else:
         file = next(newest.rglob(PATTERNS.get(name, "*.*")))

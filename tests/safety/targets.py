@@ -346,13 +346,13 @@ def _proof(root: Path) -> Target:
     manifest, report = zckpt.read(folder), zckpt.verify(folder)
     samples = [json.dumps(report).encode()]
     entries = dict(manifest.entries)
-    name = next(name for name in entries if name.endswith("/exp_avg"))
-    entry = entries.pop(name)  # as if it were not read
+    moment = next(key for key in entries if key[1] == "exp_avg")
+    entry = entries.pop(moment)  # as if it were not read
     item: dict[str, Any] = {"key": "rho", "parameters": ("no parameter",), "reason": ""}
     row = StateRow(**item, form="unsupported", value="1", tensors=(entry,))
     manifest = structs.replace(manifest, entries=entries, states=States((row,)))
     like = f"1 {entry.dtype} {list(entry.shape)}"  # a text that looks like a tensor's
-    for content, tensors in (("1", [name]), (like, [])):
+    for content, tensors in (("1", [entry.name]), (like, [])):
         report["held"]["unread"] = [{**item, "content": content, "tensors": tensors}]
         samples.append(json.dumps(report).encode())
 

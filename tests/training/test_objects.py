@@ -135,7 +135,7 @@ def test_what_the_engine_needs_and_what_the_user_admits_stays() -> None:
     source = manifest(state={"a": FLAVOUR, "b": Foreign(Global("engine.Scaler"))})
     assert without_others(source, ("engine.Scaler",), ()).state.keys() == {"b"}
     assert without_others(source, ("engine.Scaler",), ("my.module.Flavour",)) == source
-    assert others_of(source) == ["engine.Scaler", "my.module.Flavour"]
+    assert others_of(source, needed=()) == ["engine.Scaler", "my.module.Flavour"]
     assert others_of(source, ("engine.Scaler",)) == ["my.module.Flavour"]
 
 
@@ -163,7 +163,7 @@ def test_an_object_that_refers_to_itself_is_left_out_whole(admitted: tuple[str, 
     [line] = texts(result.omitted)
     assert line.startswith("a.b: it has an object that refers to itself")
     assert "--allow-object" not in line
-    assert others_of(source) == ["my.Config"]
+    assert others_of(source, needed=()) == ["my.Config"]
     assert admissible(config, ()) == []
 
 

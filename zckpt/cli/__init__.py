@@ -2,7 +2,7 @@
 
 commands.py     inspect, convert, reshard, export, clean-up, formats, schema
 checking.py     verify, diff, stats, probe-diff
-pages.py        report, and --html of others
+pages.py        report, and how a page is saved
 resuming.py     auto-resume, check, list
 options.py      the options that they share; parameters.py reads values
 documents.py    the keys and types of --json, and their JSON Schema

@@ -10,10 +10,20 @@ from .. import display
 from ..core import description
 from ..core.description import Report
 from ..errors import warning
-from ..formats.reading import NamedKeywords
 from . import launched, pages, several
 from .help import ExplainedCommand
-from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
+from .options import (
+    as_document,
+    by_rank_0,
+    common,
+    family,
+    given,
+    grouped,
+    moving,
+    renaming,
+    single,
+    uncompared,
+)
 from .parameters import PATH
 
 
@@ -50,7 +60,6 @@ from .parameters import PATH
     "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
 )
 @uncompared
-@pages.html
 @grouped(
     "Output",
     "--save-proof",
@@ -66,7 +75,6 @@ from .parameters import PATH
 def verify(
     paths: tuple[str, ...],
     against: str | None,
-    html: str | None,
     save_proof: str | None,
     as_json: bool,
     quiet: bool,
@@ -85,18 +93,14 @@ def verify(
 
     Exit code 3: verify found something.
     """
-    from .. import api
-
-    several.refuse_for_several(paths, "--html", html)
     several.refuse_for_several(paths, "--save-proof", save_proof)
     several.refuse_to_share(paths, words["single"])
-    pages.check(html)
     if save_proof:
         display.can_save(save_proof)
 
     def look(path: str) -> tuple[Report, int]:
         with display.progress(quiet or as_json) as begin:
-            report = launched.look(api.verify, path, against, begin=begin, **words)
+            report = launched.verify(path, against, begin=begin, **given(words))
         if report is None or report["rank"]:  # rank 0 reports the findings of all
             return {}, 0
         return report, 0 if report["equal"] else 3
@@ -113,16 +117,7 @@ def verify(
     display.answer(report, as_json, quiet, display.verified)
     if save_proof:
         display.save(save_proof, description.proof_of(report))
-    if html:
-        from ..reporting import parts
-
-        pages.save(html, parts.of_verify(report, _source(words)))
     return code
-
-
-def _source(words: dict[str, Any]) -> dict[str, Any]:
-    """What a user says of the checkpoint that is read."""
-    return {name: words[name] for name in NamedKeywords.__annotations__ if name in words}
 
 
 @click.command(
@@ -143,11 +138,10 @@ def _source(words: dict[str, Any]) -> dict[str, Any]:
 @uncompared
 @renaming
 @family
-@pages.html
 @moving
-@single
+@by_rank_0
 @common
-def diff(a: str, b: str, html: str | None, as_json: bool, quiet: bool, **words: Any) -> int:
+def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
     A and B may have different formats. diff compares tensors, and everything else as verify does,
@@ -157,16 +151,9 @@ def diff(a: str, b: str, html: str | None, as_json: bool, quiet: bool, **words: 
     """
     from .. import api
 
-    pages.check(html)
     with display.progress(quiet or as_json) as begin:
-        report = launched.look(api.diff, a, b, begin=begin, **words)
-    if report is None:
-        return 0
+        report = api.diff(a, b, begin=begin, **given(words))
     display.answer(report, as_json, quiet, display.differing)
-    if html:
-        from ..reporting import parts
-
-        pages.save(html, parts.of_diff(report, _source(words)))
     return 0 if report["equal"] else 3
 
 
@@ -184,11 +171,10 @@ def diff(a: str, b: str, html: str | None, as_json: bool, quiet: bool, **words: 
     metavar="GLOB",
     help="Measure only the tensors whose name matches.",
 )
-@pages.html
 @moving
-@single
+@by_rank_0
 @common
-def stats(path: str, html: str | None, as_json: bool, quiet: bool, **words: Any) -> None:
+def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
 
     These are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite numbers, in
@@ -198,16 +184,9 @@ def stats(path: str, html: str | None, as_json: bool, quiet: bool, **words: Any)
     """
     from .. import api
 
-    pages.check(html)
     with display.progress(quiet or as_json) as begin:
-        report = launched.look(api.stats, path, begin=begin, **words)
-    if report is None:
-        return
+        report = api.stats(path, begin=begin, **given(words))
     display.answer(report, as_json, quiet, display.statistics)
-    if html:
-        from ..reporting import parts
-
-        pages.save(html, parts.of_stats(report, _source(words)))
 
 
 @click.command(
@@ -241,7 +220,14 @@ def stats(path: str, html: str | None, as_json: bool, quiet: bool, **words: Any)
     metavar="FILE",
     help="Draw steps and modules as a picture for a browser.",
 )
-@pages.html
+@grouped(
+    "Output",
+    "--html",
+    rare=True,
+    type=PATH,
+    metavar="FILE",
+    help="Write the report as a page, too.",
+)
 @grouped("Output", "-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
 @as_document
 def probe_diff(
@@ -276,8 +262,8 @@ def probe_diff(
     if svg:
         display.save_text(svg, picture.svg(report))
     if html:
-        from ..reporting import parts
+        from ..reporting import probes
 
-        pages.save(html, parts.of_probes(report))
+        pages.save(html, probes.document(report))
     display.answer(report, as_json, quiet, display.probed)
     return 3 if report["big"] else 0

@@ -81,7 +81,6 @@ def cli() -> None:
 @grouped(
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
-@pages.html
 @common
 def inspect(
     paths: tuple[str, ...],
@@ -89,7 +88,6 @@ def inspect(
     steps: bool,
     layout: bool,
     state: bool,
-    html: str | None,
     as_json: bool,
     quiet: bool,
     **reading: Any,
@@ -102,25 +100,18 @@ def inspect(
     """
     from ..reading import read
 
-    several.refuse_for_several(paths, "--html", html)
     several.refuse_for_several(paths, "--state", state and not as_json, "add --json")
-    pages.check(html)
     is_report = as_json or not (tensors or steps or layout or state)
 
     def look(path: str) -> tuple[Report, int]:
         with local(path) as here, telling():
             manifest = read(here, Reading(**reading, inspected=True, nameless=True))
-            if is_report or html:
-                manifest = verdict.with_warnings(manifest)
-            if html:
-                from ..reporting import parts
-
-                pages.save(html, translated(parts.of_inspect(manifest)))
             if not is_report:
                 if len(paths) > 1:
                     print(f"{safe(path)}:")
                 show(manifest)
                 return {}, 0
+            manifest = verdict.with_warnings(manifest)
             report = description.inspect(manifest, other_objects(manifest))
             if as_json and (tensors or layout):
                 report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
@@ -178,7 +169,7 @@ def write(
             target,
             **words,
             dry_run=dry_run,
-            copying=api.Copying(jobs or jobs_for(4, memory, source), memory, io),
+            copying=api.Copying(jobs or jobs_for(memory, source), memory, io),
             begin=begin,
             tell=tell,
             before_rename=signals.ignore,

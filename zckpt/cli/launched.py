@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import click
+
 from ..core.description import Report
 from ..processes.launcher import Launch, address, launched, meeting_place
 
@@ -15,7 +17,7 @@ def write(
     source: str,
     target: str,
     *,
-    single: bool = False,
+    single: bool,
     part: Any = None,
     resume: bool = False,
     **words: Any,
@@ -45,31 +47,40 @@ def write(
         return None if processes.rank else report
 
 
-def look(
-    command: Callable[..., Report],
-    *paths: Any,
-    single: bool = False,
+def verify(
+    path: str,
+    against: str | None,
+    *,
+    single: bool,
+    gather: bool,
     **words: Any,
 ) -> Report | None:
-    """The report of a command that only reads, as `write` gives that of a conversion.
+    """The report of `verify`, as `write` gives that of a conversion.
 
-    The processes of `--gather` meet by torch's own all-gather.
+    The processes of `gather` meet by torch's own all-gather.
     """
-    if words.get("jobs") is None:
-        words.pop("jobs", None)
+    from .. import api
+
     launch = _others(single)
-    if words.get("gather"):
+    if gather:
         _tell_torch(launch)
         launch = None
     if launch is None:
-        return command(*paths, **words)
+        return api.verify(path, against, gather=gather, **words)
     from ..processes.sharing import Processes
 
     with Processes(launch) as processes:
         if processes.rank:
             words["begin"] = None
-        report = command(*paths, sharing=processes, **words)
+        report = api.verify(path, against, sharing=processes, **words)
         return None if processes.rank else report
+
+
+def leave_to_rank_0(context: click.Context, _: click.Parameter, single: bool) -> None:
+    """Ends this process if rank 0 of its launch works alone."""
+    launch = _others(single)
+    if launch is not None and launch.rank:
+        context.exit()
 
 
 def _tell_torch(launch: Launch | None) -> None:

@@ -17,6 +17,7 @@ from ..formats.options import OF_CONVERSIONS, declared
 from ..remote.anywhere import JOBS
 from ..training.options import FAMILY, PARAM_NAMES, RENAME, Option
 from .help import GroupedOption, format_names
+from .launched import leave_to_rank_0
 from .parameters import KINDS, PATH, part, size
 
 Command = Callable[..., Any]
@@ -155,6 +156,11 @@ of_run = of_sources(True)
 """The same for commands that take the newest checkpoint of a run."""
 
 
+def given(words: dict[str, Any]) -> dict[str, Any]:
+    """The options that a user gave; for the others, such as --jobs, the API has values."""
+    return {name: value for name, value in words.items() if value is not None}
+
+
 def threads(shown: str) -> Decorator:
     """The option for the number of threads; the help shows the default that the API chooses."""
     return grouped(
@@ -190,6 +196,18 @@ single = grouped(
     help="Run in this process alone, also under torchrun, srun or mpirun.",
 )
 """For commands that all processes of a launch would share."""
+
+by_rank_0 = grouped(
+    "Copying",
+    "--single",
+    rare=True,
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=leave_to_rank_0,
+    help="Work in this process, also if torchrun, srun or mpirun started others.",
+)
+"""For commands that rank 0 of a launch carries out: the other processes end at once."""
 
 copying = stacked(
     threads(OF_WRITING),

@@ -1,4 +1,4 @@
-"""Pages: the command `report`, and the option `--html` of others. Needs jinja2."""
+"""Pages: the command `report`, and how a page is saved. Needs jinja2."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ import click
 
 from .. import display
 from ..errors import MissingExtra, WrongOption, safe
-from . import launched
 from .help import ExplainedCommand
-from .options import common, grouped, moving, single
+from .options import by_rank_0, common, given, grouped, moving
 from .parameters import PATH
 
 MARKDOWN = ".md"
 STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
-
-html = grouped(
-    "Output",
-    "--html",
-    rare=True,
-    type=PATH,
-    metavar="FILE",
-    help="Write the report as a page, too.",
-)
 
 
 def check(path: str | None) -> None:
@@ -104,7 +94,7 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
 )
 @grouped("Output", "--md", is_flag=True, help="Write Markdown, and a picture (.svg) beside it.")
 @moving
-@single
+@by_rank_0
 @common
 def report(
     path: str,
@@ -133,9 +123,7 @@ def report(
         raise click.UsageError("--md writes a file whose name ends with .md")
     check(output)
     with display.progress(quiet or as_json) as begin:
-        document = launched.look(make, path, against=against, begin=begin, **words)
-    if document is None:  # rank 0 reports what all have read
-        return 0
+        document = make(path, against=against, begin=begin, **given(words))
     save(output, document, quiet or as_json)
     display.answer(document, as_json, quiet, display.reported)
     return 3 if any(line["fault"] for line in document["faults"]) else 0

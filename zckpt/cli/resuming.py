@@ -18,6 +18,7 @@ from .options import (
     OF_WRITING,
     common,
     declared_option,
+    given,
     grouped,
     masters_from_weights,
     memory,
@@ -95,7 +96,7 @@ def auto_resume(
         path = resume(
             run,
             ds_config=config,
-            copying=Copying(jobs or jobs_for(4, memory, run), memory),
+            copying=Copying(jobs or jobs_for(memory, run), memory),
             tell=lambda lines: display.warn(list(lines), quiet),
             begin=begin,
             **{**said, "single": launch is None},
@@ -192,9 +193,7 @@ def check(
 )
 @moving
 @of_run
-def list_run(
-    run: str, intact: bool, jobs: int | None, as_json: bool, quiet: bool, **words: Any
-) -> int:
+def list_run(run: str, intact: bool, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show in which state each checkpoint of a run is, the oldest first.
 
     A row says whether a checkpoint is whole and of one save by its metadata; the reasons are below
@@ -207,10 +206,8 @@ def list_run(
     """
     from ..resume import listing
 
-    if jobs is not None:
-        words["jobs"] = jobs
     with display.progress(quiet or as_json or not intact) as begin:
-        report = listing.list_checkpoints(run, intact=intact, begin=begin, **words)
+        report = listing.list_checkpoints(run, intact=intact, begin=begin, **given(words))
     display.answer(report, as_json, quiet, display.listed_run)
     rows = report["checkpoints"]
     if any(False in (row["whole"], row["of_one_save"], row["intact"]) for row in rows):

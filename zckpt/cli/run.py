@@ -61,6 +61,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 OF_OTHERS = {
     ("zckpt reshard", "--to"): "reshard keeps the format of SRC: zckpt convert SRC DST --to FORMAT "
     "writes another one",
+    **{
+        (f"zckpt {name}", "--html"): "zckpt report PATH writes the page of a checkpoint"
+        for name in ("inspect", "verify", "diff", "stats")
+    },
 }
 """What to type instead of an option that another command has."""
 

@@ -26,13 +26,13 @@ from ..core.manifest import Manifest
 from ..core.pieces import ElementReader
 from ..core.plan import Chunk, Pair
 from ..core.records import PassedRecord, RecordChecker
-from ..core.resources import DEFAULT_COPYING, Copying, Progress, describe, processors
+from ..core.resources import Copying, Progress, describe, processors
 from ..core.streaming import carry_out_all, chunk_size, finish, in_turns, stream
 from ..errors import CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
 from .journal import Journal, Key, Passed, Region
-from .sharing import ALONE, Portion, Sharing
+from .sharing import Portion, Sharing
 
 SLICES = 512 << 10  # bytes, at least, for slices of small tensors that a thread reads together
 UNSYNCED = 64  # small files that are open until they are synced together
@@ -266,7 +266,7 @@ class _Copy(Struct, eq=False, dict=True):
                 self.outcome.records[extent] = self._crc((RECORD, target.number, place))
         for number, pair in enumerate(self.pairs):
             crc = self._crc((TENSOR, number, 0))
-            self.outcome.digests[pair.rank, pair.target.name] = crc
+            self.outcome.digests[pair.rank, pair.target.key] = crc
             if (stated := pair.source.digest) is None:
                 continue
             if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
@@ -311,10 +311,10 @@ def copy(
     source: Manifest,
     target: Manifest,
     root: Folder,
-    copying: Copying = DEFAULT_COPYING,
-    progress: Progress | None = None,
-    journal: Journal | None = None,
-    sharing: Sharing = ALONE,
+    copying: Copying,
+    progress: Progress | None,
+    journal: Journal | None,
+    sharing: Sharing,
 ) -> CopyOutcome | None:
     """Fills the target's files in `root` from the source; they exist, with their final sizes.
 

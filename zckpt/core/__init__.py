@@ -27,12 +27,10 @@ What a checkpoint is:
 How a source is read:
     sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
     times.py          files whose times are not those of their save
-    inventory.py      the rows of an inventory: role, rank and state of a file
+    inventory.py      which files there are, whose they are, and which are missing
     siblings.py       the files beside it that are copied along
     unfinished.py     is a target complete that was being written, or sent to a store?
     filenames.py      numbers in the names of files, and names that lead out of a folder
-    missing_ranks.py  how a missing file or rank is reported
-    saved_names.py    whose a file is, by the name under which it was saved
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer
     duplicates.py     whether one file is a copy of another one

@@ -13,7 +13,7 @@ KEEP = "keep"
 """The policy that keeps a step of its own for every parameter, if the format can store them."""
 
 
-def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:
+def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
     """The step that all places state, or what `policy` (max, min or a number) makes of them.
 
     `keep` concerns different parameters, not several places of one parameter. Raises

@@ -81,7 +81,7 @@ def same(a: memoryview, b: memoryview) -> bool:
 
 
 def measure_difference(
-    a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool = False
+    a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool
 ) -> Difference:
     """The difference of elements that begin at element `start` of their tensors.
 

@@ -1,11 +1,26 @@
 """What is one whole tensor of a checkpoint, wherever its pieces are?"""
 
 from math import prod
+from sys import intern
 
 from msgspec import Struct
 
 from .dtypes import SIZES
 from .fragments import Fragments
+
+Key = tuple[str, str]
+"""An entry's parameter and slot."""
+
+
+def key_of(name: str) -> Key:
+    """The key in a name: files, documents and users write `parameter/slot`."""
+    parameter, _, slot = name.rpartition("/")
+    return intern(parameter), intern(slot)
+
+
+def name_of(key: Key) -> str:
+    """The inverse of `key_of`."""
+    return f"{key[0]}/{key[1]}"
 
 
 class Entry(Struct, frozen=True):
@@ -16,7 +31,8 @@ class Entry(Struct, frozen=True):
     called that have one each, such as `stage`.
     """
 
-    name: str
+    parameter: str
+    slot: str
     dtype: str
     shape: tuple[int, ...]
     fragments: Fragments
@@ -25,12 +41,13 @@ class Entry(Struct, frozen=True):
     axis: str = ""
 
     @property
-    def parameter(self) -> str:
-        return self.name.rpartition("/")[0]
+    def key(self) -> Key:
+        return self.parameter, self.slot
 
     @property
-    def slot(self) -> str:
-        return self.name.rpartition("/")[2]
+    def name(self) -> str:
+        """What sentences and documents call it."""
+        return name_of(self.key)
 
     @property
     def numel(self) -> int:

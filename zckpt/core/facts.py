@@ -21,6 +21,7 @@ from msgspec.structs import fields, replace
 from .dtypes import Dtype
 from .inert import Scalar
 from .optimizer_states import KEYS, NO_STATES, States, states_in, with_states
+from .placement import Placement, from_text
 
 MAX_DP = 1 << 16
 """The most data-parallel ranks of a run; a file that states more is damaged."""
@@ -261,25 +262,35 @@ class Vocabulary(Struct, frozen=True):
 
 
 class TensorParallel(Struct, frozen=True):
-    """How the run's tensor ranks cut parameters: the rule of each one, and the vocabularies."""
+    """How the run's tensor ranks held each parameter, and the vocabularies."""
 
-    rules: Mapping[str, str]
-    vocabularies: Mapping[str, Vocabulary] = field(name="vocabulary")
+    placements: Mapping[str, Placement]
+    vocabularies: Mapping[str, Vocabulary]
 
     def renamed(self, names: Mapping[str, str]) -> "TensorParallel":
         """The same with new names; those that `names` lacks stay."""
-        rules = {names.get(name, name): rule for name, rule in self.rules.items()}
+        placements = {names.get(name, name): own for name, own in self.placements.items()}
         rows = {names.get(name, name): own for name, own in self.vocabularies.items()}
-        return TensorParallel(rules, rows)
+        return TensorParallel(placements, rows)
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.tensor_parallel` in a manifest."""
-        return dict(to_builtins(self))
+        """The value of `state.tensor_parallel` in a manifest: placements are the texts of rules."""
+        rules = {name: own.text for name, own in self.placements.items()}
+        return dict(to_builtins(_Rules(rules, self.vocabularies)))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "TensorParallel":
         """The inverse of `to_state`; raises ValueError for values of other types."""
-        return _record(cls, state)
+        stated = _record(_Rules, state)
+        placements = {name: from_text(text) for name, text in stated.rules.items()}
+        return cls(placements, stated.vocabulary)
+
+
+class _Rules(Struct, frozen=True):
+    """A `TensorParallel` in a file."""
+
+    rules: Mapping[str, str]
+    vocabulary: Mapping[str, Vocabulary]
 
 
 UNCUT = TensorParallel({}, {})

@@ -160,7 +160,7 @@ class Writer:
     multiples of 4096. So are lengths, except that of the last write of the file.
     """
 
-    def __init__(self, folder: Folder, path: str, size: int, mode: str = "auto") -> None:
+    def __init__(self, folder: Folder, path: str, size: int, mode: str) -> None:
         self.folder = folder
         self.path = path
         self.mode = mode

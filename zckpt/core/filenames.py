@@ -16,12 +16,6 @@ def file_names(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.ASCII)
 
 
-def numbers_of(pattern: re.Pattern[str], name: str) -> tuple[int, ...] | None:
-    """The numbers in a name; None for a name of another form."""
-    match = pattern.fullmatch(name)
-    return match and tuple(int(number) for number in match.groups() if number is not None)
-
-
 def counted(name: str, ending: str) -> tuple[str, int] | None:
     """What is before `_7` and this ending, and the number; None for a name of another form."""
     match = COUNTED.fullmatch(name.removesuffix(ending)) if name.endswith(ending) else None

@@ -76,15 +76,16 @@ def with_texts(manifest: Manifest) -> Manifest:
 
     state = {key: changed(value, key) for key, value in manifest.state_with_states.items()}
     groups = manifest.groups and tuple(changed(list(manifest.groups), "groups"))
-    of_entries = {f"{old}/state": f"{new}/state" for old, new in names.items()}
     entries = [
-        replace(entry, name=of_entries[entry.name]) if entry.name in of_entries else entry
+        replace(entry, parameter=names[entry.parameter])
+        if entry.slot == "state" and entry.parameter in names
+        else entry
         for entry in (*manifest.entries.values(), *manifest.replicas)
     ]
     count = len(manifest.entries)
     return replace(
         manifest.with_state(state),
         groups=groups,
-        entries={entry.name: entry for entry in entries[:count]},
+        entries={entry.key: entry for entry in entries[:count]},
         replicas=tuple(entries[count:]),
     )

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from ..errors import Notice
 from .fragments import Extent
-from .manifest import Manifest, Sibling
+from .manifest import Key, Manifest, Sibling
 from .records import RecordCounts
 
 
@@ -55,13 +55,13 @@ class Layout(Struct, frozen=True):
 class CopyOutcome(Struct, eq=False):
     """What a copy knows in the end.
 
-    `digests` are those of the target's entries, by the place of the model rank and by name. `files`
+    `digests` are those of the target's entries, by the place of the model rank and by key. `files`
     are sizes and CRC-32s, by path. `records` are the CRC-32s of the target's records in the files
     that were filled, by extent. `counts` are of source records. A record stays unchecked if it was
     saved without a CRC, or if only a small part of it was read.
     """
 
-    digests: dict[tuple[int, str], int] = field(default_factory=dict)
+    digests: dict[tuple[int, Key], int] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     records: dict[Extent, int] = field(default_factory=dict)
     bytes: int = 0

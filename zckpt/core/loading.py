@@ -13,7 +13,7 @@ from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, Wro
 from .checksum import crc32
 from .dtypes import SIZES, TORCH_NAMES
 from .fragments import Record
-from .manifest import Entry, Manifest
+from .manifest import Entry, Manifest, key_of, name_of
 from .pieces import ReadRequest
 from .records import RecordChecker
 from .streaming import reading
@@ -29,14 +29,14 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
 
     Raises WrongOption, whose hint lists similar names.
     """
-    parameter, _, slot = name.rpartition("/")
+    key = parameter, slot = key_of(name)
     owners, entries = manifest.owners, manifest.entries
-    entry = entries.get(name) or entries.get(f"{owners.get(parameter, parameter)}/{slot}")
+    entry = entries.get(key) or entries.get((owners.get(parameter, parameter), slot))
     if entry is not None:
         return entry
     known = {owners.get(each, each) for each in (name, parameter)} - {""}
     near = [each.name for each in entries.values() if each.parameter in known]
-    near = near or get_close_matches(name, entries, 5)
+    near = near or get_close_matches(name, map(name_of, entries), 5)
     raise WrongOption(
         "option-names-nothing",
         f"{manifest.root} has no tensor {name!r}",

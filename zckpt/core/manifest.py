@@ -15,6 +15,9 @@ from ..errors import Notice, brief
 from .dtypes import NUMBERS
 from .elsewhere import Fingerprint
 from .entries import Entry as Entry
+from .entries import Key as Key
+from .entries import key_of as key_of
+from .entries import name_of as name_of
 from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
 from .fragments import Extent, Record
 from .grid import Place
@@ -175,8 +178,8 @@ class Manifest(Struct, frozen=True):
     """The format of its files."""
     origin: Origin
     """Where they come from: the engine that trained, and its sizes."""
-    entries: dict[str, Entry]
-    """The tensors by name, `parameter/slot`."""
+    entries: dict[Key, Entry]
+    """The tensors by parameter and slot."""
     parameters: dict[str, Parameter]
     buffers: tuple[str, ...] = ()
     groups: tuple[dict[str, Any], ...] | None = None

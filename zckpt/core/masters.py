@@ -23,7 +23,7 @@ from .dtypes import SIZES
 from .fragments import Extent, Fragment, Fragments, Runs, boxes_of
 from .grouping import by_key
 from .loading import head
-from .manifest import Entry, Manifest
+from .manifest import Entry, Key, Manifest
 from .plan import Match
 from .records import RecordChecker
 from .resources import Copying
@@ -40,15 +40,15 @@ USUAL_HINT = (
 )
 
 
-def with_masters(entries: Mapping[str, Entry]) -> Iterator[Match]:
+def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
     """Every master with its weight, if their types and shapes can be those of one weight."""
     for entry in entries.values():
-        weight = entries.get(f"{entry.parameter}/param")
+        weight = entries.get((entry.parameter, "param"))
         if entry.slot == "master" and weight is not None:
             yield from _matches(entry, [weight])
 
 
-def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) -> list[Notice]:
+def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
     """A warning about masters that do not round to their weights, if the user has `accepted` them.
 
     `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are
@@ -81,7 +81,7 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
     for own in manifest.each:
         for master, weights in _masters(own):
             matches = _matches(master, weights)
-            is_copy = own.entries.get(master.name) is not master
+            is_copy = own.entries.get(master.key) is not master
             if elements == BEGINNINGS or is_copy:  # other checks compare whole copies
                 matches = [beginning(match) for match in matches]
             if matches:
@@ -105,7 +105,7 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
     weights = _of_slot("param", (*tensors, *manifest.sibling_weights))
     for name, (first, *others) in _of_slot("master", tensors).items():
         copies = weights.get(name, [])
-        yield first, copies[:1] if f"{name}/param" in manifest.entries else copies
+        yield first, copies[:1] if (name, "param") in manifest.entries else copies
         if len(copies) > len(others):
             yield from ((other, copies) for other in others)
 
@@ -173,7 +173,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
         own = fragments.part(start, stop, size)
         parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in own]
         first += stop - start
-    return Entry(entry.name, entry.dtype, (first,), Runs(parts))
+    return Entry(*entry.key, entry.dtype, (first,), Runs(parts))
 
 
 # -- where a difference is

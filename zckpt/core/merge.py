@@ -21,7 +21,7 @@ from .agreement import KEEP, Step, agree
 from .dtypes import SIZES
 from .grouping import by_key
 from .inert import alike, to_json
-from .manifest import Entry, Manifest, Parameter
+from .manifest import Entry, Key, Manifest, Parameter, name_of
 from .optimizer_states import (
     OF_NO_PARAMETER,
     OF_OTHERS,
@@ -55,10 +55,10 @@ def merge(
     steps = agreed_steps(ranks, policy)
     ranks = [with_steps(rank, steps) for rank in ranks]
     every = [*([] if beside is None else [beside]), *ranks]
-    entries: dict[str, Entry] = {}
+    entries: dict[Key, Entry] = {}
     copies: list[Entry] = []
-    for name, held in _held(every, ranks[0]).items():
-        entries[name], *further = tensor(name, held, table, whole.root)
+    for key, held in _held(every, ranks[0]).items():
+        entries[key], *further = tensor(key, held, table, whole.root)
         copies += further
     parameters, numbers = _parameters(every, table, whole.root)
     fullest = max(ranks, key=lambda rank: len(rank.groups or ()))  # others may have dropped some
@@ -87,7 +87,7 @@ def in_order(manifest: Manifest) -> Manifest:
         manifest.entries.values(),
         key=lambda entry: len(names) if entry.slot == "state" else place[entry.parameter],
     )
-    return replace(manifest, entries={entry.name: entry for entry in entries})
+    return replace(manifest, entries={entry.key: entry for entry in entries})
 
 
 def _names(each: Iterable[Iterable[str]]) -> list[str]:
@@ -97,12 +97,12 @@ def _names(each: Iterable[Iterable[str]]) -> list[str]:
 # -- tensors
 
 
-def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
+def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
     """The whole tensor, and each further copy of it, from those that each rank holds.
 
     Raises InconsistentCheckpoint for other types or shapes, and if a rank lacks its slice.
     """
-    parameter, _, slot = name.rpartition("/")
+    name, (parameter, slot) = name_of(key), key
     cut = table.cuts.get(parameter)
     known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
     if len(dtypes := {entry.dtype for entry in known}) > 1:
@@ -132,24 +132,23 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
         for holder in range(cut.slicing.copies):
             fragments = slicing.joined(cut.slicing, slices, size, holder)
             of_copy = axis or (table.word if holder else "")
-            wholes.append(Entry(name, known[0].dtype, cut.shape, fragments, axis=of_copy))
-    # parts of a sum are no copies, but all have the same gradient, and so the same moments
-    return wholes[:1] if cut.is_sum and slot in WEIGHTS else wholes
+            wholes.append(Entry(*key, known[0].dtype, cut.shape, fragments, axis=of_copy))
+    return wholes if cut.placement.agree(slot in WEIGHTS) else wholes[:1]
 
 
-def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Entry]]]:
-    """By name, what each rank holds of a tensor: the one that counts for it, then copies.
+def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
+    """By key, what each rank holds of a tensor: the one that counts for it, then copies.
 
     Tensors of the state are those of the first rank, and their copies.
     """
-    held: dict[str, list[list[Entry]]] = {}
+    held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):
         for entry in chain(rank.entries.values(), rank.replicas):
-            if entry.slot == "state" and not entry.name.startswith(f"{OF_OTHERS}."):
-                own = first.entries.get(entry.name)
+            if entry.slot == "state" and not entry.parameter.startswith(f"{OF_OTHERS}."):
+                own = first.entries.get(entry.key)
                 if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
                     continue
-            held.setdefault(entry.name, [[] for _ in every])[number].append(entry)
+            held.setdefault(entry.key, [[] for _ in every])[number].append(entry)
     return held
 
 
@@ -230,7 +229,7 @@ def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
     return [next((place for place, group in rest if group == own), -1) for own in some]
 
 
-def agreed_steps(ranks: Sequence[Manifest], policy: str | None = None) -> dict[str, Step]:
+def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
     """The step of each parameter that has one, whose groups have one numbering.
 
     It has one wherever it is. So has a group, whose parameters an optimizer updates together,
@@ -309,7 +308,8 @@ def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
     rows = of_parameters("other", others)
     for number, rank in enumerate(ranks):
         for row in rank.states.of_form("unsupported"):
-            own = (replace(each, name=f"{word} {number}: {each.name}") for each in row.tensors)
+            rank_word = f"{word} {number}"
+            own = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in row.tensors)
             rows.append(replace(row, tensors=tuple(own)))
     return rows
 

@@ -13,12 +13,16 @@ from msgspec import Struct
 
 from .dtypes import SIZES
 from .fragments import Extent
+from .manifest import Key
+
+UNNAMED: Key = "", ""
+"""The key of a tensor that has no name yet."""
 
 
 class FlatMember(Struct, frozen=True):
-    """One tensor, `parameter/slot`, that begins at element `first` of a flat buffer."""
+    """One tensor that begins at element `first` of a flat buffer."""
 
-    name: str
+    key: Key
     shape: tuple[int, ...]
     first: int
 
@@ -59,7 +63,7 @@ class Whole(Struct, frozen=True):
     `strides` count elements; they are None if the tensor is row-major.
     """
 
-    name: str
+    key: Key
     dtype: str
     shape: tuple[int, ...]
     extent: Extent
@@ -87,7 +91,7 @@ class Joined(Struct, frozen=True):
     The parts may be listed in any order. Together they have every element once.
     """
 
-    name: str
+    key: Key
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[BoxPart, ...]

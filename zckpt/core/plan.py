@@ -17,7 +17,7 @@ from ..errors import MissingData, UnsupportedCheckpoint
 from .cast import CASTABLE
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
-from .manifest import Entry, Manifest, slot_key
+from .manifest import Entry, Key, Manifest, slot_key
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
@@ -71,7 +71,7 @@ class Chunk(Struct, frozen=True):
     pieces: Sequence[TargetPiece]
 
 
-def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
+def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
 
     Model ranks that are not joined are those of both, in order. `weights` says which entry supplies
@@ -93,7 +93,7 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
         weight = weight_of(source.entries, name)
         origin = weight.supply(entry.slot, entry.dtype, from_masters)
     else:
-        origin = source.entries.get(f"{name}/{entry.slot}")
+        origin = source.entries.get((name, entry.slot))
     if origin is None:
         lacking = source.titled(entry.parameter)
         raise MissingData(
@@ -145,13 +145,18 @@ class Match(Struct, frozen=True):
         return SIZES[self.a.dtype] > SIZES[self.b.dtype]
 
     @property
+    def compared(self) -> Entry:
+        """The narrower entry if the other one is rounded to its type, else `a`."""
+        return self.b if self.rounds_a and self.b is not None else self.a
+
+    @property
     def name(self) -> str:
-        """The name of the compared entry: the narrower one if the other is rounded to its type."""
-        return self.b.name if self.rounds_a and self.b is not None else self.a.name
+        """The name of the compared entry."""
+        return self.compared.name
 
 
-def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
-    """The entries that two checkpoints share, in the order of `a`; names that only `a` or `b` has.
+def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
+    """The entries that two checkpoints share, in the order of `a`; keys that only `a` or `b` has.
 
     An F32 weight of a module whose engine keeps no masters matches a master weight. A weight of
     fewer bits matches the master that it was rounded from. A tied weight has the name that `a` has.
@@ -163,8 +168,9 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
     owners = {alias: names.get(first, first) for alias, first in b.owners.items()} | names
     for entry in (*ours.values(), *theirs.values()):  # a tied weight that one side stores twice
-        is_ours = ours.get(entry.name) is entry
-        same = (theirs if is_ours else ours).get(f"{owners.get(entry.parameter)}/{entry.slot}")
+        is_ours = ours.get(entry.key) is entry
+        owner = owners.get(entry.parameter, "")
+        same = (theirs if is_ours else ours).get((owner, entry.slot))
         if id(entry) not in taken and same is not None:
             matches.append(of_copies(entry, same) if is_ours else of_copies(same, entry))
             taken.add(id(entry))
@@ -177,10 +183,10 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
             taken |= {id(counterpart.a), id(counterpart.b)}
     only_a, only_b = (
         [
-            name
-            for name, entry in side.items()
+            key
+            for key, entry in side.items()
             # two weights of few bits that one master was rounded to are not compared themselves
-            if id(entry) not in taken and id(other.get(name)) not in taken
+            if id(entry) not in taken and id(other.get(key)) not in taken
         ]
         for side, other in ((ours, theirs), (theirs, ours))
     )
@@ -203,21 +209,21 @@ def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
     return second | a.owners
 
 
-def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[str, Entry]:
+def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
     """The entries of `b`; a tied weight has the name that `a` has for it, if it is stored once."""
-    entries: dict[str, Entry] = {}
+    entries: dict[Key, Entry] = {}
     for entry in b.entries.values():
-        name = f"{names.get(entry.parameter, entry.parameter)}/{entry.slot}"
-        known = entry.parameter in a.parameters or name in b.entries or name in entries
-        entries[entry.name if known else name] = entry
+        key = names.get(entry.parameter, entry.parameter), entry.slot
+        known = entry.parameter in a.parameters or key in b.entries or key in entries
+        entries[entry.key if known else key] = entry
     return entries
 
 
 def _counterpart(
-    entry: Entry, others: Mapping[str, Entry], own: Mapping[str, Entry]
+    entry: Entry, others: Mapping[Key, Entry], own: Mapping[Key, Entry]
 ) -> Match | None:
     """The match of `entry` on the other side: of the same type, else what it was rounded from."""
-    same = others.get(entry.name)
+    same = others.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
     weight = weight_of(own, entry.parameter)

@@ -1,4 +1,4 @@
-"""Which tasks of a pass over tensors does this process carry out, if several processes share it?
+"""Which tasks of a comparison does this process carry out, if several processes share it?
 
 All processes list the same tasks in the same order. A block is a run of consecutive tasks, long
 enough that asking for the next number costs nothing.

@@ -21,8 +21,8 @@ from .dtypes import FLOATS
 from .facts import UNCUT
 from .grouping import by_key
 from .loading import head
-from .manifest import Entry, Manifest
-from .placement import EP_RANK, REPLICATED, STAGE, SUM, TENSOR_RANK
+from .manifest import Entry, Key, Manifest
+from .placement import EP_RANK, STAGE, TENSOR_RANK, Placement
 from .plan import Match
 from .weights import is_optimizers
 
@@ -121,8 +121,8 @@ def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[N
 def copies_of(manifest: Manifest) -> Iterator[Match]:
     """Every further copy of a tensor, with the one that is taken."""
     for copy in manifest.replicas:
-        if copy.slot != "state" and copy.name in manifest.entries:
-            yield Match(copy, manifest.entries[copy.name])
+        if copy.slot != "state" and copy.key in manifest.entries:
+            yield Match(copy, manifest.entries[copy.key])
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
@@ -159,17 +159,17 @@ def averaged(manifest: Manifest) -> Manifest:
     """
     if (manifest.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
         return manifest
-    copies: dict[str, list[Entry]] = {}
+    copies: dict[Key, list[Entry]] = {}
     for match in copies_of(manifest):
         copy, taken = match.a, match.b
         is_averaged = copy.parameter in manifest.parameters and copy.dtype in FLOATS
         if taken is not None and is_averaged and not AXES[_axis(copy)].drift:
-            copies.setdefault(copy.name, [taken]).append(copy)
+            copies.setdefault(copy.key, [taken]).append(copy)
     entries = {}
-    for name, entry in manifest.entries.items():
-        own = copies.get(name, [])
-        of_masters = copies.get(f"{entry.parameter}/master", own)
-        entries[name] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
+    for key, entry in manifest.entries.items():
+        own = copies.get(key, [])
+        of_masters = copies.get((entry.parameter, "master"), own)
+        entries[key] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
     return replace(manifest, entries=entries)
 
 
@@ -194,17 +194,17 @@ def check_slices(manifest: Manifest) -> None:
     """
     if len(manifest.models) < 2:
         return
-    moments, rules = _moments(manifest.models), _rules(manifest)
+    moments, placements = _moments(manifest.models), _placements(manifest)
     wrong = [
         name
-        for name, rule in rules.items()
-        if rule not in (REPLICATED, SUM) and any(map(_are_equal, moments.get(name, ())))
+        for name, placement in placements.items()
+        if placement.is_cut and any(map(_are_equal, moments.get(name, ())))
     ]
     if wrong:
         raise InconsistentCheckpoint(
             "tp-rule-wrong",
-            f"{manifest.root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor "
-            "ranks, but all ranks hold the same values",
+            f"{manifest.root}: the rule `{placements[wrong[0]].text}` cuts {listed(wrong)} over "
+            "tensor ranks, but all ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
             file=manifest.root,
         )
@@ -212,7 +212,7 @@ def check_slices(manifest: Manifest) -> None:
 
 def _refuse_sums(manifest: Manifest) -> None:
     """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
-    if sums := [name for name, rule in _rules(manifest).items() if rule == SUM]:
+    if sums := [name for name, own in _placements(manifest).items() if own.is_sum]:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
             f"{manifest.root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is "
@@ -223,9 +223,9 @@ def _refuse_sums(manifest: Manifest) -> None:
         )
 
 
-def _rules(manifest: Manifest) -> Mapping[str, str]:
-    """The rule by which each parameter was cut; none if slices were not joined."""
-    return (manifest.tensor_parallel or UNCUT).rules
+def _placements(manifest: Manifest) -> Mapping[str, Placement]:
+    """How the ranks held each parameter; none if slices were not joined."""
+    return (manifest.tensor_parallel or UNCUT).placements
 
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:

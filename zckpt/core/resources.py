@@ -31,7 +31,7 @@ def describe(progress: Progress | None, text: str) -> None:
 class Copying(Struct, frozen=True):
     """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
 
-    `pool` are the processes that share a pass over tensors which only reads.
+    `pool` are the processes that share a comparison.
     """
 
     jobs: int = 4

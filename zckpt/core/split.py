@@ -53,11 +53,11 @@ def part(whole: Manifest, row: Row) -> Manifest:
             return entry.slot == "state"
         if entry.slot != "param":
             return entry.parameter not in empty
-        return row.has_weights or f"{entry.parameter}/master" not in whole.entries
+        return row.has_weights or (entry.parameter, "master") not in whole.entries
 
     return replace(
         whole,
-        entries={name: as_held(entry) for name, entry in whole.entries.items() if has(entry)},
+        entries={key: as_held(entry) for key, entry in whole.entries.items() if has(entry)},
         parameters=parameters,
         states=whole.states.with_numbers_of(trained),
         buffers=tuple(name for name in whole.buffers if name in names),

@@ -27,7 +27,7 @@ from .facts import FlatBufferEngine
 from .grouping import by_key
 from .inert import TensorName, map_values
 from .keys import has_texts_alone, in_doubt
-from .manifest import Manifest, slot_key
+from .manifest import Key, Manifest, slot_key
 from .optimizer_states import Form, StateRow, States, unsupported
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
@@ -66,13 +66,13 @@ OF_WRAPPER = "no other engine reads what stands around the optimizer's state dic
 
 
 class State(Struct, frozen=True):
-    """The state `key` of a checkpoint, with the names of its tensors by parameter.
+    """The state `key` of a checkpoint, with the keys of its tensors by parameter.
 
     `reason` says why a target cannot have it, or why it was not read; it may be empty.
     """
 
     key: str
-    tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tensors: dict[str, tuple[Key, ...]] = field(default_factory=dict)
     form: str = "slot"
     reason: str = ""
 
@@ -94,12 +94,12 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
     states = {
-        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.name,) for entry in entries})
+        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.key,) for entry in entries})
         for slot, entries in manifest.slots.items()
         if is_optimizers(slot)
     }
 
-    def add(key: str, name: str, tensors: Sequence[str], form: str, reason: str = "") -> None:
+    def add(key: str, name: str, tensors: Sequence[Key], form: str, reason: str = "") -> None:
         state = states.get(key)
         if state is None or state.form != form:
             known = {} if state is None or state.form == "none" else state.tensors
@@ -118,7 +118,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
         key, is_none = str(row.key), row.form == "other" and row.value is None
         if is_none and key in states and states[key].form != "none":
             continue  # a momentum_buffer of torch's SGD that some parameters have
-        tensors = _entries_in(row.value)
+        tensors = entries_in(row.value)
         reason = BOUND if row.form == "partition" else row.reason
         for name in row.parameters:
             add(key, name, tensors, "none" if is_none else row.form, reason)
@@ -126,8 +126,9 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     return states
 
 
-def _entries_in(value: Any) -> list[str]:
-    return [f"{tensor}/state" for tensor in tensors_in(value)]
+def entries_in(value: Any) -> list[Key]:
+    """The keys of the tensors in a value of the state, each once."""
+    return [(name, "state") for name in tensors_in(value)]
 
 
 def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
@@ -273,16 +274,16 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         return manifest
     gone = {*keys}
     states = states_of(manifest)
-    names = {
-        name
+    tensors = {
+        tensor
         for key in gone & states.keys()
-        for tensors in states[key].tensors.values()
-        for name in tensors
+        for own in states[key].tensors.values()
+        for tensor in own
     }
     return replace(
         manifest.with_each(lambda rank: without(rank, keys)),
-        entries={name: entry for name, entry in manifest.entries.items() if name not in names},
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in names),
+        entries={key: entry for key, entry in manifest.entries.items() if key not in tensors},
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in tensors),
         state=without_wrapped(manifest, gone),
         states=manifest.states.without(gone),
     )
@@ -315,7 +316,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     for key, rows in held.items():
         names = dict.fromkeys(name for row in rows for name in row.parameters)
         values = [row.value for row in rows]
-        tensors = [entries.pop(name, None) for name in _entries_in(values)]
+        tensors = [entries.pop(name, None) for name in entries_in(values)]
         if None in tensors:  # a stage of a pipeline lacks those of others
             states.append(StateRow(key, "unsupported", tuple(names), "", reason))
         else:
@@ -324,7 +325,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     return replace(
         manifest,
         entries=entries,
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in gone),
         states=manifest.states.without_form("other", "partition") + states,
     )
 
@@ -333,7 +334,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
     """The manifest with its weights and buffers, and nothing of the optimizer and the run."""
     return replace(
         manifest,
-        entries={name: e for name, e in manifest.entries.items() if e.slot in WEIGHTS},
+        entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
         parameters={
             name: replace(parameter, step=None, group=None, updated=True)

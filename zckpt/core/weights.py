@@ -22,7 +22,7 @@ from msgspec import Struct
 from ..errors import MissingData
 from .dtypes import FLOATS, NUMBERS
 from .grouping import by_key
-from .manifest import Entry
+from .manifest import Entry, Key
 
 WEIGHTS = frozenset({"param", "master"})
 """The slots of weights."""
@@ -80,9 +80,9 @@ class Weight(Struct, frozen=True):
         return entry
 
 
-def weight_of(entries: Mapping[str, Entry], name: str) -> Weight:
+def weight_of(entries: Mapping[Key, Entry], name: str) -> Weight:
     """The entries of the weight `name`; one that is missing is None."""
-    return Weight(name, entries.get(f"{name}/param"), entries.get(f"{name}/master"))
+    return Weight(name, entries.get((name, "param")), entries.get((name, "master")))
 
 
 def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:

@@ -157,7 +157,7 @@ class KeyNames(Struct, eq=False, dict=True):
             name, slots = value.name, ["state"]
         elif meaning.kind != "weight":
             return []
-        entries = (self.manifest.entries.get(f"{name}/{slot}") for slot in slots)
+        entries = (self.manifest.entries.get((name, slot)) for slot in slots)
         return [entry for entry in entries if entry is not None]
 
     def unused(self, meanings: Iterable[KeyMeaning]) -> list[str]:

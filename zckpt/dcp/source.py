@@ -218,7 +218,7 @@ def listing_of(manifest: Manifest) -> Listing:
 
 def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
     def entry(name: TensorName) -> Entry:
-        return manifest.entries[f"{name.name}/state"]
+        return manifest.entries[name.name, "state"]
 
     if isinstance(value, BlankTensor):
         return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})

@@ -122,7 +122,7 @@ class LoadTarget:
     def _tensor(self, name: TensorName) -> torch.Tensor:
         """A tensor inside the manifest's state."""
         manifest = self.source.manifest
-        return as_torch(manifest.entries[f"{name.name}/state"], manifest.records)
+        return as_torch(manifest.entries[name.name, "state"], manifest.records)
 
     def _number(self, meaning: KeyMeaning) -> Scalar | None:
         """A 0-d state."""

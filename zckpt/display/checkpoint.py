@@ -130,7 +130,7 @@ def tensors(listed: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str] = str) -> None:
+def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> None:
     """A bar per tensor: which file holds which of its elements; `spelled` gives a path's name."""
     chosen = matching(manifest.entries.values(), pattern)
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}

@@ -10,6 +10,7 @@ from typing import Any
 from ..core.grouping import neighbors
 from ..core.inert import PYTHON_NUMBERS
 from ..core.layers import places_of
+from ..core.manifest import key_of
 from ..errors import counted, listed, safe, short, sized
 from .picture import SPARKS, curves, drawn, layers
 from .terminal import brief, checked, first_of, spoken, states, table, unchecked, warn, warned
@@ -186,7 +187,7 @@ def _number_as_kept(line: dict[str, Any], side: str) -> str:
 def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
     for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
         if names:
-            slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
+            slots = ", ".join(dict.fromkeys(key_of(name)[1] for name in names))
             example = f"{':' if len(names) == 1 else ', such as'} {safe(names[0])}"
             tensors = f"{counted(len(names), 'tensor')} ({safe(slots)}){example}"
             print(f"only {safe(where)} has {tensors}")
@@ -269,7 +270,7 @@ def _layers(report: dict[str, Any]) -> None:
     cells: dict[str, float] = {}
     for slot in ("master", "param"):
         for line in report["tensors"]:
-            name, _, own = line["tensor"].rpartition("/")
+            name, own = key_of(line["tensor"])
             if own == slot and line["rms"] is not None:
                 cells[name] = float(line["rms"])
     drawn = layers(places_of(cells), cells, shutil.get_terminal_size().columns)

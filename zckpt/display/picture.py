@@ -30,7 +30,7 @@ def shade(distance: Cell) -> int:
     return 1 + min(max(power, FAINTEST), STRONGEST) - FAINTEST
 
 
-def drawn(heat: dict[str, Any], columns: int | None = None) -> Iterator[str]:
+def drawn(heat: dict[str, Any], columns: int | None) -> Iterator[str]:
     """Lines for a terminal: one per module, in the order of the forward, with a column per step.
     Names are cut so that lines have at most `columns` characters, if possible."""
     names, rows, steps = _fitting(heat)

@@ -36,7 +36,7 @@ from ..core.dtypes import FROM_TORCH
 from ..core.filenames import path_inside
 from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
-from ..core.missing_ranks import missing_ranks
+from ..core.inventory import gaps, known, refuse_gaps, role
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -52,7 +52,7 @@ ITEMS = ".distcp"
 MAX_METADATA = 2 << 30  # bytes; a box takes 140 to 210, and 4 KB of memory once it is read
 AT_ONCE = 1 << 20  # bytes
 SEAL = re.compile(rb"\nzckpt-crc32 ([0-9a-f]{8})\n\Z")
-OF_RANK = re.compile(r"__(\d+)\.metadata")
+OF_RANK = role("metadata", r"__(\d+)\.metadata", "dp")
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}  # of every version of torch
 MAX_AXES = 64  # of a torch.Tensor
@@ -195,11 +195,7 @@ def read_table(folder: str) -> ItemTable:
         table = _read_one(folder, tuple(files), name)
         need_agreement(table, name)
         return table
-    ranks = {
-        int(match[1]): path
-        for path in files
-        if (match := OF_RANK.fullmatch(os.path.basename(path)))
-    }
+    ranks = {own.numbers: path for path in files if (own := known((OF_RANK,), path)) is not None}
     if not ranks:
         raise IncompleteCheckpoint(
             "unfinished-save",
@@ -207,9 +203,7 @@ def read_table(folder: str) -> ItemTable:
             hint="the save did not finish; take an earlier checkpoint",
             file=folder,
         )
-    missing = sorted(set(range(max(ranks))) - set(ranks))
-    if missing:
-        raise missing_ranks(folder, missing, expected=f"__{missing[0]}{METADATA}")
+    refuse_gaps(folder, gaps(OF_RANK, ranks, zip(range(max(ranks)[0]))))
     table = _combined([_read_one(folder, tuple(files), ranks[rank]) for rank in sorted(ranks)])
     need_agreement(table, os.path.join(folder, f"__*{METADATA}"))
     return table

@@ -18,7 +18,7 @@ from ..core.dtypes import SIZES
 from ..core.elsewhere import Fingerprint
 from ..core.fragments import Extent, Record
 from ..core.grouping import by_key
-from ..core.missing_ranks import missing_file
+from ..core.inventory import missing_file
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
 from .dcpfile import ITEMS, METADATA, ItemBox, ItemLocation, ItemTable
 from .safefile import SavedTensor, read_with_metadata

@@ -27,7 +27,7 @@ from ..core.dtypes import NUMBERS, SIZES, STORAGES, decode
 from ..core.fileio import crc_of
 from ..core.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
 from ..core.inert import Global, Scalar, TensorName, inside, map_values, to_json
-from ..core.manifest import Entry
+from ..core.manifest import Entry, Key
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
 from .torchtensors import CONTIGUOUS, TENSORS, runs_of, size_of
 from .torchtensors import Storage as Storage
@@ -228,13 +228,13 @@ class TorchFile:
         is_number = isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS
         return self.scalar(value) if is_number else value
 
-    def kept(self, value: Any, path: str, entries: dict[str, Entry]) -> Any:
+    def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
         """A value with its tensors as entries of slot `state`; 0-d ones by value."""
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
                 return self.scalar(value)
-            name = f"{path}/state"
-            entries[name] = Entry(name, value.dtype, value.shape, self.fragments(value))
+            entry = Entry(path, "state", value.dtype, value.shape, self.fragments(value))
+            entries[entry.key] = entry
             return TensorName(path)
         return map_values(value, lambda item, key: self.kept(item, inside(path, key), entries))
 

@@ -25,7 +25,7 @@ from ..core.folder import Folder
 from ..core.fragments import Extent, row_major
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Entry, Key, Manifest
 from ..core.streaming import carry_out_all
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
@@ -56,12 +56,12 @@ class Storages(Struct, eq=False):
         return tensor
 
 
-def thawed(value: Any, entries: Mapping[str, Entry], storages: Storages) -> Any:
+def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
     """`value` of a manifest's state, with tensors instead of their names and values."""
     if isinstance(value, Scalar):
         return storages.scalar(value)
     if isinstance(value, TensorName):
-        entry = entries[f"{value.name}/state"]
+        entry = entries[value.name, "state"]
         return storages.tensor(entry.dtype, entry.shape)
     return map_values(value, lambda item, _: thawed(item, entries, storages))
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..core.facts import MAX_DP
-from ..core.missing_ranks import missing_ranks
+from ..core.inventory import Role, Row, gaps, known, refuse_gaps
 from ..errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 
 
-def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, hint: str) -> None:
+def require_all(
+    paths: Mapping[int, str],
+    world: int,
+    where: str,
+    reason: str,
+    hint: str = "",
+    roles: Sequence[Role] = (),
+) -> None:
     """Raises unless there is a file of each of `world` ranks; `paths` are by rank.
 
-    IncompleteCheckpoint, which names the ranks without a file; InconsistentCheckpoint for a file of
-    a further rank, CorruptCheckpoint for more ranks than there can be.
+    IncompleteCheckpoint, which names the files that are missing, as far as `roles` do;
+    InconsistentCheckpoint for a file of a further rank, CorruptCheckpoint for more ranks than there
+    can be.
     """
     some, last = paths[min(paths)], max(paths)
     if last >= world:
@@ -26,8 +34,15 @@ def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, h
         raise CorruptCheckpoint(
             "file-damaged", f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}"
         )
-    if missing := [rank for rank in range(world) if rank not in paths]:
-        raise missing_ranks(where, missing, reason=reason, hint=hint)
+    own = known(roles, some)
+    if own is None:  # the program's own names
+        missing = [rank for rank in range(world) if rank not in paths]
+        rows = [Row("", "", where, (("dp", rank),), "missing") for rank in missing]
+    else:
+        numbers = [own.numbers_with("dp", rank) for rank in range(world)]
+        there = {numbers[rank]: path for rank, path in paths.items()}
+        rows = gaps(own.role, there, numbers, some)
+    refuse_gaps(where, rows, reason, hint)
 
 
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 from msgspec import Struct
 
 from ..core.inert import PLAIN, inside
-from ..core.manifest import Entry
+from ..core.manifest import Entry, Key
 from ..core.optimizer_states import StateRow, unsupported
 from ..core.states import NO_PARAMETER, REASONS
 
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 
-Keep = Callable[[Any, str, dict[str, Entry]], Any]
+Keep = Callable[[Any, str, dict[Key, Entry]], Any]
 """Gives an inert value; the entries of its tensors, whose names begin with a path, are added."""
 
 
@@ -44,7 +44,7 @@ def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> list[StateRow]:
         if form is not None and is_named and is_plain(item.value):
             rows[form, item.key] = StateRow(item.key, form, value=item.value)
             continue
-        tensors: dict[str, Entry] = {}
+        tensors: dict[Key, Entry] = {}
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
         own = unsupported(item.key, item.parameters, item.reason, value, tensors.values())
         rows[len(rows)] = own

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ..core.grouping import by_key
 from ..core.inert import by_value
-from ..core.manifest import Entry, Manifest, Parameter
+from ..core.manifest import Entry, Key, Manifest, Parameter
 from ..core.optimizer_states import States
 from ..core.weights import states_by_weight
 from ..errors import InconsistentCheckpoint, MissingData, Notice, WrongOption, listed
@@ -93,16 +93,16 @@ class Template:
             return shape == wanted
         return self.rows[name] <= shape[0] < wanted[0]
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[Key, Entry]:
         """The source's tensors under the run's names."""
         names = by_key((owner, name) for name, owner in self.owners.items())
         renamed = [
-            replace(entry, name=f"{name}/{entry.slot}")
+            replace(entry, parameter=name)
             for entry in self.source.entries.values()
             if entry.slot != "state"
             for name in names.get(entry.parameter, ())
         ]
-        return {entry.name: entry for entry in renamed}
+        return {entry.key: entry for entry in renamed}
 
     def parameters(self) -> dict[str, Parameter]:
         """Those of the run, with the steps and shapes of the source."""
@@ -123,7 +123,7 @@ class Template:
             {name: self.owners[name] for name in self.run.parameters}
         )
 
-    def check_states(self, entries: Mapping[str, Entry]) -> None:
+    def check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless both train the same weights with an optimizer of the same states."""
         source, run = self.source, self.run
         ours, theirs = plain_name(source.optimizer or ""), plain_name(run.optimizer or "")
@@ -182,7 +182,7 @@ class Template:
 
 def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
     parameter = manifest.parameters.get(name)
-    return manifest.entries[f"{name}/param"].shape if parameter is None else parameter.shape
+    return manifest.entries[name, "param"].shape if parameter is None else parameter.shape
 
 
 def _listed(slots: set[str]) -> str:

@@ -35,7 +35,7 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
             else parameter
             for name, parameter in source.parameters.items()
         },
-        entries={name: own(entry) for name, entry in source.entries.items()},
+        entries={key: own(entry) for key, entry in source.entries.items()},
         replicas=tuple(map(own, source.replicas)),
     )
 

@@ -2,14 +2,15 @@
 
 The engine's files are told by its format's table of roles, and those beside them by that of the
 trainers' programs. The engine's were opened by their reader, which raises for what is wrong; those
-of a program are looked at here.
+of a program are looked at here. If that reader has failed, names and its error say what is there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain, islice
 from typing import Any
 
 from .. import formats
@@ -17,12 +18,24 @@ from ..core import sources
 from ..core.inventory import Role, Row, State, known, nearest
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ZckptError
 from ..training import needs
 from ..training.trainers import STATE, counter
 from .file_state import state_of
 
 OTHER = "other"
 """The role of a file whose name says nothing."""
+MOST_FILES = 20_000
+"""So many files of a damaged checkpoint are looked at."""
+ALL_ROLES = tuple(role for format in formats.FORMATS for role in format.roles)
+STATES: Mapping[str, State] = {
+    "file-cut-short": "cut",
+    "mixed-saves": "foreign",
+    "swapped-files": "foreign",
+    "file-copied-over": "foreign",
+    "world-size-disagrees": "unexpected",
+}
+"""What a problem with this code says of its file; any other damage is `unreadable`."""
 
 
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
@@ -66,7 +79,7 @@ def _has_groups(value: Any, depth: int = 3) -> bool:
 
 def stand_in(lost: str, paths: Iterable[str]) -> str | None:
     """The file of the same role and of the next rank, among those of a checkpoint of any format."""
-    return nearest([role for format in formats.FORMATS for role in format.roles], lost, paths)
+    return nearest(ALL_ROLES, lost, paths)
 
 
 def needs_of(manifest: Manifest) -> list[needs.Need]:
@@ -79,12 +92,70 @@ def of_engine(manifest: Manifest) -> list[Row]:
     """The rows of the engine's own files."""
     format = formats.of(manifest)
     roles = () if format is None else format.roles
-    return [_row(roles, os.path.relpath(path, manifest.root), path) for path in manifest.files]
+    read = manifest.fingerprints
+    return [
+        _row(roles, _below(path, manifest.root), path, read[path].size if path in read else None)
+        for path in manifest.files
+    ]
 
 
-def _row(roles: Iterable[Role], name: str, path: str, state: State = "ok") -> Row:
+def _below(path: str, root: str) -> str:
+    return os.path.basename(path) if path == root else os.path.relpath(path, root)
+
+
+def _row(roles: Iterable[Role], name: str, path: str, size: int | None, state: State = "ok") -> Row:
     own = known(roles, name)
-    return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state)
+    return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state, size)
+
+
+# -- of a checkpoint that cannot be read
+
+
+def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
+    """The rows of what lies in a folder, or of one file, and of files that are missing there.
+
+    Names say what they are; `wrong` are the states of files by path, as an error says them.
+    """
+    engines = list[Role]()
+    with suppress(ZckptError, OSError):
+        engines += formats.recognize(folder).roles
+    roles = (*engines, *needs.ROLES, *(() if engines else ALL_ROLES))
+    sizes = dict[str, int | None]()
+    with suppress(OSError):  # of a folder that this user may not list
+        sizes |= {path: os.path.getsize(path) for path in files_below(folder)}
+    sizes |= {path: None for path in wrong if path not in sizes}
+    return [
+        _row(roles, _below(path, folder), path, size, wrong.get(path, "ok" if size else "empty"))
+        for path, size in sizes.items()
+    ]
+
+
+def states_in(error: ZckptError | OSError) -> dict[str, State]:
+    """The states of the files that an error names, by path."""
+    if isinstance(error, IncompleteCheckpoint) and error.paths:
+        return dict.fromkeys(error.paths, "missing")
+    files = {os.fspath(error.filename): ""} if isinstance(error, OSError) and error.filename else {}
+    if isinstance(error, ZckptError):
+        files = {each.file: each.code for each in error.notices if each.file is not None}
+    is_wrong = isinstance(error, (OSError, CorruptCheckpoint, IncompleteCheckpoint))
+    states = {
+        path: STATES.get(code, "unreadable")
+        for path, code in files.items()
+        if is_wrong or code in STATES
+    }
+    return {path: state for path, state in states.items() if not os.path.isdir(path)}
+
+
+def files_below(path: str) -> Iterator[str]:
+    """The files below a path, as far as they are looked at."""
+    if not os.path.isdir(path):
+        yield path
+        return
+    files = (entry.path for entry in sources.walk(path) if entry.is_file())
+    yield from islice(files, MOST_FILES)
+
+
+# -- files beside the engine's
 
 
 def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
@@ -101,7 +172,7 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
             state = state_of(item)
             if (state, item.name) == ("ok", STATE) and counter(os.path.dirname(item.path)) is None:
                 state = "unreadable"  # JSON, and not the Trainer's
-        yield _row(needs.ROLES, item.name, item.path, state)
+        yield _row(needs.ROLES, item.name, item.path, item.size, state)
 
 
 def roles_beside(folder: str) -> set[str]:

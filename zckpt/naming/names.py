@@ -402,8 +402,8 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     def under_new_name(entry: Entry) -> Entry:
         if entry.slot == "state":
             new = tensors.get(entry.parameter)
-            return entry if new is None else replace(entry, name=f"{new}/state")
-        return replace(entry, name=f"{names.get(entry.parameter, entry.parameter)}/{entry.slot}")
+            return entry if new is None else replace(entry, parameter=new)
+        return replace(entry, parameter=names.get(entry.parameter, entry.parameter))
 
     def module(path: str) -> str:
         return rewrite(f"{path}.").removesuffix(".") if path else path
@@ -420,7 +420,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     entries = map(under_new_name, manifest.entries.values())
     return replace(
         manifest.with_each(lambda own: _under(own, rewrite, names)),
-        entries={entry.name: entry for entry in entries},
+        entries={entry.key: entry for entry in entries},
         replicas=tuple(map(under_new_name, manifest.replicas)),
         sibling_weights=tuple(map(under_new_name, manifest.sibling_weights)),
         parameters={

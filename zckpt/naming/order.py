@@ -96,6 +96,6 @@ def _ordered(manifest: Manifest, positions: Mapping[str, int]) -> Manifest:
     return replace(
         manifest,
         parameters={name: parameters[name] for name in order},
-        entries={entry.name: entry for entry in entries},
+        entries={entry.key: entry for entry in entries},
         engine=None if engine is None else replace(engine, ordered=True),
     )

@@ -26,8 +26,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ..core import slicing, sources
-from ..core.placement import REPLICATED, SUM, Shapes, Sliced
+from ..core import sources
+from ..core.placement import KINDS, Placement, Shapes, Sliced, of_rule
 from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -42,13 +42,9 @@ from ..errors import (
 )
 from .tensor_families import DOUBTS, FAMILIES, WIDTHS
 
-GEOMETRIC = ("affine_map", "view")  # rules of a checkpoint that state every piece
-PLAIN = {"0:1x": "0"}
 CONV1D = re.compile(r"(^|\.)c_(attn|fc|proj)\.")
-HELP = (
-    "a rule is `replicated`, `sum`, `0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` "
-    "(sub-parameters) or `vocab:N`"
-)
+*FORMS, LAST_FORM = (kind.forms for kind in KINDS)
+HELP = f"a rule is {', '.join(FORMS)} or {LAST_FORM}"
 
 
 class TensorRules(Protocol):
@@ -59,17 +55,18 @@ class TensorRules(Protocol):
 
 
 class TensorRule(Struct, frozen=True):
-    """One line: `axis` is None if ranks have the whole shape, `parts` are widths in the whole.
-
-    `equal` is the number of equal sub-parameters, if the widths are not stated.
-    """
+    """One line: names that match a pattern, and how ranks hold such a parameter."""
 
     pattern: str
-    text: str
-    axis: int | None
-    parts: tuple[int, ...] = ()
-    equal: int = 1
-    vocabulary: int | None = None
+    placement: Placement
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        """How a parameter that it names is cut; None if the files alone say it."""
+        return self.placement.sliced(shapes, self.misfit(name))
+
+    def misfit(self, name: str) -> str:
+        """The begin of a sentence about a parameter whose shapes the rule does not fit."""
+        return f"the rule `{self.pattern} = {self.placement.text}` does not fit {name}"
 
 
 class RuleFile(Struct, frozen=True):
@@ -82,7 +79,7 @@ class RuleFile(Struct, frozen=True):
         for rule in self.rules:
             if re.fullmatch(rule.pattern, name):
                 try:
-                    return by_rule(rule, name, shapes)
+                    return rule.sliced(name, shapes)
                 except InconsistentCheckpoint as error:
                     raise WrongOption(
                         "tp-rule-wrong",
@@ -101,65 +98,6 @@ class RuleFile(Struct, frozen=True):
             return []
         message = sentence.format(names=listed(doubtful, 4))
         return [warning("cuts-unknown", message, subject=doubtful[0])]
-
-
-def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
-    """The pieces of a parameter that is cut as `rule` says; raises InconsistentCheckpoint."""
-    known = [shape for shape in shapes if shape is not None]
-    says = f"the rule `{rule.pattern} = {rule.text}` does not fit {name}"
-    if len(known) < len(shapes):
-        raise InconsistentCheckpoint(
-            "tp-rule-wrong",
-            f"{says}: tensor rank {[*shapes].index(None)} does not have this parameter",
-        )
-    if rule.axis is None:
-        if len(set(known)) > 1:
-            raise InconsistentCheckpoint(
-                "tp-rule-wrong", f"{says}, whose shapes differ: {_on_ranks(known)}"
-            )
-        return Sliced(known[0], slicing.replicated(known[0], len(known)), rule.text)
-    axis = rule.axis
-    if axis >= len(known[0]):
-        raise InconsistentCheckpoint(
-            "tp-rule-wrong", f"{says}, which has the shape {list(known[0])}"
-        )
-    others = {(shape[:axis], shape[axis + 1 :]) for shape in known}
-    if len(others) > 1 or len({len(shape) for shape in known}) > 1:
-        raise InconsistentCheckpoint(
-            "tp-rule-wrong", f"{says}, whose shapes differ: {_on_ranks(known)}"
-        )
-    lengths = [shape[axis] for shape in known]
-    widths: list[Sequence[int]] = [lengths]
-    if rule.parts:
-        split = slicing.even_parts(rule.parts, len(known))
-        if split is None or sum(rule.parts) != sum(lengths):
-            raise InconsistentCheckpoint(
-                "tp-rule-wrong",
-                f"{says}: {len(known)} ranks cannot share {listed(rule.parts)}, and hold "
-                f"{listed(lengths)} along dimension {axis}",
-            )
-        widths = [*split]
-        if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(lengths)):
-            raise InconsistentCheckpoint(
-                "tp-rule-wrong", f"{says}: the ranks hold {listed(lengths)}"
-            )
-    elif rule.equal > 1:
-        if any(width % rule.equal for width in lengths):
-            raise InconsistentCheckpoint(
-                "tp-rule-wrong",
-                f"{says}: {listed(lengths)} cannot be cut into {rule.equal} equal parts",
-            )
-        widths = [[width // rule.equal for width in lengths] for _ in range(rule.equal)]
-    if rule.vocabulary is not None and rule.vocabulary > sum(lengths):
-        raise InconsistentCheckpoint("tp-rule-wrong", f"{says}: the ranks hold {sum(lengths)} rows")
-    first = known[0]
-    shape = (*first[:axis], sum(lengths), *first[axis + 1 :])
-    pieces = slicing.cut(prod(first[:axis]), prod(first[axis + 1 :]), widths)
-    return Sliced(shape, pieces, rule.text, rule.vocabulary)
-
-
-def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
-    return listed([list(shape) for shape in shapes], 4)
 
 
 # -- what a user gives
@@ -208,38 +146,27 @@ def _parsed(text: str, source: str) -> list[TensorRule]:
             re.compile(pattern)
         except re.error:
             equals = ""
-        parsed = rule_in(rule, pattern) if equals and pattern else None
-        if parsed is None:
+        placement = of_rule(rule) if equals and pattern else None
+        if placement is None:
             raise WrongOption(
                 "option-invalid",
                 f"{source}, line {number}: {line[:99]!r} is not of the form REGEX = RULE",
                 hint=HELP,
             )
-        rules.append(parsed)
+        rules.append(TensorRule(pattern, placement))
     return rules
 
 
-def rule_in(text: str, pattern: str = "") -> TensorRule | None:
-    """The rule that a line states; None if it states none."""
-    if text in (REPLICATED, SUM):
-        return TensorRule(pattern, text, None)
-    if match := re.fullmatch(r"vocab:(\d+)", text):
-        return TensorRule(pattern, text, 0, vocabulary=int(match[1]))
-    match = re.fullmatch(r"(\d)(?::(?:(\d+)x|(\d+(?:,\d+)*)))?", text.replace(" ", ""))
-    if match is None:
-        return None
-    parts = tuple(map(int, match[3].split(","))) if match[3] else ()
-    equal = int(match[2] or 1)
-    return TensorRule(pattern, text, int(match[1]), parts, equal) if equal else None
-
-
 def shapes_by(
-    rules: TensorRules, name: str, whole: tuple[int, ...], candidates: Iterable[Shapes]
+    rules: Sequence[TensorRules],
+    name: str,
+    whole: tuple[int, ...],
+    candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """The first shapes of ranks for which a rule gives the whole shape; and how they are cut."""
+    """The first shapes of ranks for which rules give the whole shape; and how they are cut."""
     for shapes in candidates:
         try:
-            sliced = rules.sliced(name, shapes)
+            sliced = _first_sliced(rules, name, shapes)
         except (InconsistentCheckpoint, WrongOption):
             continue  # the rule is for another dimension
         if sliced is not None and sliced.shape == whole:
@@ -247,10 +174,14 @@ def shapes_by(
     return None
 
 
-def stated_rule(name: str, text: str) -> TensorRules | None:
-    """The rule of one parameter, as `Sliced.rule` has it; None if no line could state it."""
-    rule = rule_in(text, re.escape(name))
-    return None if rule is None else RuleFile("the source", [rule])
+def stated_rule(name: str, placement: Placement) -> TensorRules:
+    """The rule of one parameter of a source."""
+    return RuleFile("the source", [TensorRule(re.escape(name), placement)])
+
+
+def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sliced | None:
+    """How a parameter is cut by the first rules that say it."""
+    return next((own for each in rules if (own := each.sliced(name, shapes)) is not None), None)
 
 
 # -- all parameters
@@ -263,7 +194,7 @@ def decide(
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
     for name, each in shapes.items():
-        sliced = next((s for rule in rules if (s := rule.sliced(name, each)) is not None), None)
+        sliced = _first_sliced(rules, name, each)
         if sliced is None:
             undecided[name] = each
         else:
@@ -296,9 +227,12 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
             continue
         if sliced.vocabulary is not None:  # a bias may lack padded rows
             continue
-        rules = sliced.rule, bias.rule
-        if len(sliced.shape) != 2 or len(bias.shape) != 1 or {*rules} & {*GEOMETRIC, "1:1x"}:
+        both = sliced.placement, bias.placement
+        if len(sliced.shape) != 2 or len(bias.shape) != 1:
             continue
+        if not all(placement.is_by_outputs for placement in both):
+            continue
+        rules = [placement.text for placement in both]
         hint = "correct the rule (--tp-rules FILE)"
         if sliced.shape[0] != bias.shape[0]:
             if bias.shape[0] == sliced.shape[1]:
@@ -309,8 +243,8 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
                 f"rule `{rules[1]}` its bias has {bias.shape[0]} elements",
                 hint=hint,
             )
-        parts = [PLAIN.get(rule, rule) for rule in rules]
-        if parts[0] != parts[1] and all(part.startswith("0") for part in parts):
+        parts = [placement.row_parts for placement in both]
+        if parts[0] != parts[1] and None not in parts:
             raise WrongOption(
                 "tp-rule-wrong",
                 f"{root}: the rule `{rules[0]}` cuts the rows of {name}, but the rule "
@@ -326,16 +260,16 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
             other = decided.get(name.replace(wide, narrow)) if name.endswith(wide) else None
             if other is None or len(sliced.shape) != 2 or len(other.shape) != 2:
                 continue
-            if other.is_replicated:  # its rule is wrong, as its bytes will show
+            if other.placement.is_replicated:  # its rule is wrong, as its bytes will show
                 continue
-            fused = re.fullmatch(r"0(?::(\d+)x)?", sliced.rule)
-            count = int(fused[1] or 1) if fused and fused[1] != "1" else 0
+            count = sliced.placement.fused
             rows, columns = sliced.shape[0], other.shape[1]
             if count and rows != count * columns and not rows % columns:
                 raise WrongOption(
                     "tp-rule-wrong",
                     f"{root}: {name} has {rows} rows, and the layer after it {columns} columns: "
-                    f"it has {rows // columns} fused parts, but the rule is `{sliced.rule}`",
+                    f"it has {rows // columns} fused parts, but the rule is "
+                    f"`{sliced.placement.text}`",
                     hint=f"use the rule `0:{rows // columns}x` (--tp-rules megatron-swiglu), or "
                     "`0:1x` if its rows are cut as one",
                 )
@@ -348,7 +282,7 @@ def _undecided(
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
     for name, sliced in decided.items():
-        lines.setdefault(_pattern(name), sliced.rule)
+        lines.setdefault(_pattern(name), sliced.placement.text)
     for name, shapes in undecided.items():
         lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
     family = next((each for each in FAMILIES if _fits(rules_of(each), undecided)), None)

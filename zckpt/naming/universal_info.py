@@ -26,22 +26,21 @@ from msgspec.structs import replace
 
 from ..core import slicing
 from ..core.fragments import row_major
-from ..core.placement import REPLICATED, Shapes, Sliced
+from ..core.placement import Boxes, Cut, PaddedRows, Placement, Replicated, Shapes, Sliced
 from ..core.slicing import Piece, Slicing
 from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from .patterns import PARTS, WIDTHS, check_patterns, fields_of
-from .tensor_rules import TensorRule, by_rule
+from .tensor_rules import TensorRule
 
 NEWEST_MAP = 1
 MOST_AXES = 8
 WHOLE = "tp_replicated_parameter_patterns"
-ROWS = TensorRule(".*", "0", 0)
-RULES: Mapping[str, TensorRule | None] = {
-    WHOLE: TensorRule("", REPLICATED, None),
-    "parameter_to_average_patterns": TensorRule("", REPLICATED, None),
-    "parameter_with_2_sub_params_cat_dim_0": TensorRule("", "0:2x", 0, equal=2),
+PLACEMENTS: Mapping[str, Placement | None] = {
+    WHOLE: Replicated(),
+    "parameter_to_average_patterns": Replicated(),
+    "parameter_with_2_sub_params_cat_dim_0": Cut(0, equal=2),
     PARTS: None,
-    "parameter_with_row_parallelism_patterns": TensorRule("", "1", 1),
+    "parameter_with_row_parallelism_patterns": Cut(1),
 }
 """In the order in which they count; None if each pattern states a view of its own."""
 
@@ -71,15 +70,15 @@ class UniversalInfo:
         rows = self.vocabulary if is_vocabulary else None
         if (mapped := self._map_of(name)) is not None:
             return _by_map(name, mapped, shapes, rows)
-        for key, rule in RULES.items():
-            if rule is None:
+        for key, placement in PLACEMENTS.items():
+            if placement is None:
                 for view in map(fields_of, self.info.get(key) or ()):
                     for pattern in _fitting(view["patterns"], name):
                         return self._of_view(name, pattern, view, shapes)
                 continue
             for pattern in self._matching(key, name):
-                return by_rule(replace(rule, pattern=pattern), name, shapes)
-        return by_rule(replace(ROWS, vocabulary=rows), name, shapes)
+                return TensorRule(pattern, placement).sliced(name, shapes)
+        return _by_rows(name, shapes, rows)
 
     def stated_shapes(self, name: str) -> Shapes | None:
         """Each rank's shape, if the affine_map has it."""
@@ -121,8 +120,8 @@ class UniversalInfo:
             )
         whole = _whole_shape(known, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
-        text = ",".join(str(sum(part)) for part in widths)
-        return Sliced(whole, pieces, f"{axis}:{text}" if is_row else "view")
+        placement = Cut(axis, tuple(map(sum, widths))) if is_row else Boxes("view")
+        return Sliced(whole, pieces, placement)
 
     def _widths(
         self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
@@ -153,6 +152,14 @@ class UniversalInfo:
                 f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}",
             )
         return split
+
+
+def _by_rows(name: str, shapes: Shapes, used: int | None) -> Sliced | None:
+    """Rows, of which the first `used` are a vocabulary's; the rule in words is that of any rows."""
+    rule = TensorRule(".*", Cut(0))
+    if used is None:
+        return rule.sliced(name, shapes)
+    return replace(PaddedRows(used).sliced(shapes, rule.misfit(name)), placement=rule.placement)
 
 
 def _fitting(patterns: Iterable[str], name: str) -> Iterator[str]:
@@ -262,8 +269,7 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
             )
     cut = Slicing(whole, tuple(slices), tuple(pieces))
     everywhere = all(shape == whole for shape in slices) and cut.copies == len(slices)
-    rule = REPLICATED if everywhere else "affine_map"
-    return Sliced(whole, cut, rule, rows)
+    return Sliced(whole, cut, Replicated() if everywhere else Boxes("affine_map"), rows)
 
 
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def tolerance(record: TensorRecord, narrowest: float) -> float:
     return TOLERANCES.get(record.dtype, 0.0)
 
 
-def apart(a: TensorRecord, b: TensorRecord, is_merged: bool = False) -> tuple[float, str]:
+def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str]:
     """The distance of two tensors, and the number that shows it."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"

@@ -54,7 +54,7 @@ class Order:
             self._next[self._last] = self._next[self._last[-1:]] = module
         self._last = (*self._last[-1:], module)
 
-    def following(self, guessed: Collection[int] = ()) -> Iterator[int]:
+    def following(self, guessed: Collection[int]) -> Iterator[int]:
         """The modules that are probably called after those `guessed`, each of them once."""
         last, seen = (*self._last, *guessed)[-2:], set(guessed)
         while (module := self._after(last)) is not None and module not in seen:

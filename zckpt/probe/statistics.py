@@ -50,7 +50,7 @@ class Measurer:
     Tensors that are on another device are measured there, or on the CPU if `on_cpu`.
     """
 
-    def __init__(self, bucket: int, samples: int, threads: int, on_cpu: bool = False) -> None:
+    def __init__(self, bucket: int, samples: int, threads: int, on_cpu: bool) -> None:
         self.bucket = bucket
         self.samples = samples
         self.on_cpu = on_cpu

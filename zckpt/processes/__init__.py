@@ -3,7 +3,7 @@
     launcher.py    which process is this, and of how many: torchrun, srun and mpirun say it
     store.py       where they meet: a store of torch.distributed
     group.py       what they tell each other
-    sharing.py     how they share a conversion, or a pass that only reads
+    sharing.py     how they share a conversion, or the comparison of `verify`
 
 Every process reads the metadata by itself. Small messages (JSON) pass through the store. Tensors go
 from the source to the target in the process that writes them, and what each has written stands in

@@ -1,4 +1,4 @@
-"""How do the processes of a group share a conversion, or a pass over tensors that only reads?
+"""How do the processes of a group share a conversion, or the comparison of `verify`?
 
 A conversion: all read the source and lay out the target by themselves. Rank 0 writes the shells and
 begins the journal; the others read both. Then every process takes regions, the largest first, until
@@ -180,7 +180,7 @@ def _length_and_crc(value: Any) -> tuple[int, int]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raises CorruptCheckpoint for a result that no pass of zckpt has found."""
+    """Raises ProcessFailed for a result that no pass of zckpt has found."""
     try:
         yield
     except MALFORMED as error:

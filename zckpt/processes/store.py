@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import CorruptCheckpoint, MissingExtra, ProcessLost
+from ..errors import MissingExtra, ProcessFailed, ProcessLost
 from .launcher import Launch, joined, meeting_place
 
 VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
@@ -124,9 +124,9 @@ class Store:
             ) from error
 
 
-def unreadable(reason: str) -> CorruptCheckpoint:
+def unreadable(reason: str) -> ProcessFailed:
     """The error of a message that no process of this launch has sent."""
-    return CorruptCheckpoint(
+    return ProcessFailed(
         "processes-disagree",
         f"a message of another process cannot be read: {reason}",
         hint="start all processes with the same version of zckpt; another program may use their "

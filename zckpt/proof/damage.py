@@ -213,7 +213,7 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
     """Tensors whose CRC-32 is not the one that the manifest states."""
     problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
-        stated = manifest.entries.get(entry.name) if entry else None
+        stated = manifest.entries.get(entry.key) if entry else None
         if entry is None or entry is not stated or entry.digest is None or crc is None:
             continue
         if crc == entry.digest:

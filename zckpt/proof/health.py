@@ -12,17 +12,14 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
-from msgspec.structs import astuple
 
 from ..core.description import Report, line_of, matching
 from ..core.dtypes import NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import ElementReader, ReadRequest
-from ..core.pooling import Claim, claimed
 from ..core.records import RecordChecker
-from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
-from ..core.sources import files_seen
+from ..core.resources import Begin, Copying, Progress, describe
 from ..core.statistics import Statistics, exponents, magnitudes, measure
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
@@ -36,9 +33,9 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 class Total(Struct, eq=False):
     """One tensor's statistics so far.
 
-    Parts are added in the order of elements, whichever thread or process was first, so that the
-    last digits are the same every time. `counts` are those of magnitudes, by exponent; they may be
-    added in any order, so that only a tensor in progress has a whole histogram.
+    Parts are added in the order of elements, whichever thread was first, so that the last digits
+    are the same every time. `counts` are those of magnitudes, by exponent; they may be added in any
+    order, so that only a tensor in progress has a whole histogram.
     """
 
     numel: int
@@ -62,20 +59,8 @@ class Total(Struct, eq=False):
             self._histogram = part.histogram if own is None else own + part.histogram
             part.histogram = None
         self._counted += part.elements
-        if self._counted == self.numel:
-            self.close()
-
-    def parts(self) -> list[tuple[int, int, tuple[Any, ...]]]:
-        """Elements [start, stop) and their statistics."""
-        self.close()
-        first = [(0, self.reached, astuple(self.statistics))] if self.reached else []
-        waiting = self.waiting.items()
-        return first + [(start, stop, astuple(part)) for start, (stop, part) in waiting]
-
-    def close(self) -> None:
-        """Keeps only the used part of the histogram."""
-        if self._histogram is not None:
-            self.counts.update(exponents(self._histogram))
+        if self._counted == self.numel and self._histogram is not None:
+            self.counts.update(exponents(self._histogram))  # only the used part is kept
             self._histogram = None
 
 
@@ -100,9 +85,9 @@ class Measuring(Struct, eq=False, dict=True):
         self.checker = RecordChecker(self.records, collect=True, fingerprints=fingerprints)
         self.lock = Lock()
 
-    def run(self, claim: Claim) -> None:
-        """Measures the blocks that this process gets."""
-        tasks = claimed(batches(self.groups, self.chunk), _bytes_of, claim, self.progress)
+    def run(self) -> None:
+        """Measures all tensors."""
+        tasks = batches(self.groups, self.chunk)
         stream(tasks, self.jobs, [self.checker], self.chunk, self.start)
 
     def start(self, readers: Sequence[ElementReader]) -> Callable[[list[list[ReadRequest]]], None]:
@@ -133,30 +118,6 @@ class Measuring(Struct, eq=False, dict=True):
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
         """Is called with the same elements of all tensors of a group."""
 
-    def tasks_by_name(self) -> Any:
-        return [
-            [entry.name for entry in self.entries],
-            files_seen(self.manifest.root, self.manifest.fingerprints),
-        ]
-
-    def found(self) -> Any:
-        """The parts of each tensor, its magnitudes, and CRC-32s of parts of records by number."""
-        return {
-            "tensors": [
-                [name, total.parts(), list(total.counts.items())]
-                for name, total in self.totals.items()
-            ],
-            "records": self.checker.parts_of(self.records),
-        }
-
-    def take(self, found: Any) -> None:
-        for name, parts, counts in found["tensors"]:
-            for start, stop, values in parts:
-                self.totals[name].add(start, stop, Statistics(*values))
-            self.totals[name].counts.update(dict(counts))
-        for number, *rest in found["records"]:
-            self.checker.passed_before(self.records[number], *rest)
-
 
 def _bytes_of(batch: Sequence[Sequence[ReadRequest]]) -> int:
     return sum(item.end - item.at for slot in batch for item in slot)
@@ -164,9 +125,9 @@ def _bytes_of(batch: Sequence[Sequence[ReadRequest]]) -> int:
 
 def measure_all(
     manifest: Manifest,
-    pattern: str | None = None,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    pattern: str | None,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Statistics of every tensor whose name matches the glob, and their problems.
 
@@ -214,12 +175,9 @@ def passed(
     # each thread has a buffer of this size, and reads with as much
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
-
-    def begun(chunk_of_all: int) -> Running:
-        jobs = max(1, copying.jobs * chunk // chunk_of_all)
-        return make(manifest, groups, chunk_of_all, jobs, progress)
-
-    return copying.pool.carry_out(begun, chunk)
+    running = make(manifest, groups, chunk, copying.jobs, progress)
+    running.run()
+    return running
 
 
 def _line(entry: Entry, total: Total) -> Report:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ..core.description import matching
 from ..core.dtypes import SIZES
 from ..core.grouping import by_key
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Entry, Key, Manifest
 from ..core.masters import with_masters
 from ..core.plan import Match, match, of_copies
 from ..core.weights import WEIGHTS, weight_of
@@ -27,23 +27,23 @@ def own_matches(manifest: Manifest) -> list[Match]:
     return matches + copies(manifest, entries)
 
 
-def copies(manifest: Manifest, entries: Mapping[str, Entry]) -> list[Match]:
+def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
     """Further copies of tensors on other ranks, but not random states: each rank has its own."""
     return [
-        Match(copy, entries[copy.name], copy=True)
+        Match(copy, entries[copy.key], copy=True)
         for copy in manifest.replicas
-        if copy.slot != "state" and copy.name in entries
+        if copy.slot != "state" and copy.key in entries
     ]
 
 
-def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
-    """Tensors that both have, with further copies; names that only `a` or only `b` has."""
+def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
+    """Tensors that both have, with further copies; keys that only `a` or only `b` has."""
     matches, only_a, only_b = match(a, b)
     equals = [(item.a, item.b) for item in matches if item.b is not None and item.how == "bits"]
     paired = _of_same_ranks(a, b) if twins(a, b) else []
     alone = {id(entry) for item in paired for entry in (item.a, item.b)}
-    theirs = {ours.name: other for ours, other in equals}
-    ours = {other.name: entry for entry, other in equals}
+    theirs = {ours.key: other for ours, other in equals}
+    ours = {other.key: entry for entry, other in equals}
     matches += [item for item in copies(a, theirs) if id(item.a) not in alone]
     matches += [
         replace(item, a=item.b, b=item.a)
@@ -59,10 +59,10 @@ def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
     Each rank may have its own, so a copy is compared with the other's copy.
     """
     matches: list[Match] = []
-    ours, theirs = (by_key((entry.name, entry) for entry in side.replicas) for side in (a, b))
+    ours, theirs = (by_key((entry.key, entry) for entry in side.replicas) for side in (a, b))
     buffers = {*a.buffers} & {*b.buffers}
-    for name, own in ours.items():
-        others = theirs.get(name, [])
+    for key, own in ours.items():
+        others = theirs.get(key, [])
         is_own = own[0].slot == "state" or own[0].parameter in buffers
         if is_own and len(own) == len(others):
             matches += map(of_copies, own, others)
@@ -90,8 +90,8 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
     return names
 
 
-def missing(names: Sequence[str], owner: Manifest, other: Manifest) -> list[str]:
-    """Those of `names`, which only `owner` has, that `other` should have too: tensors were lost.
+def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
+    """Those of `keys`, which only `owner` has, that `other` should have too: tensors were lost.
 
     A tensor should be there if `other` has the same slot of other parameters. A trained weight
     should be there in slot `param` or `master`; formats that keep only trained weights need no
@@ -99,10 +99,9 @@ def missing(names: Sequence[str], owner: Manifest, other: Manifest) -> list[str]
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []
-    for name in names:
-        parameter_name, _, slot = name.rpartition("/")
-        parameter = owner.parameters.get(parameter_name)
+    for name, slot in keys:
+        parameter = owner.parameters.get(name)
         weight = slot in WEIGHTS and parameter is not None and parameter.trainable
         if slot in slots or (weight and slots & WEIGHTS):
-            lost.append(name)
+            lost.append((name, slot))
     return lost

@@ -82,11 +82,11 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
 def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
     """By slot, the number of tensors that were read, or of pairs that were compared."""
     matches = [result.match for result in outcome.results if not result.match.copy]
-    names = [match.name for match in matches]
+    compared = [match.compared.key for match in matches]
     if alone:
-        names = [entry.name for match in matches for entry in (match.a, match.b) if entry]
-        names = list(dict.fromkeys(names))
-    return dict(Counter(name.rpartition("/")[2] for name in names))
+        compared = [entry.key for match in matches for entry in (match.a, match.b) if entry]
+        compared = list(dict.fromkeys(compared))
+    return dict(Counter(slot for _, slot in compared))
 
 
 def difference(result: Result) -> Report | None:

@@ -37,10 +37,10 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
         proven,
         origin=replace(proven.origin, root=name),
         entries={
-            new.name: new
+            new.key: new
             for entry in proven.entries.values()
             if entry.parameter not in others
-            for new in [replace(entry, name=entry.name.removeprefix(front))]
+            for new in [replace(entry, parameter=entry.parameter.removeprefix(front))]
         },
         parameters={
             key: replace(

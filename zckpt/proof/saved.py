@@ -17,17 +17,19 @@ from ..core.inert import from_json, plain_group
 from ..core.manifest import (
     Entry,
     Hex,
+    Key,
     Manifest,
     Parameter,
     Sizes,
+    key_of,
     parameters_from_json,
     parameters_to_json,
 )
 from ..core.optimizer_states import StateRow, States, of_parameters
 from ..core.origin import Origin
 from ..core.plan import Match, match
-from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..core.states import EVERYTHING, Selection, State, states_of, with_updates
+from ..core.resources import Begin, Copying
+from ..core.states import Selection, State, states_of, with_updates
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -139,10 +141,10 @@ def verify_proof(
     manifest: Manifest,
     proven: Manifest,
     contents: str,
-    selection: Selection = EVERYTHING,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
-    root: str = "",
+    selection: Selection,
+    copying: Copying,
+    begin: Begin | None,
+    root: str,
 ) -> Report:
     """Whether a checkpoint still equals the one of a proof, by the CRC-32 of every tensor.
 
@@ -262,8 +264,8 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             rows = of_parameters("other", _by_parameter(stated))
             facts = facts._replace(states=States(tuple(rows)))
         entries = {
-            name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
-            for name, item in digests.items()
+            key: Entry(*key, item.dtype, item.shape, Runs([]), int(item.a, 16))
+            for key, item in ((key_of(name), item) for name, item in digests.items())
             if item.a is not None
         }
         parameters, numbers = parameters_from_json(held.parameters)
@@ -303,9 +305,9 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
             raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
-def _with_tensors(item: _Unsupported, entries: dict[str, Entry]) -> StateRow:
+def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
     """The state with its tensors, which are no entries then."""
-    tensors = tuple(entries.pop(name) for name in item.tensors if name in entries)
+    tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
     own, reason = item.parameters, item.reason
     return StateRow(item.key, "unsupported", own, content, reason, tensors=tensors)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..core.description import Report
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
-from ..core.manifest import Manifest, Parameter
+from ..core.manifest import Manifest, Parameter, name_of
 from ..core.states import State, harmless, missing_in, untouched, with_frozen
 from ..errors import Notice, counted, joined, listed, note
 from .states import by_keys, engine_name
@@ -124,7 +124,7 @@ def missing_states(
                 "only": only,
                 "parameters": state.count,
                 "parameter": next(iter(state.tensors)),
-                "tensors": len({name for names in state.tensors.values() for name in names}),
+                "tensors": len({key for keys in state.tensors.values() for key in keys}),
             }
             lines.append(line | ({"reason": state.reason} if state.form == "unsupported" else {}))
     return lines, notes
@@ -133,7 +133,9 @@ def missing_states(
 def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterator[State]:
     for state in missing_in(owner, other):
         tensors = {
-            name: own for name, own in state.tensors.items() if not own or {*own} - {*reported}
+            name: own
+            for name, own in state.tensors.items()
+            if not own or {*map(name_of, own)} - {*reported}
         }
         if tensors:
             yield replace(state, tensors=tensors)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from ..core import compare, keys
 from ..core.compare import Result
 from ..core.description import Report, line_of, said
-from ..core.manifest import Manifest
+from ..core.manifest import Key, Manifest, name_of
 from ..core.missing_states import missing_states
 from ..core.plan import Match
-from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..core.states import EVERYTHING, Selection
+from ..core.resources import Begin, Copying
+from ..core.states import Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed, note, problem
 from . import damage, unsupported, values
@@ -34,9 +34,9 @@ FINDINGS = (
 
 def verify_alone(
     manifest: Manifest,
-    pattern: str | None = None,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    pattern: str | None,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Whether a checkpoint contradicts itself: that part of the report of `verify`."""
     matches = selected(own_matches(manifest), pattern)
@@ -75,9 +75,9 @@ def verify_alone(
 def verify_against(
     a: Manifest,
     b: Manifest,
-    selection: Selection = EVERYTHING,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    selection: Selection,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Whether two checkpoints are equal: that part of the report of `verify`.
 
@@ -113,9 +113,9 @@ def verify_against(
 def diff(
     a: Manifest,
     b: Manifest,
-    selection: Selection = EVERYTHING,
-    copying: Copying = DEFAULT_COPYING,
-    begin: Begin | None = None,
+    selection: Selection,
+    copying: Copying,
+    begin: Begin | None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
     whole, pattern = (a, b), selection.tensors
@@ -235,7 +235,7 @@ def inferences(
 
 
 def with_values(
-    report: Report, a: Manifest, b: Manifest, only_a: Sequence[str], only_b: Sequence[str]
+    report: Report, a: Manifest, b: Manifest, only_a: Sequence[Key], only_b: Sequence[Key]
 ) -> Report:
     """Adds differences in what is not a tensor, and tensors that only one side has."""
     lost = [
@@ -247,8 +247,8 @@ def with_values(
             ),
             tensor=name,
         )
-        for names, owner, other in ((only_a, a, b), (only_b, b, a))
-        for name in missing(names, owner, other)
+        for keys, owner, other in ((only_a, a, b), (only_b, b, a))
+        for name in map(name_of, missing(keys, owner, other))
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
@@ -269,8 +269,8 @@ def with_values(
         "not_compared": said(
             (*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided)
         ),
-        "only_a": list(only_a),
-        "only_b": list(only_b),
+        "only_a": [*map(name_of, only_a)],
+        "only_b": [*map(name_of, only_b)],
         "versions": versions(a, b),
     }
     return {**report, "equal": nothing_found(report)}

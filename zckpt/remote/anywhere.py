@@ -98,9 +98,9 @@ def _sent(
         return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
-def jobs_for(jobs: int, memory: int, *paths: Any) -> int:
-    """Threads: `jobs`, or more if one of the paths is a URL, because each waits for a request."""
-    return _jobs_within(memory) if any(map(is_url, paths)) else jobs
+def jobs_for(memory: int, *paths: Any) -> int:
+    """Threads: 4, or more if one of the paths is a URL, because each waits for a request."""
+    return _jobs_within(memory) if any(map(is_url, paths)) else 4
 
 
 def _jobs_within(memory: int) -> int:

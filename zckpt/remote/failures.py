@@ -88,12 +88,7 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         )
     if name == "InvalidPathError":
         key = match[1] if (match := NO_PATH.search(text)) else ""
-        return UnsupportedCheckpoint(
-            "unsafe-name",
-            f"{url}: there is the key {key!r}, which cannot be the name of a file",
-            hint="copy the checkpoint to another prefix without it",
-            file=str(url),
-        )
+        return unsafe(url, f"{url}: there is the key {key!r}, which cannot be the name of a file")
     if name == "NotSupportedError":
         return StoreError(
             "store-unsupported",
@@ -105,7 +100,8 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     status = next((a or b for a, b in STATUS.findall(text)), "")
     where, store = WHERE.get(url.scheme, ""), f"{url.scheme}://{url.root}"
     message, hint = "", ""
-    if code in NO_BUCKET:
+    is_gone = isinstance(error, FileNotFoundError)
+    if code in NO_BUCKET or (is_gone and doing != "read"):
         message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
     elif code in EXPIRED:
         message = f"the credentials for {store} have expired"
@@ -123,15 +119,13 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     elif name == "PermissionDeniedError" or status == "403" or code == "AccessDenied":
         message = f"you have no permission to {doing} {url}"
         hint = "ask the owner of the bucket, or use other credentials: " + where
-    elif isinstance(error, FileNotFoundError):
-        if doing == "read":
-            return SourceChanged(
-                "source-changed",
-                f"{url} was removed while it was read",
-                hint="start again; if its key ends in a slash, copy the rest to another prefix",
-                file=str(url),
-            )
-        message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
+    elif is_gone:
+        return SourceChanged(
+            "source-changed",
+            f"{url} was removed while it was read",
+            hint="start again; if its key ends in a slash, copy the rest to another prefix",
+            file=str(url),
+        )
     elif status:
         message = f"{url}: the store answers {status}" + (f" ({code})" if code != name else "")
         hint = "it was asked again several times; wait, and start again with --resume"
@@ -141,3 +135,13 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         if BROKEN in text or isinstance(error, ConnectionError | TimeoutError):
             return BrokenOff("store-refused", message, hint)
     return StoreError("store-refused", message, hint or "check the credentials")
+
+
+def unsafe(url: Url, message: str) -> UnsupportedCheckpoint:
+    """The error for a key that no file of this machine can have."""
+    return UnsupportedCheckpoint(
+        "unsafe-name",
+        message,
+        hint="copy the checkpoint to another prefix without it",
+        file=str(url),
+    )

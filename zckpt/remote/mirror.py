@@ -18,9 +18,10 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -28,11 +29,12 @@ from ..core import elsewhere, unfinished
 from ..core.checksum import crc32
 from ..core.unfinished import UNFINISHED as UNFINISHED
 from ..core.unfinished import Note
-from ..errors import IncompleteCheckpoint, UnsupportedCheckpoint
+from ..errors import IncompleteCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
 from .urls import Url, strange
 
+T = TypeVar("T")
 META, DATA = 32 << 10, 16 << 10  # bytes of a block of metadata, of small tensors
 WHOLE, AHEAD = 128 << 10, 64  # bytes that are asked for as they are; blocks of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
@@ -287,12 +289,7 @@ def _listed(store: Store, url: Url) -> dict[str, Found]:
 
 def _beside(store: Store, url: Url) -> list[Found]:
     """What is beside the URL, but for what cannot be seen, or has a strange name."""
-    try:
-        beside = store.directly_in(url.key.rpartition("/")[0])
-    except Exception as error:
-        if _is_hidden(error):
-            return []  # one may be allowed to see the checkpoint alone
-        raise
+    beside = _seen(lambda: store.directly_in(url.key.rpartition("/")[0])) or []
     keys = {each.key for each in beside}
     return [
         each
@@ -301,8 +298,14 @@ def _beside(store: Store, url: Url) -> list[Found]:
     ]
 
 
-def _is_hidden(error: Exception) -> bool:
-    return isinstance(error, PermissionError) or type(error).__name__ == "InvalidPathError"
+def _seen(look: Callable[[], T]) -> T | None:
+    """What a look outside of the URL gives; None if one may see the checkpoint alone."""
+    try:
+        return look()
+    except Exception as error:
+        if isinstance(error, PermissionError) or type(error).__name__ == "InvalidPathError":
+            return None
+        raise
 
 
 def _folders(key: str) -> Iterator[str]:
@@ -345,12 +348,7 @@ def _notes_above(store: Store, url: Url) -> list[Found]:
     above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
 
     def look(folder: str) -> Found | None:
-        try:
-            return store.head(f"{folder}/{UNFINISHED}")
-        except Exception as error:
-            if _is_hidden(error):
-                return None
-            raise
+        return _seen(lambda: store.head(f"{folder}/{UNFINISHED}"))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return [*filter(None, pool.map(look, filter(None, above)))]
@@ -375,12 +373,7 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
     found = file.found
     is_folder = found.key.endswith("/") and not found.size
     if reason := strange(found.key.rstrip("/") if is_folder else found.key):
-        raise UnsupportedCheckpoint(
-            "unsafe-name",
-            f"{file.url} {reason}: it cannot be the name of a file",
-            hint="copy the checkpoint to another prefix without it",
-            file=str(file.url),
-        )
+        raise failures.unsafe(file.url, f"{file.url} {reason}: it cannot be the name of a file")
     path = os.path.join(base, *found.key.split("/"))
     if os.path.isfile(path) and not is_folder:
         return  # it was listed twice
@@ -391,12 +384,8 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
         with open(path, "xb") as hole:
             hole.truncate(found.size)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UnsupportedCheckpoint(
-            "unsafe-name",
-            f"{file.url} or a part of it is an object, and there are objects below it",
-            hint="copy the checkpoint to another prefix without it",
-            file=str(file.url),
-        ) from error
+        message = f"{file.url} or a part of it is an object, and there are objects below it"
+        raise failures.unsafe(file.url, message) from error
     # the nanoseconds tell this file from each that gets its inode later, and a run that is
     # continued finds the same ones
     own = crc32(f"{file.url} {found.etag} {found.size}".encode("utf-8", "surrogateescape"))

@@ -62,16 +62,9 @@ def folder_for(url: Url) -> str:
             "target-unsafe",
             f"{folder} belongs to another user",
             hint="set TMPDIR to a folder of yours",
-            file=str(folder),
+            file=folder,
         )
     return folder
-
-
-def path_for(url: Url) -> str:
-    """The path on this machine at which the target of a URL is written first."""
-    path = os.path.join(folder_for(url), os.path.basename(url.key))
-    spell(path, str(url))
-    return path
 
 
 def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
@@ -114,8 +107,9 @@ def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str
         raise WrongOption("option-invalid", f"{url} is a whole bucket", hint=f"give {url}/NAME")
     resume = bool(words.get("resume"))
     is_done = is_complete(url, run if resume else "", resume)
-    path = path_for(url)
-    folder = os.path.dirname(path)
+    folder = folder_for(url)
+    path = os.path.join(folder, os.path.basename(url.key))
+    spell(path, str(url))
     if not resume and not words.get("dry_run"):
         shutil.rmtree(path, ignore_errors=True)  # a complete one, of a run that could not send it
     try:

@@ -102,10 +102,10 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
             with suppress(Exception):  # the first error says more
                 sending.state()
             raise
-        sending.end()
+        sending.store.delete([sending.key(UNFINISHED)])
+    except ZckptError:
+        raise
     except Exception as error:
-        if isinstance(error, ZckptError):
-            raise
         raise failures.explained(error, url, "write") from error
     progress(sizes[last])
     shutil.rmtree(path)
@@ -268,10 +268,6 @@ class _Sending(Struct, dict=True):
             if type(error).__name__ in EXISTS:
                 raise self._preceded(name) from error
             raise
-
-    def end(self) -> None:
-        """Removes the note."""
-        self.store.delete([self.key(UNFINISHED)])
 
 
 def _crc_of(path: str) -> int:

@@ -8,10 +8,10 @@ errors, which `failures` explains.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -24,6 +24,7 @@ CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
 """A request may take long as long as bytes arrive: the library's own limit is 30 s in all."""
 MARK = "zckptrun"  # metadata of an object, whose run sent it; Azure takes identifiers alone
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}  # of obstore
 OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 
 
@@ -37,45 +38,6 @@ class Found(Struct, frozen=True):
     size: int
     etag: str | None = None
     time: int = 0
-
-
-class Store(Protocol):
-    """A place of objects by key."""
-
-    has_listing: bool
-
-    def below(self, key: str) -> Iterator[Found]:
-        """All objects below a key."""
-        ...
-
-    def directly_in(self, key: str) -> list[Found]:
-        """The objects and the folders of one level."""
-        ...
-
-    def head(self, key: str) -> Found | None:
-        """One object; None if there is none."""
-        ...
-
-    def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
-        """Bytes [start, stop); raises the library's error if the object is another one by now."""
-        ...
-
-    def put(
-        self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
-    ) -> str | None:
-        """Sends a file, and gives its ETag; with `create` only if there is no such object.
-
-        `passed` gets the bytes in their order. `mark` is noted beside them, where a store can.
-        """
-        ...
-
-    def mark(self, found: Found) -> str | None:
-        """The mark of an object; None if it has none."""
-        ...
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects."""
-        ...
 
 
 def part_size(size: int) -> int:
@@ -100,7 +62,7 @@ def blocks_of(path: str, size: int) -> Iterator[bytes]:
 
 
 class Objects:
-    """An obstore store."""
+    """An obstore store, by keys. `Filesystem` has the same methods."""
 
     has_listing = True
 
@@ -111,21 +73,25 @@ class Objects:
         self._is_folder = type(store).__name__ == "LocalStore"  # it notes nothing beside a file
 
     def below(self, key: str) -> Iterator[Found]:
+        """All objects below a key."""
         for batch in self._call.list(self.own, key or None):
             yield from map(_found, batch)
 
     def directly_in(self, key: str) -> list[Found]:
+        """The objects and the folders of one level."""
         level = self._call.list_with_delimiter(self.own, key or None)
         folders = [Found(f"{folder}/", 0) for folder in level["common_prefixes"]]
         return [*folders, *map(_found, level["objects"])]
 
     def head(self, key: str) -> Found | None:
+        """One object; None if there is none."""
         try:
             return _found(self._call.head(self.own, key))
         except FileNotFoundError:
             return None
 
     def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
+        """Bytes [start, stop); raises the library's error if the object is another one by now."""
         options: dict[str, Any] = {"range": (start, stop)}
         if found.etag and not found.etag.startswith("W/"):  # a weak one never matches
             options["if_match"] = found.etag
@@ -138,6 +104,10 @@ class Objects:
     def put(
         self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
     ) -> str | None:
+        """Sends a file, and gives its ETag; with `create` only if there is no such object.
+
+        `passed` gets the bytes in their order. `mark` is noted beside them, where a store can.
+        """
         size = os.path.getsize(path)
         length = part_size(size)
 
@@ -158,6 +128,7 @@ class Objects:
         return _quoted(answer["e_tag"])
 
     def mark(self, found: Found) -> str | None:
+        """The mark of an object; None if it has none."""
         attributes = self._call.get(self.own, found.key, options={"head": True}).attributes
         return {str(key).lower(): str(value) for key, value in attributes.items()}.get(MARK)
 
@@ -273,6 +244,9 @@ class Filesystem:
             self.own.rm_file(key)
 
 
+Store = Objects | Filesystem
+
+
 def store_of(url: Url) -> Store:
     """The store of a URL; raises MissingExtra, and WrongOption for what is no store."""
     if url.store is not None:
@@ -284,66 +258,38 @@ def store_of(url: Url) -> Store:
             "option-invalid",
             f"{type(url.store).__name__} is neither a store of obstore nor a filesystem of fsspec",
         )
-    _need(("obstore", *(("huggingface_hub",) if url.scheme == "hf" else ())), url)
-    return _OPENERS[url.scheme](url)
-
-
-def _need(packages: Iterable[str], url: Url) -> None:
-    if lacking := [name for name in packages if find_spec(name) is None]:
+    needed = ("obstore", "huggingface_hub") if url.scheme == "hf" else ("obstore",)
+    if lacking := [name for name in needed if find_spec(name) is None]:
         raise MissingExtra(
             "extra-missing",
             f"{url} needs the package {lacking[0]}, which is not installed",
             hint="pip install 'zckpt[remote]'",
         )
+    if url.scheme == "hf":
+        return Hub(url)
+    from obstore import store
 
-
-def _s3(url: Url) -> Store:
-    from obstore.store import S3Store
-
-    words: dict[str, Any] = {}
-    if not any(map(os.environ.get, OWN_KEYS)) and find_spec("boto3"):  # profiles, `aws sso login`
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        session = boto3.Session()
-        if session.get_credentials() is not None:
-            words["credential_provider"] = Boto3CredentialProvider(session)
-            if session.region_name:
-                words["region"] = session.region_name
-    return Objects(S3Store(url.root, client_options=_client(), **words))
-
-
-def _gs(url: Url) -> Store:
-    from obstore.store import GCSStore
-
-    return Objects(GCSStore(url.root, client_options=_client()))
-
-
-def _az(url: Url) -> Store:
-    from obstore.store import AzureStore
-
-    return Objects(AzureStore(url.root, client_options=_client()))
-
-
-def _web(url: Url) -> Store:
-    from obstore.store import HTTPStore
-
-    options = {**CLIENT, "allow_http": url.scheme == "http"}
-    return Web(HTTPStore.from_url(f"{url.scheme}://{url.root}/", client_options=options))
-
-
-def _client() -> Any:
-    """Options of a client; an endpoint that the user names may be without TLS."""
+    if url.scheme in ("https", "http"):
+        options = {**CLIENT, "allow_http": url.scheme == "http"}
+        web = f"{url.scheme}://{url.root}/"
+        return Web(store.HTTPStore.from_url(web, client_options=options))
+    # an endpoint that the user names may be without TLS
     is_plain = any(os.environ.get(name, "").startswith("http:") for name in ENDPOINTS)
     is_plain = is_plain or "AZURE_STORAGE_USE_EMULATOR" in os.environ
-    return {**CLIENT, "allow_http": is_plain}
+    kind = getattr(store, CLASSES[url.scheme])
+    words = _profile() if url.scheme == "s3" else {}
+    return Objects(kind(url.root, client_options={**CLIENT, "allow_http": is_plain}, **words))
 
 
-_OPENERS: dict[str, Callable[[Url], Store]] = {
-    "s3": _s3,
-    "gs": _gs,
-    "az": _az,
-    "https": _web,
-    "http": _web,
-    "hf": Hub,
-}
+def _profile() -> dict[str, Any]:
+    """Credentials of S3 and a region from profiles and `aws sso login`, which boto3 reads."""
+    if any(map(os.environ.get, OWN_KEYS)) or not find_spec("boto3"):
+        return {}
+    import boto3
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        return {}
+    region = {"region": session.region_name} if session.region_name else {}
+    return {"credential_provider": Boto3CredentialProvider(session), **region}

@@ -59,37 +59,31 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
         return Url("store", type(path.store).__name__, _key(path.path, path.path), path.store)
     text = os.fspath(path)
     if not is_url(text):
-        raise WrongOption(
-            "option-invalid", f"{text} is no URL of an object store", hint="give s3://BUCKET/PATH"
-        )
+        raise _wrong(f"{text} is no URL of an object store", "give s3://BUCKET/PATH")
     scheme, _, rest = text.partition(SLASHES)
     root, _, key = rest.partition("/")
     if scheme == "hf":
         root, key = _repository(rest)
     if scheme in ("https", "http") and ("?" in text or "#" in text):
-        raise WrongOption(
-            "option-invalid",
+        raise _wrong(
             f"{re.split('[?#]', text)[0]} has a query, which zckpt does not send",
-            hint="give the URL without it; credentials come from the environment",
+            "give the URL without it; credentials come from the environment",
         )
     if root == "huggingface.co":
         repository = "/".join(key.split("/")[:2])
-        raise WrongOption(
-            "option-invalid",
-            f"{text} is a page",
-            hint=f"give the repository: hf{SLASHES}{repository}",
-        )
+        raise _wrong(f"{text} is a page", f"give the repository: hf{SLASHES}{repository}")
     if "@" in root and scheme != "hf":
-        raise WrongOption(
-            "option-invalid",
+        raise _wrong(
             f"{scheme}{SLASHES}{root.rpartition('@')[2]} was given with credentials in front of @",
-            hint="leave them out: they come from the environment, and stay out of logs",
+            "leave them out: they come from the environment, and stay out of logs",
         )
     if not root:
-        raise WrongOption(
-            "option-invalid", f"{text} names no bucket", hint=f"give {scheme}{SLASHES}BUCKET/PATH"
-        )
+        raise _wrong(f"{text} names no bucket", f"give {scheme}{SLASHES}BUCKET/PATH")
     return Url(scheme, root, _key(key, text))
+
+
+def _wrong(message: str, hint: str) -> WrongOption:
+    return WrongOption("option-invalid", message, hint=hint)
 
 
 def _repository(rest: str) -> tuple[str, str]:
@@ -97,11 +91,7 @@ def _repository(rest: str) -> tuple[str, str]:
     parts = rest.split("/")
     count = 3 if parts[0] in ("datasets", "spaces") else 2
     if len(parts) < count or not all(parts[:count]):
-        raise WrongOption(
-            "option-invalid",
-            f"hf{SLASHES}{rest} names no repository",
-            hint="give hf://ORG/NAME/PATH",
-        )
+        raise _wrong(f"hf{SLASHES}{rest} names no repository", "give hf://ORG/NAME/PATH")
     return "/".join(parts[:count]), "/".join(parts[count:])
 
 
@@ -109,9 +99,7 @@ def _key(key: str, url: str) -> str:
     """A key that can be a path on this machine."""
     key = key.strip("/")
     if key and (reason := strange(key)):
-        raise WrongOption(
-            "option-invalid", f"{url} {reason}", hint="give the key as the store lists it"
-        )
+        raise _wrong(f"{url} {reason}", "give the key as the store lists it")
     return key
 
 

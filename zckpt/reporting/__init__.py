@@ -1,7 +1,7 @@
 """`zckpt report`: what a checkpoint is, as one JSON document, and as a page made of that alone.
 
 making.py       the document of a checkpoint or a run
-parts.py        the documents of other commands, which have some of the sections
+probes.py       the document of `probe-diff`, which has section 6 alone
 lost.py         reads a checkpoint of which files are missing, or cannot be read
 measuring.py    one pass over all tensors
 line.py         section 1: what it is, in one line

@@ -1,6 +1,6 @@
 """What differs from another checkpoint, and what proves the rest: the section `against`.
 
-It is made from the report of `zckpt diff`, or of `zckpt verify --against`.
+It is made from the report of `zckpt diff`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.description import Report, line_of
+from ..core.grouping import by_key
 from ..core.layers import Places
-from ..core.manifest import Entry
+from ..core.manifest import Entry, key_of
 from ..core.statistics import magnitudes
-from ..core.weights import WEIGHTS
 from ..errors import brief, counted, note
 from .numbers import finite
 
@@ -64,45 +64,43 @@ def _layers(
 ) -> tuple[list[Report], list[Counter[int]]]:
     """The change of each layer's weights: of masters, where there are any."""
     masters = {entry.parameter for entry in entries if entry.slot == "master"}
-    rows: dict[int, Report] = {}
-    sums: dict[int, list[float]] = {}
-    histograms: dict[int, Counter[int]] = {}
-    for number, entry in enumerate(entries):
-        wanted = "master" if entry.parameter in masters else "param"
-        if entry.slot != wanted or entry.slot not in WEIGHTS:
-            continue
-        layer = places.row(entry.parameter)
-        row = rows.setdefault(
-            layer,
-            {
-                **dict.fromkeys(("rms", "relative", "tensor")),
-                **dict.fromkeys(("largest", "elements", "changed"), 0),
-                "layer": places.rows[layer],
-            },
-        )
-        row["elements"] += entry.numel
-        line = lines.get(entry.name)
-        if line is None:
-            continue
-        row["changed"] += line["count"]
-        largest = finite(line.get("max_abs")) or 0.0
-        if row["tensor"] is None or largest > row["largest"]:
-            row |= {"tensor": number, "largest": largest}
-        own = sums.setdefault(layer, [0.0, 0.0])
+    weights = (
+        (places.row(entry.parameter), (number, entry))
+        for number, entry in enumerate(entries)
+        if entry.slot == ("master" if entry.parameter in masters else "param")
+    )
+    by_layer = by_key(weights)
+    ordered = sorted(by_layer)
+    rows = [_layer(places.rows[layer], by_layer[layer], lines) for layer in ordered]
+    histograms = []
+    for layer in ordered:
+        counts = Counter[int]()
+        for _, entry in by_layer[layer]:
+            counts.update(_powers(lines.get(entry.name, {}).get("histogram")))
+        histograms.append(counts)
+    return rows, histograms
+
+
+def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, Report]) -> Report:
+    """The change of the weights of one layer; `weights` have their numbers in the table."""
+    elements = sum(entry.numel for _, entry in weights)
+    changed = [(each, entry, lines[entry.name]) for each, entry in weights if entry.name in lines]
+    squares = first = 0.0
+    for _, entry, line in changed:
         rms, relative = finite(line.get("rms")), finite(line.get("relative"))
         if rms is not None:
-            own[0] += rms * rms * entry.numel
-            own[1] += (rms / relative) ** 2 * entry.numel if relative else 0.0
-        histograms.setdefault(layer, Counter()).update(_powers(line.get("histogram")))
-    ordered = sorted(rows)
-    for layer in ordered:
-        changed, first = sums.get(layer, [0.0, 0.0])
-        row = rows[layer]
-        row["rms"] = math.sqrt(changed / row["elements"]) if row["elements"] else None
-        row["relative"] = math.sqrt(changed / first) if first else 0.0 if not changed else None
-    return [rows[layer] for layer in ordered], [
-        histograms.get(layer, Counter()) for layer in ordered
-    ]
+            squares += rms * rms * entry.numel
+            first += (rms / relative) ** 2 * entry.numel if relative else 0.0
+    worst = max(changed, key=lambda each: finite(each[2].get("max_abs")) or 0.0, default=None)
+    return {
+        "rms": math.sqrt(squares / elements) if elements else None,
+        "relative": math.sqrt(squares / first) if first else None if squares else 0.0,
+        "tensor": None if worst is None else worst[0],
+        "largest": 0 if worst is None else finite(worst[2].get("max_abs")) or 0.0,
+        "elements": elements,
+        "changed": sum(line["count"] for _, _, line in changed),
+        "layer": name,
+    }
 
 
 def _powers(histogram: Report | None) -> dict[int, int]:
@@ -125,34 +123,31 @@ def _place(line: Report, numbers: Mapping[str, int]) -> Report:
 
 def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
     """What was compared, how, and with which result."""
-    unequal = Counter(
-        {line["tensor"]: line["tensor"].rpartition("/")[2] for line in lines}.values()
-    )
+    unequal = Counter({line["tensor"]: key_of(line["tensor"])[1] for line in lines}.values())
     for slot, count in report["slots"].items():
         differing = unequal[slot]
         verb = "differs" if differing == 1 else "differ"
         result = f"{counted(differing, 'tensor')} {verb}" if differing else "equal"
         yield {"what": f"{counted(count, 'tensor')} of {slot}", "by": "bits", "result": result}
     for key, what in OTHERS.items():
-        if key in report:
-            count = len(report[key])
-            result = counted(count, "difference") if count else "equal"
-            yield {"what": what, "by": "value", "result": result}
+        count = len(report[key])
+        result = counted(count, "difference") if count else "equal"
+        yield {"what": what, "by": "value", "result": result}
 
 
 def _not_compared(report: Report) -> Iterator[Report]:
-    yield from report.get("not_compared", ())
+    yield from report["not_compared"]
     for side in ("a", "b"):
-        for name in report.get(f"only_{side}", ()):
-            message = f"only in {report.get(side) or side}: {name}"
+        for name in report[f"only_{side}"]:
+            message = f"only in {report[side]}: {name}"
             yield line_of(note("not-compared", message, subject=name))
-    yield from report.get("unproven", ())
+    yield from report["unproven"]
 
 
 def _differences(report: Report) -> Iterator[Report]:
     """Everything that differs and is no tensor of both."""
     for key in OTHERS:
-        for line in report.get(key, ()):
+        for line in report[key]:
             if "only" in line:
                 alone = {"a": None, "b": None, line["only"]: "has it"}
                 yield {"what": line.get("key") or line.get("state"), **alone}

@@ -39,15 +39,16 @@ ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 def section(found: Found, lines: Iterable[Report]) -> list[Report]:
-    """All lines with the same keys, worst first; files by their names below the checkpoint."""
+    """Each line once, worst first; files by their names below the checkpoint."""
     every = [_line(found, line) for line in (*found.faults, *lines)]
-    unique = {(line["code"], line["message"], line["tensor"]): line for line in every}
+    unique = {(line["code"], line["message"], line.get("tensor")): line for line in every}
     return ordered(unique.values())
 
 
 def ordered(lines: Iterable[Report]) -> list[Report]:
-    """Lines, worst first."""
-    return sorted(lines, key=lambda line: ORDER[line["kind"]])
+    """Lines with the same keys, worst first."""
+    full = [{key: line.get(key) for key in FIELDS} for line in lines]
+    return sorted(full, key=lambda line: ORDER[line["kind"]])
 
 
 def _line(found: Found, line: Report) -> Report:
@@ -56,13 +57,8 @@ def _line(found: Found, line: Report) -> Report:
     message = found.real(line["message"])
     if kind.lower() not in message.lower():
         message = f"{kind}: {message}"
-    given = {
-        "kind": kind,
-        "fault": line.get("fault", KINDS[kind]),
-        "file": found.name(file) if file else None,
-        "message": message,
-    }
-    return {key: given.get(key, line.get(key)) for key in FIELDS}
+    name = found.name(file) if file else None
+    return {"kind": kind, "fault": KINDS[kind], **line, "file": name, "message": message}
 
 
 def warnings(manifest: Manifest) -> Iterator[Report]:
@@ -81,8 +77,7 @@ def of_files(found: Found) -> Iterator[Report]:
             yield line_of(notice, kind="missing")
     for notice in (*own.damaged, *own.unread):
         yield line_of(notice, kind="unreadable")
-    for notice in own.doubts:
-        yield line_of(notice, kind="warning")
+    yield from (line_of(notice, kind="warning") for notice in own.doubts)
     for notice in own.of_one_save:
         yield line_of(notice, kind=KIND_OF.get(notice.code, "impossible"))
 

@@ -11,7 +11,8 @@ from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..errors import counted
-from .lost import Found, files_below
+from ..judging.inventory import files_below
+from .lost import Found
 from .steps import agreeing
 
 ENGINES = {
@@ -78,7 +79,7 @@ def _known(manifest: Manifest, found: Found) -> Report:
     }
 
 
-def checked(records: RecordCounts, damaged: int, lacks: bool = False) -> str:
+def checked(records: RecordCounts, damaged: int, lacks: bool) -> str:
     """What the checksums in the files have shown; `lacks` if not all of the files can be read."""
     if damaged:
         return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"

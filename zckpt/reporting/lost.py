@@ -16,7 +16,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,19 +23,16 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..api import read
-from ..core import sources
 from ..core.description import Report, line_of
 from ..core.grouping import by_key
 from ..core.manifest import Manifest
 from ..core.sources import standing_in
 from ..errors import (
     AmbiguousCheckpoint,
-    CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingExtra,
     NotACheckpoint,
-    ProcessFailed,
     SourceChanged,
     WrongOption,
     ZckptError,
@@ -45,12 +41,12 @@ from ..errors import (
     problem,
     warning,
 )
-from ..judging.inventory import stand_in
+from ..judging.inventory import files_below, stand_in, states_in
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
-NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
+NO_FAULT = (WrongOption, MissingExtra, SourceChanged)
 """Errors that say nothing about the checkpoint."""
-MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
+OF_OTHERS = ("foreign", "unexpected")
 SMALL = 4096  # bytes of a file that is copied into the folder of links
 
 
@@ -189,25 +185,10 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
     """Whether files are missing or unreadable according to an error, and which: real paths."""
-    known = {found.real(path) for path in found.lost}
-    paths = [notice.file for notice in error.notices] if isinstance(error, ZckptError) else []
-    if isinstance(error, IncompleteCheckpoint) and error.paths:
-        return "missing", [path for path in map(found.real, error.paths) if path not in known]
-    if isinstance(error, OSError):
-        paths = [os.fspath(error.filename)] if error.filename else []
-    elif not isinstance(error, (CorruptCheckpoint, IncompleteCheckpoint)):
-        paths = []
-    named = [found.real(path) for path in paths if path is not None and not os.path.isdir(path)]
-    return "unreadable", [path for path in named if path not in known]
-
-
-def files_below(path: str) -> Iterator[str]:
-    """The files below a path, as far as they are looked at."""
-    if not os.path.isdir(path):
-        yield path
-        return
-    files = (entry.path for entry in sources.walk(path) if entry.is_file())
-    yield from islice(files, MOST_FILES)
+    states = {found.real(path): state for path, state in states_in(error).items()}
+    known = {*map(found.real, found.lost)}
+    kind = "missing" if "missing" in states.values() else "unreadable"
+    return kind, [p for p, state in states.items() if state not in OF_OTHERS and p not in known]
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
@@ -215,7 +196,9 @@ def _link(real: str, shadow: str, inside: str, other: str) -> None:
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):
         os.mkdir(shadow)
-        for each in os.scandir(real):  # links to files such as `latest` are not followed
+        for each in (
+            os.scandir(real) if os.path.isdir(real) else ()
+        ):  # links to files such as `latest` are not followed
             if each.is_file() and each.stat().st_size <= SMALL:
                 shutil.copy2(each.path, shadow)
             else:

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from .. import api
-from ..core.description import Report, line_of
-from ..core.pooling import SINGLE, Pool
+from ..core.description import VERSION, Report, line_of
+from ..core.layers import Places, places_of
+from ..core.manifest import Manifest
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
+from ..core.version import __version__
 from ..errors import ZckptError, notice_of, warning
-from ..resume.runs import Candidate, candidates
+from ..resume.runs import Candidate, alone, candidates
 from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
 from .lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
 from .measuring import measured
-from .parts import begun, metadata_sections, places_in
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -39,7 +40,6 @@ def report(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    sharing: Pool = SINGLE,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
     """The checkpoint at `path`, or the run, as the document that a page is made of.
@@ -50,7 +50,7 @@ def report(
     `read`. Raises a ZckptError only if there is nothing to show.
     """
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=sharing)
+    copying = Copying(jobs, memory)
     chosen, gone = _checkpoints(os.fspath(path), source)
     shown: Report = {}
     strip: list[Report] = []
@@ -83,7 +83,7 @@ def _nothing(path: str, error: ZckptError) -> Report:
     found = Found(path)
     found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
     wrong = faults.section(found, ())
-    return begun(found, "report") | {"faults": wrong, "map": owners.files_alone(found)}
+    return _begun(found) | {"faults": wrong, "map": owners.files_alone(found)}
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
@@ -91,17 +91,17 @@ def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate],
 
     A run may name one that was removed, or whose name was cut short.
     """
-    alone = [Candidate(path, os.path.basename(os.path.abspath(path)), path, source.get("tag"))]
+    itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
-        return alone, []
+        return itself, []
     try:
         found = candidates(path)[::-1]
     except NOTHING_TO_SHOW:
         raise
     except (ZckptError, OSError):  # it is read as one, and says what is wrong
-        return alone, []
+        return itself, []
     there = [each for each in found if os.path.isdir(each.where) or os.path.isfile(each.where)]
-    return (there, [each for each in found if each not in there]) if there else (alone, [])
+    return (there, [each for each in found if each not in there]) if there else (itself, [])
 
 
 def _document(
@@ -112,7 +112,7 @@ def _document(
     begin: Begin | None,
 ) -> Report:
     with what_is_there(path, source) as found:
-        document = begun(found, "report")
+        document = _begun(found)
         if found.manifest is None:
             found_faults = faults.section(found, ())
             return document | {"faults": found_faults, "map": owners.files_alone(found)}
@@ -124,11 +124,39 @@ def _document(
             raise
         except (ZckptError, OSError) as error:
             lines.append(line_of(notice_of(error), kind="unreadable"))
-            document |= metadata_sections(found)
+            document |= _metadata_sections(found)
         if against is not None:
             document |= _against(found, path, against, source, copying, begin, lines)
         document["faults"] = faults.section(found, lines)
         return document
+
+
+def _begun(found: Found) -> Report:
+    """What every document has."""
+    return {
+        "zckpt": VERSION,
+        "command": "report",
+        "path": found.root,
+        "version": __version__,
+        "line": line.section(found),
+    }
+
+
+def _metadata_sections(found: Found) -> Report:
+    """The sections for which no tensor is read."""
+    manifest = found.manifest
+    assert manifest is not None
+    entries = [*manifest.entries.values()]
+    return {
+        "tensors": numbers.table(entries),
+        "map": owners.section(found, _places_in(manifest), entries, ()),
+        "steps": steps.section(found),
+    }
+
+
+def _places_in(manifest: Manifest) -> Places:
+    """Layers and kinds of all tensors."""
+    return places_of(entry.parameter for entry in manifest.entries.values())
 
 
 def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
@@ -137,20 +165,11 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     assert manifest is not None
     done = measured(found, copying, begin)
     entries = [*manifest.entries.values()]
-    places = places_in(manifest)
+    places = _places_in(manifest)
     table = {entry.name: number for number, entry in enumerate(entries)}
-    distances = {
-        name: (
-            sum(stop - start for start, stop in done.ranges[name])
-            if name in done.ranges
-            else manifest.entries[name].numel,
-            each,
-        )
-        for name, each in done.distances.items()
-    }
     lines += done.problems
     lines += faults.contradictions(manifest)
-    lines += masters.faults(found, distances, done.ranges)
+    lines += masters.faults(found, done.distances, done.ranges)
     lines += faults.denormal(done.lines.items())
     wrong = sum(each["kind"] == "checksum" for each in done.problems)
     about = line.section(found) | {
@@ -162,7 +181,7 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
         "tensors": numbers.table(entries, done.lines),
         "numbers": numbers.section(entries, places, done.lines, done.updates),
         "map": owners.section(found, places, entries, done.problems),
-        "masters": masters.section(distances, places, table),
+        "masters": masters.section(done.distances, places, table),
         "steps": steps.section(found),
     }
 
@@ -184,12 +203,11 @@ def _against(
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
         return {}
     entries = [*manifest.entries.values()]
-    places = places_in(manifest)
+    places = _places_in(manifest)
     try:
         differing = api.diff(
-            path, against, jobs=copying.jobs, memory=copying.memory, begin=begin,
-            sharing=copying.pool, **source,
-        )  # fmt: skip
+            path, against, jobs=copying.jobs, memory=copying.memory, begin=begin, **source
+        )
         step = api.read(against, nameless=True).step
     except NO_FAULT:
         raise

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.description import Report, line_of
-from ..core.difference import ULPS, Difference
+from ..core.difference import ULPS
 from ..core.layers import Places
-from ..core.manifest import Entry
+from ..core.manifest import Entry, Key, key_of
 from ..errors import counted, problem
 from .lost import Found
-from .measuring import original, place_of
-
-Distance = tuple[int, Difference]
-"""The elements that were compared, and how they differ."""
+from .measuring import Distance, original, place_of
 
 
 def section(
@@ -22,7 +19,7 @@ def section(
     """The distances by layer; `numbers` are those of tensors in the table."""
     rows: dict[int, Report] = {}
     for name, (elements, difference) in distances.items():
-        layer = places.row(name.rpartition("/")[0])
+        layer = places.row(key_of(name)[0])
         row = rows.setdefault(
             layer,
             {"layer": places.rows[layer], "counts": [0] * len(ULPS), "worst": -1, "tensor": None},
@@ -49,11 +46,11 @@ def faults(
 ) -> Iterator[Report]:
     """Masters that do not round to their weights."""
     assert found.manifest is not None
-    entries: Mapping[str, Entry] = found.manifest.entries
+    entries: Mapping[Key, Entry] = found.manifest.entries
     for name, (elements, difference) in distances.items():
         if not difference.count:
             continue
-        entry = entries[name]
+        entry = entries[key_of(name)]
         first = original(difference.first or 0, ranges.get(name))
         place = place_of(entry, first)
         stale = problem(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from ..core.cast import array, cast
 from ..core.checksum import Cover, crc32
@@ -21,7 +20,7 @@ from ..core.dtypes import NUMBERS, SIZES
 from ..core.fragments import Fragment, Runs
 from ..core.grouping import by_key
 from ..core.inert import plain_group
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Entry, Manifest, name_of
 from ..core.pieces import ReadRequest
 from ..core.records import RecordCounts
 from ..core.resources import Begin, Copying
@@ -65,7 +64,7 @@ class Pass(health.Measuring):
             rule = rule_of(self.manifest, group[0].parameter, slots)
             if rule is not None:
                 self.rules[group[0].parameter] = rule
-                self.totals[f"{group[0].parameter}/{UPDATE}"] = health.Total(group[0].numel)
+                self.totals[name_of((group[0].parameter, UPDATE))] = health.Total(group[0].numel)
 
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
         for item in together:
@@ -114,21 +113,7 @@ class Pass(health.Measuring):
             root += np.float32(rule.eps)
             update /= np.float32(rule.first)
             update /= root
-        self.add(f"{first.entry.parameter}/{UPDATE}", first, update.data.cast("B"), "F32")
-
-    def found(self) -> Any:
-        return super().found() | {
-            "crcs": [(name, cover.parts()) for name, cover in self.covers.items()],
-            "distances": [(name, astuple(item)) for name, item in self.distances.items()],
-        }
-
-    def take(self, found: Any) -> None:
-        super().take(found)
-        for name, parts in found["crcs"]:
-            for part in parts:
-                self.covers[name].add(*part)
-        for name, values in found["distances"]:
-            self.distances.setdefault(name, Difference()).add(Difference(*values))
+        self.add(name_of((first.entry.parameter, UPDATE)), first, update.data.cast("B"), "F32")
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
@@ -185,6 +170,10 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
     return replace(entry, shape=(first,), fragments=Runs(parts)), tuple(ranges)
 
 
+Distance = tuple[int, Difference]
+"""The elements that were compared, and how they differ."""
+
+
 class Measured(Struct, frozen=True):
     """What a pass has found.
 
@@ -194,7 +183,7 @@ class Measured(Struct, frozen=True):
 
     lines: dict[str, Report]
     updates: dict[str, float]
-    distances: dict[str, Difference]
+    distances: dict[str, Distance]
     ranges: dict[str, tuple[tuple[int, int], ...]]
     problems: list[Report]
     records: RecordCounts
@@ -219,15 +208,16 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
         for group in groups_of(entries)
         for alike in by_key((ranges.get(entry.name), entry) for entry in group).values()
     ]
+    read = {entry.name: entry.numel for entry in entries}
     done = health.passed(Pass, manifest, together, copying, begin)
     records = finish([done.checker], everything=True)
     numbers = [entry for entry in manifest.entries.values() if entry.dtype in NUMBERS]
     statistics = {entry.name: done.totals[entry.name].statistics for entry in numbers}
-    updates = {name: done.totals[f"{name}/{UPDATE}"].statistics for name in done.rules}
+    updates = {name: done.totals[name_of((name, UPDATE))].statistics for name in done.rules}
     return Measured(
         lines={entry.name: statistics[entry.name].report() for entry in numbers},
         updates={name: own.rms for name, own in updates.items() if own.rms is not None},
-        distances=done.distances,
+        distances={name: (read[name], each) for name, each in done.distances.items()},
         ranges=ranges,
         problems=[
             *health.damaged(manifest, done.checker),

@@ -53,15 +53,13 @@ def section(
             or (slot == "master" and entry.parameter in stored)
         ):
             continue
-        cell = [*places.of[entry.parameter], finite(lines[entry.name]["rms"]), number]
+        line = lines[entry.name]
+        value = _root(line["mean"]) if slot == "exp_avg_sq" else finite(line["rms"])
+        cell = [*places.of[entry.parameter], value, number]
         by_slot.setdefault("param" if slot == "master" else slot, []).append(cell)
     titles = {"param": "RMS of weights", "exp_avg_sq": "root of the mean of exp_avg_sq"}
     measures = []
     for slot, cells in by_slot.items():
-        if slot == "exp_avg_sq":
-            cells = [
-                [*cell[:2], _root(lines[entries[cell[3]].name]["mean"]), cell[3]] for cell in cells
-            ]
         title = titles.get(slot, f"RMS of {slot_key(slot)}")
         measures.append({"key": slot_key(slot), "title": title, "unit": "", "cells": cells})
     numbers = {entry.name: number for number, entry in enumerate(entries)}

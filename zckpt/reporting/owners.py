@@ -9,11 +9,12 @@ from typing import Any
 
 from ..core.description import Report
 from ..core.fragments import boxes_of
-from ..core.inventory import Row
+from ..core.inventory import Row, State
 from ..core.layers import Places
-from ..core.manifest import Entry, Manifest, slot_key
-from ..judging.inventory import of_engine
-from .lost import Found, files_below
+from ..core.manifest import Entry, slot_key
+from ..core.origin import Origin
+from ..judging.inventory import of_engine, of_folder
+from .lost import Found
 
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
@@ -36,17 +37,15 @@ def section(
     states = {line["file"]: "damaged" for line in damaged} | {
         path: "missing" if kind == "missing" else "damaged" for path, kind in found.lost.items()
     }
+    rows = of_engine(manifest)
+    sizes = {row.path: row.size for row in rows}
+    sizes |= {path: _bytes(found.real(path)) for path in found.lost}
     names = {entry.name: number for number, entry in enumerate(entries)}
     groups = [places.row(entry.parameter) for entry in entries]
     return {
         "files": [
-            {
-                "name": found.name(row.path),
-                "bytes": _bytes(found.real(row.path)),
-                "rank": rank_of(manifest, row),
-                "state": states.get(row.path, "ok"),
-            }
-            for row in of_engine(manifest)
+            _file(row, rank_of(manifest.origin, row), states.get(row.path, "ok"), sizes[row.path])
+            for row in rows
         ],
         "groups": list(places.rows),
         "of_tensor": groups,
@@ -65,16 +64,21 @@ def section(
 
 def files_alone(found: Found) -> Report:
     """The same of a checkpoint that cannot be read: its files."""
-    named = {found.name(line["file"]): line["kind"] for line in found.faults if line["file"]}
-    sizes = {found.name(path): _bytes(path) for path in files_below(found.root)}
-    states = dict.fromkeys(sizes, "ok")
-    states |= {name: "missing" if kind == "missing" else "damaged" for name, kind in named.items()}
+    wrong: dict[str, State] = {
+        found.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
+        for line in found.faults
+        if line["file"]
+    }
     files = [
-        {"name": name, "bytes": sizes.get(name), "rank": None, "state": state}
-        for name, state in states.items()
+        _file(row, rank_of(None, row), row.state, row.size) for row in of_folder(found.root, wrong)
     ]
     pieces: Report = {key: [] for key in COLUMNS}
     return {"files": files, "groups": [], "of_tensor": [], "pieces": pieces, "damaged": []}
+
+
+def _file(row: Row, rank: Report | None, state: str, size: int | None) -> Report:
+    state = state if state in ("ok", "missing") else "damaged"
+    return {"name": row.name, "bytes": size, "rank": rank, "state": state}
 
 
 def _bytes(path: str) -> int | None:
@@ -82,12 +86,13 @@ def _bytes(path: str) -> int | None:
     return os.path.getsize(path) if os.path.isfile(path) else None
 
 
-def rank_of(manifest: Manifest, row: Row) -> Report | None:
+def rank_of(origin: Origin | None, row: Row) -> Report | None:
     """The rank whose file it is, as far as its name says it; an engine may count them by model."""
     numbers = {axis: number for axis, number in row.rank if axis in AXES}
-    tp, pp = manifest.origin.tp or 1, manifest.origin.pp or 1
-    if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
+    tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1
+    if (model := numbers.get("mp")) is not None and tp * pp > 1:
         numbers |= {"tp": model % tp, "pp": model // tp}
+    numbers.pop("mp", None)
     return numbers or None
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from ..core.description import Report, line_of
 from ..errors import Notice, counted, problem
 from ..resume.runs import Candidate
-from . import faults
 from .numbers import finite
 
 BROKEN = ("missing", "unreadable", "checksum")
@@ -81,7 +80,6 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
     """The first fault of each earlier checkpoint of a run, with that one's name."""
     return [
         {
-            **dict.fromkeys(faults.FIELDS),
             **reason,
             "file": reason["file"] and os.path.join(line["name"], reason["file"]),
             "message": f"{line['name']}: {_sentence(reason, line['faults'])}",
@@ -95,32 +93,14 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
 
 def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
     """What is to be known of the places that checkpoints have in the run: no faults."""
-    return [
-        {
-            **dict.fromkeys(faults.FIELDS),
-            **line_of(note),
-            "kind": "warning",
-            "fault": False,
-        }
-        for each in checkpoints
-        for note in each.notes
-    ]
+    notes = (note for each in checkpoints for note in each.notes)
+    return [line_of(note, kind="warning", fault=False) for note in notes]
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
     """Checkpoints that the run names, and that are not there."""
-    return [
-        {
-            **dict.fromkeys(faults.FIELDS),
-            **line_of(
-                problem(
-                    "pointer-dangling",
-                    f"{run} names {each.name} as its last checkpoint, which is missing",
-                    file=run,
-                )
-            ),
-            "kind": "missing",
-            "fault": True,
-        }
-        for each in checkpoints
-    ]
+    messages = (
+        f"{run} names {each.name} as its last checkpoint, which is missing" for each in checkpoints
+    )
+    lost = [problem("pointer-dangling", message, file=run) for message in messages]
+    return [line_of(each, kind="missing", fault=True) for each in lost]

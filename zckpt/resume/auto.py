@@ -20,7 +20,7 @@ from ..processes.launcher import Launch, address, joined, launched
 from ..processes.sharing import Processes
 from .fitting import Asked
 from .ranks import Ranks, Told
-from .resuming import Resumed, Resuming, Settings
+from .resuming import Resumed, Resuming
 
 
 def auto_resume(
@@ -69,8 +69,8 @@ def auto_resume(
     if ds_config is not None:
         words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
     launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)
-    settings = Settings(verify, scratch, keep, copying, begin)
-    about = os.fspath(run), Asked(None if single else launch.size, words), settings
+    asked = Asked(None if single else launch.size, words)
+    about = os.fspath(run), asked, verify, scratch, keep, copying, begin
     outcome = _outcome(Ranks(), *about) if launch.size == 1 else _outcome_of_all(launch, *about)
     if isinstance(outcome, Exception):
         raise outcome
@@ -106,10 +106,10 @@ def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
         return failed
 
 
-def _outcome(ranks: Ranks, run: str, asked: Asked, settings: Settings) -> Outcome:
+def _outcome(ranks: Ranks, *about: Any) -> Outcome:
     with ExitStack() as stack:
         try:
-            return Resuming(run, asked, settings, ranks, stack).resumed()
+            return Resuming(ranks, stack, *about).resumed()
         except Told as told:
             return told.error
 

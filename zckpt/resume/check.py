@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from .fitting import (
     to_load,
     unlike,
 )
-from .runs import Candidate, candidates, judged
+from .runs import Candidate, alone, candidates, judged
 
 
 class Question(Struct, frozen=True):
@@ -62,7 +61,7 @@ def check(
     the report on the one that `auto_resume` takes.
     """
     found, older = candidates(path), list[Candidate]()
-    first = Candidate(path, os.path.basename(os.path.abspath(path)), path)  # weights alone, maybe
+    first = alone(path)  # weights, maybe
     if tag is not None:
         first = chosen(found, tag, path)
     elif found:
@@ -79,8 +78,8 @@ def check(
         before = next((pair for pair in pairs if not pair[1].obstacles), None)
     if own.error is not None and before is None:
         raise own.error
-    report = _unreadable(first, own) if own.manifest is None else _report(first, own, question)
-    return report | {"goes_on_from": None if before is None else _report(*before, question)}
+    goes_on_from = None if before is None else _report(*before, question)
+    return {**_report(first, own, question), "goes_on_from": goes_on_from}
 
 
 def chosen(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
@@ -95,39 +94,34 @@ def chosen(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
     )
 
 
-def _unreadable(candidate: Candidate, own: Verdict) -> Words:
-    """The report on one that cannot be read."""
-    return {
+def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
+    """The report on one of a run; little is known of one that cannot be read."""
+    report: Words = {
         "zckpt": VERSION,
         "command": "check",
         "path": candidate.where,
-        **dict.fromkeys(("format", "engine", "step", "fix", "refused")),
+        **dict.fromkeys(("format", "engine", "step")),
         "sizes": {},
         "loads": False,
         "obstacles": said(own.problems),
+        **dict.fromkeys(("fix", "refused")),
         "warnings": said(candidate.notes),
     }
-
-
-def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
-    """The report on one that was read."""
     manifest, other = own.manifest, question.other
-    assert manifest is not None
+    if manifest is None:
+        return report
     to = formats.named(question.engine).name if question.engine else manifest.format
     words = _as_in(other, manifest, question.asked.of(manifest), to)
     reasons, notes = _reasons(manifest, other, words, to)
-    fixed: Words = {"fix": None, "refused": None, "warnings": []}
+    fixed: Words = {}
     if reasons and not own.obstacles:  # no conversion finds what is lost
-        fixed |= _fix(candidate, manifest, to, words, reasons, question)
+        fixed = _fix(candidate, manifest, to, words, reasons, question)
     if to == manifest.format and (unnamed := to_load(candidate, manifest)):
         reasons.append(problem(MUST_SET, unnamed))
     reasons = [*own.obstacles, *reasons]
-    lines = [*candidate.notes, *not_compared(manifest)]
-    fixed["warnings"] = [*said((*lines, *own.remarks, *notes)), *fixed["warnings"]]
+    lines = [*candidate.notes, *not_compared(manifest), *own.remarks, *notes]
     return {
-        "zckpt": VERSION,
-        "command": "check",
-        "path": candidate.where,
+        **report,
         "format": manifest.format,
         "engine": to,
         "step": step_of(manifest),
@@ -135,6 +129,7 @@ def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
         "loads": not reasons,
         "obstacles": said(reasons),
         **fixed,
+        "warnings": [*said(lines), *fixed.get("warnings", ())],
     }
 
 

@@ -228,7 +228,7 @@ def engine_differences(
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """The shapes of parameters and buffers by name."""
     shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
-    entries = {name: manifest.entries.get(f"{name}/param") for name in manifest.buffers}
+    entries = {name: manifest.entries.get((name, "param")) for name in manifest.buffers}
     return shapes | {name: entry.shape for name, entry in entries.items() if entry}
 
 

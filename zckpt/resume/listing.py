@@ -19,7 +19,7 @@ from .. import api
 from ..core import sources
 from ..core.description import VERSION, Report, said
 from ..core.manifest import Manifest
-from ..core.resources import READING_JOBS, Begin, Copying
+from ..core.resources import READING_JOBS, Begin
 from ..errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
@@ -32,7 +32,7 @@ from ..errors import (
 from ..formats.order import last_time
 from ..judging.verdict import BROKEN, step_of
 from .fitting import Asked, obstacles
-from .runs import LACKS, Candidate, candidates, damage, judged
+from .runs import LACKS, Candidate, alone, candidates, damage, judged
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -76,15 +76,14 @@ def list_checkpoints(
     given = {name: size for name, size in sizes.items() if size is not None}
     asked = Asked(None, given) if given else None
     reading = {name: value for name, value in source.items() if value not in (None, ())}
-    copying = Copying(jobs, memory) if intact else None
+    proving = {"jobs": jobs, "memory": memory, "begin": begin} if intact else None
     rows = []
     found = candidates(run)
-    if not found:  # weights alone are no run's, and may be the path itself
-        alone = Candidate(run, os.path.basename(os.path.abspath(run)), run)
-        found = [] if judged(alone, reading).manifest is None else [alone]
+    if not found and judged(alone(run), reading).manifest is not None:
+        found = [alone(run)]  # weights alone are no run's, and may be the path itself
     for each in found[::-1]:
         was_there = not _is_gone(each.where)
-        row = _row(each, asked, reading, copying, begin)
+        row = _row(each, asked, reading, proving)
         if row["problems"] and was_there and _is_gone(each.where):
             continue  # the run has removed it meanwhile, as its oldest one
         rows.append(row)
@@ -111,10 +110,12 @@ def _row(
     candidate: Candidate,
     asked: Asked | None,
     reading: Mapping[str, Any],
-    copying: Copying | None,
-    begin: Begin | None,
+    proving: Mapping[str, Any] | None,
 ) -> Report:
-    """What is known of one checkpoint, whatever is wrong with it."""
+    """What is known of one checkpoint, whatever is wrong with it.
+
+    `proving` are the arguments of `verify`, if all bytes are to be read.
+    """
     notes = candidate.notes
     row: Report = {
         "name": candidate.name,
@@ -147,34 +148,28 @@ def _row(
         notes = ()
     if manifest is None:
         return row
-    row |= _facts(manifest)
+    origin = manifest.origin
+    row |= {
+        "step": step_of(manifest),
+        "format": manifest.format,
+        "version": origin.version,
+        "zero_stage": origin.zero_stage,
+        "sizes": origin.sizes,
+    }
     row["warnings"] = said([*notes, *manifest.warnings, *(() if problems else verdict.doubts)])
     if asked is not None:
         reasons = [*verdict.alone, *_obstacles(manifest, asked)]
         row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}
-    if copying is not None:
+    if proving is not None:
         try:
-            found = damage(_verified(candidate, reading, copying, begin))
+            tag = candidate.tag
+            found = damage(api.verify(candidate.path, tag=tag, **reading, **proving))
         except (ZckptError, OSError) as error:
             return row | _failed(error, "intact", row)
         more = [notice for notice in found if notice not in verdict.unread]
         row["intact"] = not (found or verdict.unread)
         row["problems"] = said([*problems, *more])
     return row
-
-
-def _verified(
-    candidate: Candidate, reading: Mapping[str, Any], copying: Copying, begin: Begin | None
-) -> Report:
-    """The report of `verify`, which reads all bytes."""
-    return api.verify(
-        candidate.path,
-        tag=candidate.tag,
-        jobs=copying.jobs,
-        memory=copying.memory,
-        begin=begin,
-        **reading,
-    )
 
 
 def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
@@ -191,18 +186,6 @@ def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
         question: False if is_answer else None,
         "problems": [*row["problems"], *said(notices)],
         "being_written": row["being_written"] or isinstance(error, SourceChanged),
-    }
-
-
-def _facts(manifest: Manifest) -> Report:
-    """What the metadata of a checkpoint say beside its state."""
-    origin = manifest.origin
-    return {
-        "step": step_of(manifest),
-        "format": manifest.format,
-        "version": origin.version,
-        "zero_stage": origin.zero_stage,
-        "sizes": origin.sizes,
     }
 
 

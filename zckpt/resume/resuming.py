@@ -14,7 +14,7 @@ from functools import partial
 from shlex import quote
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from .. import api
@@ -51,12 +51,16 @@ from .fitting import (
     to_load,
 )
 from .ranks import Ranks, Told
-from .runs import Candidate, candidates, damage, judged
+from .runs import Candidate, alone, candidates, damage, judged
 
 READING = ("format", "root", "step_policy", "tp_rules", "buffers", "param_names")
 """The words that say how a checkpoint is read."""
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
 """What was begun is continued. Without locks it is written anew, or another job's is taken."""
+
+
+UNSUPPORTED, ALONE = "unsupported", "alone"
+"""Kinds of reasons for which a checkpoint is left aside: of another version; weights alone."""
 
 
 class Resumed(str):
@@ -79,82 +83,74 @@ class Resumed(str):
         return str, (str(self),)  # a trainer may send it to others, or save it
 
 
-class Settings(Struct, frozen=True):
-    """What the user says beside the next run's sizes."""
+class Resuming(Struct, dict=True):
+    """One call, in one rank. Methods whose names begin with `_` run in rank 0 alone."""
 
+    ranks: Ranks
+    stack: ExitStack
+    run: str
+    asked: Asked
     verify: str
     scratch: str | os.PathLike[str] | None
     keep: int
     copying: Copying
     begin: Begin | None
 
-
-class Resuming:
-    """One call, in one rank. Methods whose names begin with `_` run in rank 0 alone."""
-
-    def __init__(
-        self, run: str, asked: Asked, settings: Settings, ranks: Ranks, stack: ExitStack
-    ) -> None:
-        self.run, self.asked, self.settings, self.ranks = run, asked, settings, ranks
-        self.is_elsewhere = api.is_url(run)
-        if self.is_elsewhere and settings.scratch is None:
+    def __post_init__(self) -> None:
+        self.is_elsewhere = api.is_url(self.run)
+        if self.is_elsewhere and self.scratch is None:
             raise Told(
                 WrongOption(
                     "option-needed",
-                    f"{run} is in an object store, from which the engine loads nothing",
+                    f"{self.run} is in an object store, from which the engine loads nothing",
                     hint="name a folder that all nodes see: scratch=, or --scratch DIR",
                 )
             )
-        self.folder = beside.folder_of(run, settings.scratch)
+        self.folder = beside.folder_of(self.run, self.scratch)
         self.damaged: set[str] = set()
         self._removed: list[str] = []
         self.records: dict[str, int] | None = None
-        self._stack, self._is_alone = stack, False
-        self._shared = {"begin": None if ranks.rank else settings.begin, **ranks.words}
-        given = {name: asked.words.get(name) for name in READING}
+        self._is_alone = False
+        self._shared = {"begin": None if self.ranks.rank else self.begin, **self.ranks.words}
+        given = {name: self.asked.words.get(name) for name in READING}
         self._reading = {name: value for name, value in given.items() if value is not None}
 
     def resumed(self) -> tuple[Resumed | None, list[Report]]:
         left: list[Words] = []
-        broken: list[Words] = []
-        found = self.ranks.told(self._candidates)
-        for path, name, loaded, tag, said_of in found:
-            notes = tuple(Notice(**line) for line in said_of)
-            candidate = Candidate(path, name, loaded, tag, notes)
-            while "broken" not in (plan := self.planned(candidate)):
+        for each in self.ranks.told(self._candidates):
+            notes = tuple(Notice(**line) for line in each["notes"])
+            candidate = Candidate(**{**each, "notes": notes})
+            while "reason" not in (plan := self.planned(candidate)):
                 if taken := self.taken(candidate, plan, left):
                     return taken
-            broken.append(plan)
-            left.append({"path": candidate.where, "reason": plan["broken"]})
+            left.append({"path": candidate.where, **plan})
         if left:
-            newest = broken[0]
-            if newest["is_unsupported"]:
-                raise Told(again(UnsupportedCheckpoint, newest["broken"]))
-            if all(each["is_alone"] for each in broken):
-                raise Told(self._without_optimizer(left))
-            anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
-            raise Told(
-                IncompleteCheckpoint(
-                    "none-is-whole",
-                    f"{self.run} has {counted(len(left), 'checkpoint')}, and none is whole: "
-                    f"{left[0]['path']}: {left[0]['reason']['message']}",
-                    hint="; ".join(filter(None, [newest["broken"]["hint"], anew])),
-                    file=self.run,
-                )
-            )
+            raise Told(self._none_is_whole(left))
         is_there = self.is_elsewhere or os.path.isdir(self.run)
         message = f"{self.run} does not exist: nothing to resume"
         return None, said([] if is_there else [note("no-checkpoint", message, file=self.run)])
 
-    def _without_optimizer(self, left: list[Words]) -> MissingData:
-        """The error of a run in which all checkpoints have weights alone."""
-        return MissingData(
-            "optimizer-missing",
-            f"{self.run} has {counted(len(left), 'checkpoint')}, and none has an optimizer: no "
-            "training goes on from weights alone",
-            hint=f"`zckpt export {quote(left[0]['path'])} MODEL` writes the newest weights for "
-            "from_pretrained, with which another training may begin; for that choose another "
-            "directory",
+    def _none_is_whole(self, left: list[Words]) -> ZckptError:
+        """The error of a run in which all checkpoints are left aside; the newest is the first."""
+        newest, count = left[0], counted(len(left), "checkpoint")
+        if newest["kind"] == UNSUPPORTED:
+            return again(UnsupportedCheckpoint, newest["reason"])
+        if all(each["kind"] == ALONE for each in left):
+            return MissingData(
+                "optimizer-missing",
+                f"{self.run} has {count}, and none has an optimizer: no training goes on from "
+                "weights alone",
+                hint=f"`zckpt export {quote(newest['path'])} MODEL` writes the newest weights for "
+                "from_pretrained, with which another training may begin; for that choose another "
+                "directory",
+                file=self.run,
+            )
+        anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
+        return IncompleteCheckpoint(
+            "none-is-whole",
+            f"{self.run} has {count}, and none is whole: {newest['path']}: "
+            f"{newest['reason']['message']}",
+            hint="; ".join(filter(None, [newest["reason"]["hint"], anew])),
             file=self.run,
         )
 
@@ -162,25 +158,24 @@ class Resuming:
         """What is to be done with a checkpoint, after all bytes that count were checked."""
         while True:
             plan: Words = self.ranks.told(partial(self._plan, candidate))
-            if "broken" in plan:
+            if "reason" in plan:
                 return plan
-            target = plan["target"] if plan["is_complete"] else None
+            target = plan["target"] if plan.get("is_complete") else None
             # those of the source are there
             reason = self.ranks.told(partial(self._missing, target)) if target else None
-            if not reason and self.settings.verify == "records":
+            if not reason and self.verify == "records":
                 path, tag = (target, None) if target else (candidate.path, candidate.tag)
                 reason = self.damage(path, tag, {} if target else self._reading)
             if not reason:
                 return plan
             if not target:
-                return {"broken": reason, "is_unsupported": False, "is_alone": False}
+                return {"reason": reason, "kind": ""}
             self.damaged.add(target)  # it is removed, or another one is written beside it
             self.ranks.told(partial(self._discard, target))
 
     def damage(self, path: str, tag: str | None, reading: Words) -> Report | None:
         """What is wrong with a checkpoint; None if it is whole. All ranks read it together."""
-        copying = self.settings.copying
-        more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
+        more = {"jobs": self.copying.jobs, "memory": self.copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
         self.records = report.get("records")  # none if the files contradict each other
         found = damage(report, bool(self.asked.words.get("accept_weights")))
@@ -193,9 +188,9 @@ class Resuming:
 
         None if a job that no lock showed has another target there by now: it is to be planned anew.
         """
-        target, is_written = plan["target"], plan["target"] and not plan["is_complete"]
-        if is_written:
-            more = {"gives_way": True, "copying": self.settings.copying, **self._shared}
+        target = plan["target"]
+        if target and not plan["is_complete"]:
+            more = {"gives_way": True, "copying": self.copying, **self._shared}
             written = api.reshard(
                 candidate.path, target, tag=candidate.tag, **GOING_ON, **plan["words"], **more
             )
@@ -203,7 +198,6 @@ class Resuming:
             if finished is None:
                 return None
             plan |= finished
-            is_written = plan["is_written"]
         if target:
             beside.hold(target)
         aside = [
@@ -216,7 +210,7 @@ class Resuming:
             for each in left
         ]
         lines = said([*aside, *candidate.notes])
-        for line in (*plan["lines"], *plan.get("said", ())):
+        for line in (*plan["lines"], *plan["said"]):
             lines += [line] if line not in lines else []
         report = {
             "zckpt": VERSION,
@@ -229,10 +223,10 @@ class Resuming:
                 key: plan[key]
                 for key in ("tag", "step", "format", "sizes", "ranks_before", "obstacles")
             },
-            "written": bool(is_written),
-            "bytes": plan["bytes"] if is_written else 0,
+            "written": plan["is_written"],
+            "bytes": plan["bytes"] if plan["is_written"] else 0,
             "records": self.records,
-            "left_aside": left,
+            "left_aside": [{key: each[key] for key in ("path", "reason")} for each in left],
             "removed": plan["removed"],
             "warnings": lines,
         }
@@ -240,16 +234,12 @@ class Resuming:
 
     # -- rank 0
 
-    def _candidates(self) -> list[Any]:
+    def _candidates(self) -> Any:
         with api.local(self.run) as run:
-            found = [
-                [each.path, each.name, each.loaded, each.tag, said(each.notes)]
-                for each in candidates(run)
-            ]
-            return [api.translated(each) for each in found]
+            return api.translated(to_builtins(candidates(run)))
 
     def _plan(self, candidate: Candidate) -> Words:
-        """Whether the engine loads it, else where it is written; or why it is `broken`."""
+        """Whether the engine loads it, else where it is written; or the `reason` why neither."""
         with api.local(candidate.path) as path:
             try:
                 plan = api.translated(self._plan_at(candidate, replace(candidate, path=path)))
@@ -265,42 +255,38 @@ class Resuming:
         own = judged(here, self._reading)
         manifest = own.manifest
         if manifest is None or own.obstacles:
-            broken = line_of(own.obstacles[0])
-            kinds = {
-                "is_unsupported": isinstance(own.error, UnsupportedCheckpoint),
-                "is_alone": not own.problems,
-            }
-            return {"broken": broken, **kinds}
+            kind = UNSUPPORTED if isinstance(own.error, UnsupportedCheckpoint) else ""
+            kind = kind or ("" if own.problems else ALONE)
+            return {"reason": line_of(own.obstacles[0]), "kind": kind}
         words = self.asked.of(manifest)
-        are_read = self.settings.verify == "records"
+        are_read = self.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
         unsure += own.remarks
         missing = missing_of(manifest, str(manifest.origin.format), words)
         missing = [replace(each, severity="warning") for each in missing]
+        differences = obstacles(manifest, words)
+        if self.is_elsewhere and not differences:
+            message = f"{self.run} is in an object store"
+            differences = [problem("format-differs", message, file=self.run)]
         plan: Words = {
             "step": verdict.step_of(manifest),
             "tag": manifest.origin.tag,
             "format": manifest.format,
             "sizes": sizes_of(words),
-            "obstacles": said(obstacles(manifest, words) or self._elsewhere()),
+            "obstacles": said(differences),
             "ranks_before": manifest.origin.dp,
-            "lines": [],
             "target": None,
-            "is_complete": False,
+            "is_written": False,
+            "said": [],
         }
-        if not plan["obstacles"]:
+        if not differences:
             say = to_load(candidate, manifest)
             told = [warning("program-must-set", say)] if say else []
             return plan | {"lines": said([*told, *missing, *batch(manifest, words, ()), *unsure])}
-        plan["words"] = conversion(manifest, manifest.format, words).words
-        place = self._place(candidate, name_for(candidate.name, words), plan["words"])
+        more = conversion(manifest, manifest.format, words).words
+        place = self._place(candidate, name_for(candidate.name, words), more)
         changes = said([*missing, *batch(manifest, words, place["lines"])])
-        return plan | place | {"lines": [*changes, *place["lines"]]}
-
-    def _elsewhere(self) -> list[Notice]:
-        """Why an engine does not load what is in a store."""
-        message = f"{self.run} is in an object store"
-        return [problem("format-differs", message, file=self.run)] if self.is_elsewhere else []
+        return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
         """The directory for it: complete, or to be written by this job, which is alone then."""
@@ -348,7 +334,7 @@ class Resuming:
         if self._is_alone:
             return False
         beside.make(self.folder, self.run)
-        self._stack.enter_context(beside.alone_in(self.folder))
+        self.stack.enter_context(beside.alone_in(self.folder))
         self._is_alone = True
         self._removed += beside.sweep(self.folder, target)
         return True
@@ -366,7 +352,7 @@ class Resuming:
 
     def _missing(self, target: str) -> Report | None:
         """What is missing in a complete directory by now."""
-        own = verdict.judged(lambda: api.read(target, nameless=True, by_checksums=True))
+        own = judged(alone(target), {})
         return line_of(own.problems[0]) if own.problems else None
 
     def _discard(self, target: str) -> None:
@@ -379,6 +365,6 @@ class Resuming:
         if "is_of_another" in report:
             return None
         beside.hold(target)
-        self._removed += beside.tidy(self.folder, target, self.settings.keep)
+        self._removed += beside.tidy(self.folder, target, self.keep)
         is_written = "already_complete" not in report  # another job's was there first
         return {"said": report["warnings"], "removed": self._removed, "is_written": is_written}

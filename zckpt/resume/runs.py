@@ -69,12 +69,18 @@ class Candidate(Struct, frozen=True):
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
 
+def alone(path: str, tag: str | None = None) -> Candidate:
+    """The checkpoint at a path that is no run."""
+    return Candidate(path, os.path.basename(os.path.abspath(path)), path, tag)
+
+
 def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     """Whether a checkpoint is whole and of one save, by everything but tensors."""
     # without the tag's folder it is the file that names it which is wrong
     tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
     return verdict.judged(
-        lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
+        lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading),
+        candidate.where,
     )
 
 
@@ -99,11 +105,11 @@ def candidates(run: str) -> list[Candidate]:
     found = _by_tag(run)
     there = [each for each in found if sources.is_folder(each.where)]
     if found and len(there) <= 1 and formats.is_of_trainer(run):  # its folder is a part
-        return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
+        return [alone(run)]
     if found:
         return found
     if _is_one(run, neutral=True):
-        return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
+        return [alone(run)]
     if not sources.is_folder(run):
         raise NotACheckpoint(
             "not-a-checkpoint",

@@ -159,7 +159,7 @@ def without_others(
     )
 
 
-def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
+def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
     """The classes and functions outside of the closed list that a checkpoint names.
 
     A pickle may call a function and drop what it gives: such a name counts, too.

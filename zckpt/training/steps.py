@@ -32,7 +32,7 @@ from ..core.checksum import crc_of_zeros
 from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from ..core.grouping import by_key
 from ..core.inert import Scalar
-from ..core.manifest import Manifest, Sighting, is_step
+from ..core.manifest import Key, Manifest, Sighting, is_step
 from ..core.weights import is_optimizers
 from ..errors import Notice, WrongOption, listed, warning
 from .faults import COUNTED_START
@@ -247,14 +247,14 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
     return None
 
 
-def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) -> Notice | None:
+def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, Key], int]) -> Notice | None:
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
-    those of a copy's target, by model rank and entry name.
+    those of a copy's target, by model rank and key.
     """
     moments = [
-        ((rank, entry.name), entry.length)
+        ((rank, entry.key), entry.length)
         for rank, own in enumerate(manifest.each)
         for entry in own.entries.values()
         if is_optimizers(entry.slot)

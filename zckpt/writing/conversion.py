@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -46,7 +45,6 @@ from ..training.options import (
     PARAM_NAMES,
     RENAME,
     TIE,
-    Option,
     Options,
     refuse,
 )
@@ -135,7 +133,7 @@ def decide(
     if options.weights_only and format.family == "torch":  # others write a fresh optimizer
         manifest = needs.for_weights_alone(manifest)
     if manifest.buffers_named:  # when it was read
-        options = _without_unknown(options, BUFFERS, format)
+        options = _without_buffers(options, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
     if resumes:
         refuse_share(manifest)
@@ -281,11 +279,11 @@ def _there(target: str, run: Identity, gives_way: bool) -> str:
         return "is_of_another"
 
 
-def _without_unknown(options: Options, option: Option[Any], format: Format) -> Options:
-    """The options without one of reading that means something to some targets as well."""
-    if option.name in {known.name for known in format.options or ()}:
+def _without_buffers(options: Options, format: Format) -> Options:
+    """The options without --buffers, which is one of reading, unless the target takes it too."""
+    if BUFFERS.name in {known.name for known in format.options or ()}:
         return options
-    return Options(tuple(pair for pair in options.given if pair[0].name != option.name))
+    return Options(tuple(pair for pair in options.given if pair[0].name != BUFFERS.name))
 
 
 def _called(command: str, to: str) -> str:

@@ -127,7 +127,7 @@ class TestLora:
     def test_others_get_the_names_of_peft(self, tmp_path: Path) -> None:
         name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
         manifest = zckpt.read(LORA)
-        assert f"{name}/exp_avg" in manifest.entries
+        assert (name, "exp_avg") in manifest.entries
         zckpt.convert(LORA, tmp_path / "run", to="deepspeed", dp=2)
         assert zckpt.verify(LORA, against=tmp_path / "run")["equal"]
         zckpt.export(LORA, tmp_path / "out")
@@ -212,7 +212,7 @@ def test_the_hint_of_an_optimizers_folder_leads_to_the_whole(run: Path, zckpt: P
 def test_a_lost_shard_is_named(tmp_path: Path) -> None:
     run = Path(shutil.copytree(AUTOMODEL, tmp_path / "run"))
     (run / "model/shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(errors.IncompleteCheckpoint, match=r"model/shard-00001-.* is missing"):
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"model lacks shard-00001-"):
         zckpt.read(run)
 
 
@@ -306,7 +306,7 @@ class TestStorage:
         manifest = zckpt.read(run)
         assert [*manifest.parameters] == ["a", "b"]
         assert (manifest.step, manifest.groups) == (3, None)
-        assert {*manifest.entries} == {"a/param", "a/exp_avg", "b/param"}
+        assert {*manifest.entries} == {("a", "param"), ("a", "exp_avg"), ("b", "param")}
         zckpt.reshard(run, tmp_path / "target", dp=2)
         after = stored(tmp_path / "target", dcp.HuggingFaceStorageReader)
         assert alike(after, stored(run, dcp.HuggingFaceStorageReader))

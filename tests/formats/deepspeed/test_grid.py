@@ -15,6 +15,8 @@ import torch
 import zckpt
 from zckpt.core.facts import Vocabulary
 from zckpt.core.loading import fill
+from zckpt.core.manifest import name_of
+from zckpt.core.placement import Cut
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
     IncompleteCheckpoint,
@@ -338,7 +340,9 @@ def change_master(run: Path, rank: int) -> None:
 @pytest.mark.first
 class TestCopies:
     def test_drifted_norms_need_a_choice(self, run: Path, tmp_path: Path) -> None:
-        clean = {n: zckpt.load(run, n) for n in zckpt.read(run).entries if "norm" in n}
+        clean = {
+            n: zckpt.load(run, n) for n in map(name_of, zckpt.read(run).entries) if "norm" in n
+        }
         change_norm(run, "exp_avg", 1)
         with pytest.raises(InconsistentCheckpoint, match=r"4.norm.weight.*exp_avg in 1 of 14") as e:
             zckpt.convert(run, tmp_path / "out")
@@ -415,7 +419,7 @@ class TestCopies:
     @pytest.mark.parametrize("options", [{}, {"to": "gathered"}])
     def test_the_mean_of_copies(self, run: Path, options: dict[str, Any], tmp_path: Path) -> None:
         """Masters, moments and the weights that are rounded from masters; the rest is unchanged."""
-        clean = {name: zckpt.load(run, name) for name in zckpt.read(run).entries}
+        clean = {name: zckpt.load(run, name) for name in map(name_of, zckpt.read(run).entries)}
         for rank, slot in ((1, "exp_avg"), (0, "exp_avg_sq")):
             change_norm(run, slot, rank)
         change_master(run, 1)
@@ -431,7 +435,7 @@ class TestCopies:
             wanted |= {name.replace("/master", "/param"): wanted.pop(name) for name in trained}
         got = {
             name: zckpt.load(tmp_path / "out", name)
-            for name in zckpt.read(tmp_path / "out").entries
+            for name in map(name_of, zckpt.read(tmp_path / "out").entries)
         }
         assert got.keys() == wanted.keys()
         assert [name for name in got if not same_bits(got[name], wanted[name])] == []
@@ -449,7 +453,7 @@ class TestRules:
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
         facts = zckpt.read(bare, tp_rules=rules).tensor_parallel
         assert facts is not None
-        assert facts.rules["1.fused.weight"] == "0:16,4,8"
+        assert facts.placements["1.fused.weight"] == Cut(0, (16, 4, 8))
 
     def test_without_rules_all_names_are_listed(self, bare: Path, tmp_path: Path) -> None:
         with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:

@@ -14,11 +14,9 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core import merge, slicing
-from zckpt.core.manifest import Entry
-from zckpt.core.placement import Shapes, Sliced
+from zckpt.core.manifest import Entry, Key
+from zckpt.core.placement import Cut, Shapes, Sliced
 from zckpt.core.slicing import Slicing
-from zckpt.naming import tensor_rules
-from zckpt.naming.tensor_rules import TensorRule
 
 from ...conftest import texts
 from ...engines.deepspeed import submit
@@ -80,22 +78,22 @@ def unfused(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     return RIGHT_CUT(outer, inner, [[sum(part[rank] for part in widths) for rank in range(2)]])
 
 
-def of_other_ranks(name: str, held: Any, *others: Any) -> list[Entry]:
+def of_other_ranks(key: Key, held: Any, *others: Any) -> list[Entry]:
     """What each rank holds is taken for the other rank's, when they become a whole."""
-    return RIGHT_TENSOR(name, held[::-1], *others)
+    return RIGHT_TENSOR(key, held[::-1], *others)
 
 
 RIGHT_CUT = slicing.cut
 RIGHT_TENSOR = merge.tensor
-RIGHT_RULE = tensor_rules.by_rule
+RIGHT_SLICES = Cut.sliced
 
 
-def other_dimension(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
+def other_dimension(cut: Cut, shapes: Shapes, says: str) -> Sliced:
     """Rows instead of columns, in the shape that columns have."""
-    right = RIGHT_RULE(rule, name, shapes)
-    if rule.axis != 1:
+    right = RIGHT_SLICES(cut, shapes, says)
+    if cut.axis != 1:
         return right
-    rows = RIGHT_RULE(replace(rule, axis=0), name, shapes)
+    rows = RIGHT_SLICES(replace(cut, axis=0), shapes, says)
     return replace(right, slicing=rows.slicing)
 
 
@@ -109,7 +107,7 @@ def other_dimension(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
         (merge, "tensor", of_other_ranks, r"\.fused\.|\.gate_up\.|\.(dense|down)\.weight|embed"),
         (slicing, "cut", shifted, r"\.fused\."),
         (slicing, "cut", unfused, r"\.fused\.|\.gate_up\."),
-        (tensor_rules, "by_rule", other_dimension, r"\.(dense|down)\.weight"),
+        (Cut, "sliced", other_dimension, r"\.(dense|down)\.weight"),
     ],
     ids=["swapped", "of_other_ranks", "shifted", "unfused", "other_dimension"],
 )
@@ -129,10 +127,6 @@ def test_a_wrong_reader_is_found(
     names = [name for name in zckpt.read(run).parameters if re.search(seen, name)]
     with pytest.MonkeyPatch.context() as broken:
         broken.setattr(module, what, wrong)
-        if what == "by_rule":
-            from zckpt.naming import universal_info
-
-            broken.setattr(universal_info, what, wrong)
         zckpt.convert(run, tmp_path / "out", **options)
         assert zckpt.verify(run, tmp_path / "out", **options)["equal"]  # both sides are wrong
         report = gathered(run, tmp_path / "out", **options)

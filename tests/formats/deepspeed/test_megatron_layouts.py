@@ -237,7 +237,7 @@ def test_a_copy_of_a_tied_layer_that_saves_no_weight(
     """The last stage uses the embedding by a function: only the first stage can tell."""
     assert zckpt.reshard(bloom, tmp_path / "before", dp=1)["warnings"] == []
     last = read(bloom, Reading(ranks_apart=True)).ranks[2]
-    entry = last.entries[f"tied_modules.embed.{name}/master"]
+    entry = last.entries[f"tied_modules.embed.{name}", "master"]
     for fragment in entry.fragments:
         extent = fragment.extent
         with open(extent.file, "r+b") as file:

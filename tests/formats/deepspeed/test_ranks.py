@@ -83,7 +83,7 @@ def test_a_grid() -> None:
          "model rank 2 has layer 0, but model rank 0 has layer 2"),
         ((FIRST, FIRST, FIRST, FIRST), {}, InconsistentCheckpoint, "model rank 2 has layer 0"),
         ((FIRST, FIRST, LAST, LAST), {"mp_world_size": 5}, IncompleteCheckpoint,
-         "holds files of 4 of 5 model ranks"),
+         r"lacks mp_rank_04_model_states\.pt \(it has 4 of 5 model ranks\)"),
         ((FIRST, FIRST, LAST, LAST), {"mp_world_size": 2}, InconsistentCheckpoint,
          "holds files of 4 model ranks, but its model states say there were 2"),
         ((FIRST, FIRST, LAST, LAST),

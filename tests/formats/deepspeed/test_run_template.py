@@ -145,10 +145,12 @@ def with_a_tie(source: Manifest, run: Manifest) -> tuple[Manifest, Manifest]:
     """The source has one weight by two names, which the run has apart."""
     parameters = {name: own for name, own in source.parameters.items() if name != "embed"}
     parameters["twin"] = replace(source.parameters["embed"], aliases=("embed",))
-    names = {name: name.replace("embed/", "twin/") for name in source.entries}
-    entries = {
-        names[name]: replace(entry, name=names[name]) for name, entry in source.entries.items()
-    }
+    tied = {"embed": "twin"}
+    renamed = [
+        replace(entry, parameter=tied.get(entry.parameter, entry.parameter))
+        for entry in source.entries.values()
+    ]
+    entries = {entry.key: entry for entry in renamed}
     more = {"twin": run.parameters["embed"]}
     return (
         replace(source, parameters=parameters, entries=entries),

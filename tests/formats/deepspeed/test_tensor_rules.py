@@ -157,7 +157,7 @@ def test_affine_maps_of_the_engine() -> None:
         info = {"affine_map": {"version": 1, "params": {r"^layers\.0": made.to_dict()}}}
         shapes = [tuple(shard.shape) for shard in shards]
         found = decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)[NAME]
-        assert found.is_replicated == (what == "replicated"), what
+        assert found.placement.is_replicated == (what == "replicated"), what
         assert found.shape == (12, 10)
         for copy in range(found.slicing.copies):
             assert torch.equal(whole_of(found, shards, copy), full), what

@@ -236,7 +236,7 @@ class TestFaults:
             == []
         )
         facts = [zckpt.read(path).tensor_parallel for path in paths]
-        before, after = (each.rules for each in facts if each is not None)
+        before, after = (each.placements for each in facts if each is not None)
         names = {name: name.replace("dense", "out").replace("norm", "ln") for name in before}
         assert after == {names[name]: rule for name, rule in before.items()}
 

@@ -131,7 +131,7 @@ class TestBadInput:
     def test_a_model_file_missing_between(self, merged: Path, zckpt: Zckpt) -> None:
         path = merged / TAG / "mp_rank_00_model_states.pt"
         path.rename(path.with_name("mp_rank_01_model_states.pt"))
-        self.refused(zckpt, merged, "rank 0")
+        self.refused(zckpt, merged, f"lacks {path.name}")
 
     def test_a_frozen_slice_missing(self, example: Path, tmp_path: Path, zckpt: Zckpt) -> None:
         merged = convert(example, tmp_path / "merged", stage=3)

@@ -12,9 +12,10 @@ import torch
 
 import zckpt
 from zckpt.core.facts import TensorParallel, Vocabulary
+from zckpt.core.placement import Boxes, Cut, from_text
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed_universal.files import SliceInfo
-from zckpt.formats.deepspeed_universal.slicing import rule_of, slice_info
+from zckpt.formats.deepspeed_universal.slicing import placement_of, slice_info
 
 from ...conftest import texts
 from ...engines import deepspeed
@@ -66,8 +67,8 @@ def cut(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 )
 def test_rules_without_patterns(rule: str, info: SliceInfo) -> None:
     assert by_rule(rule) == info
-    back = rule_of(info, (16, 6))
-    assert back == {"0:1x": "0", "vocab:11": "0"}.get(rule, rule)
+    back = placement_of(info, (16, 6))
+    assert back.text == {"0:1x": "0", "vocab:11": "0"}.get(rule, rule)
 
 
 def test_a_rule_with_widths() -> None:
@@ -76,8 +77,8 @@ def test_a_rule_with_widths() -> None:
     assert info["sub_param_shape"].state == {
         "patterns": ["a\\.b$"], "shape": ((8, 4, 4), 6), "partition_dim": 0
     }  # fmt: skip
-    assert rule_of(info, (16, 6)) == "0:8,4,4"
-    assert rule_of(info, (12, 6)) == "view"
+    assert placement_of(info, (16, 6)) == Cut(0, (8, 4, 4))
+    assert placement_of(info, (12, 6)) == Boxes("view")
 
 
 @pytest.mark.parametrize("rule", ["view", "affine_map"])
@@ -107,7 +108,7 @@ def test_a_name_that_no_rule_knows() -> None:
 
 def by_rule(rule: str | None, patterns: Mapping[str, Any] | None = None) -> SliceInfo | None:
     """What stands beside a tensor `a.b` of 16 rows that was cut by `rule`."""
-    rules = {} if rule is None else {"a.b": rule}
+    rules = {} if rule is None else {"a.b": from_text(rule)}
     vocabulary = {"a.b": Vocabulary(16, 16)} if (rule or "").startswith("vocab") else {}
     facts, state = TensorParallel(rules, vocabulary), dict[str, Any]()
     if patterns is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zckpt
 from zckpt import errors
+from zckpt.core.manifest import name_of
 from zckpt.core.partition import Joined, Nameless, Whole
 from zckpt.formats.gathered import distributed, gather, ranked, read
 from zckpt.formats.gathered.distributed import DeviceMesh
@@ -53,7 +54,7 @@ class TestDTensors:
         run = self.run(sizes, axes, tmp_path)
         assert assert_gathers(run, tmp_path) == []
         parts = gather.partitions(str(run))
-        names = {part.name for part in parts if isinstance(part, Joined | Whole)}
+        names = {name_of(part.key) for part in parts if isinstance(part, Joined | Whole)}
         assert names == {f"{name}/{slot}" for name in MODEL for slot in SLOTS}
 
     @pytest.mark.parametrize("name", ["a/param", "b/exp_avg_sq"])

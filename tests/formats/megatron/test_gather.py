@@ -35,7 +35,7 @@ class TestForms:
         run = DATA / form
         (iteration,) = run.glob("iter_*")
         parts = [part for part in gather.partitions(str(iteration)) if isinstance(part, Joined)]
-        slots = [part.name.rpartition("/")[2] for part in parts]
+        slots = [part.key[1] for part in parts]
         assert {slot: slots.count(slot) for slot in slots} == {
             "param": 20,
             "master": 20,

@@ -93,12 +93,10 @@ def test_lost_folders(spread: Path) -> None:
     with pytest.raises(errors.IncompleteCheckpoint, match=r"mp_rank_01_001/distrib_optim\.pt"):
         package.read(spread)
     shutil.rmtree(spread / "mp_rank_01_001")
-    with pytest.raises(
-        errors.IncompleteCheckpoint, match="tensor rank 1 in stage 0, expert rank 1"
-    ):
+    with pytest.raises(errors.IncompleteCheckpoint, match="lacks mp_rank_01_001/"):
         package.read(spread)
     shutil.rmtree(spread / "mp_rank_00_001")
-    with pytest.raises(errors.IncompleteCheckpoint, match="stage 0, expert rank 1"):
+    with pytest.raises(errors.IncompleteCheckpoint, match="lacks mp_rank_00_001/"):
         package.read(spread)
 
 

@@ -122,7 +122,7 @@ def test_objects_of_trainers(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
 
 def test_large_tensors_are_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.formats.megatron.write.LARGEST", 200)
-    writer = MegatronWriter(package.read(SOURCE), Options())
+    writer = MegatronWriter(package.read(SOURCE), Options(), types={})
     for tensor in writer.tensors:
         covered = torch.zeros(tensor.shape, dtype=torch.int64)
         for box in _boxes(tensor):
@@ -154,7 +154,7 @@ def test_random_states_of_another_grid_stay_behind() -> None:
     objects["rng_state/shard_0.0.0_1.2.1"] = objects.pop("rng_state/shard_0.0_1.2")
     del objects["rng_state/shard_0.1_1.2"]
     source = replace(source, state={"megatron": {**kept, "objects": objects}})
-    writer = MegatronWriter(source, Options())
+    writer = MegatronWriter(source, Options(), types={})
     assert writer.omitted[-1].code == "rank-state-omitted"
     assert "rng_state/shard_0.0.0_1.2.1" in writer.omitted[-1].message
     assert writer.common["args"].state["no_save_rng"] is True
@@ -167,17 +167,19 @@ def test_tensors_of_the_common_state_move_with_it() -> None:
     kept = source.state["megatron"]
     old = "megatron.common.optimizer.0.grad_scaler.scale"
     entry = next(iter(source.entries.values()))
-    entries = {**source.entries, f"{old}/state": replace(entry, name=f"{old}/state")}
+    entries = {**source.entries, (old, "state"): replace(entry, parameter=old)}
     dense = {**kept["common"]["optimizer"], "grad_scaler": {"scale": TensorName(old)}}
     groups = [{**group, "is_expert_parallel": True} for group in source.groups or ()]
     spread = {"optimizer": {"param_groups": groups}}
     common = {**kept["common"], "optimizer": {0: dense, 1: spread}}
     state = {"megatron": {**kept, "common": common}}
-    writer = MegatronWriter(replace(source, state=state, entries=entries), Options(((EP, 1),)))
+    writer = MegatronWriter(
+        replace(source, state=state, entries=entries), Options(((EP, 1),)), types={}
+    )
     scaler = writer.common["optimizer"]["grad_scaler"]
     new = "megatron.common.optimizer.grad_scaler.scale"
     assert scaler["scale"].name == new
-    assert writer.moved[f"{new}/state"].fragments is entry.fragments
+    assert writer.moved[new, "state"].fragments is entry.fragments
 
 
 @pytest.mark.parametrize("place", ["optimizer", "optimizer.optimizer"])
@@ -210,23 +212,23 @@ def test_refusals(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
 def test_layers_that_differ_are_refused() -> None:
     source = package.read(SOURCE)
     frozen = "decoder.layers.1.mlp.linear_fc2.weight"
-    lost = {f"{frozen}/{slot}" for slot in ("master", "exp_avg", "exp_avg_sq")}
-    entries = {name: entry for name, entry in source.entries.items() if name not in lost}
+    lost = {(frozen, slot) for slot in ("master", "exp_avg", "exp_avg_sq")}
+    entries = {key: entry for key, entry in source.entries.items() if key not in lost}
     with pytest.raises(errors.UnsupportedCheckpoint, match=r"layers\.1\.mlp\.linear_fc2"):
-        MegatronWriter(replace(source, entries=entries), Options())
-    del entries[f"{frozen}/param"]
+        MegatronWriter(replace(source, entries=entries), Options(), types={})
+    del entries[frozen, "param"]
     with pytest.raises(errors.MissingData, match=r"layers\.1\.mlp\.linear_fc2"):
-        MegatronWriter(replace(source, entries=entries), Options())
+        MegatronWriter(replace(source, entries=entries), Options(), types={})
     parameters = {name: item for name, item in source.parameters.items() if ".1." not in name}
     first = "decoder.layers.0.mlp.linear_fc2.weight"
     parameters["decoder.layers.2.mlp.linear_fc2.weight"] = parameters[first]
     entries |= {
-        f"decoder.layers.2.mlp.linear_fc2.weight/{entry.slot}": entry
+        ("decoder.layers.2.mlp.linear_fc2.weight", entry.slot): entry
         for entry in source.entries.values()
         if entry.parameter == first
     }
     with pytest.raises(errors.MissingData, match="lacks layers or experts"):
-        MegatronWriter(replace(source, parameters=parameters, entries=entries), Options())
+        MegatronWriter(replace(source, parameters=parameters, entries=entries), Options(), types={})
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ class TestRefused:
     ) -> None:
         files.write(make("fp16"), tmp_path / "source", 4, dialect)
         (tmp_path / "source" / name.format(rank)).unlink()
-        refused("IncompleteCheckpoint", f"rank {rank}", "3 of 4")
+        lost = f"the file of rank {rank}" if dialect == "hdf5" else name.format(rank)
+        refused("IncompleteCheckpoint", f"lacks {lost}", "3 of 4")
 
     def test_missing_rank_of_a_sample(self, refused: Any) -> None:
         refused("IncompleteCheckpoint", "rank 1", path=DATA / "bad__hdf5__missing-middle-rank")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zckpt.core.fragments import Extent
+from zckpt.core.manifest import name_of
 from zckpt.core.partition import Joined, Nameless, Partition, Whole
 from zckpt.formats.statedict.gather import partitions
 
@@ -17,13 +18,13 @@ from ...test_house import imports, modules
 
 
 def tensor(*shape: int) -> Whole:
-    return Whole("", "F32", shape, Extent("a", 0, 4 * prod(shape)))
+    return Whole(("", ""), "F32", shape, Extent("a", 0, 4 * prod(shape)))
 
 
 def names(parts: list[Partition]) -> list[str]:
     """The name of every part; of a nameless one its slot in brackets."""
     return [
-        f"({part.slot})" if isinstance(part, Nameless) else part.name
+        f"({part.slot})" if isinstance(part, Nameless) else name_of(part.key)
         for part in parts
         if isinstance(part, (Nameless, Joined, Whole))
     ]

@@ -146,7 +146,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("keep", [slice(1), slice(1, None), slice(0)])
     def test_fragments_that_do_not_cover(self, keep: slice, universal: Path) -> None:
-        extent = zckpt.read(universal).entries["fc1.bias/master"].fragments[0].extent
+        extent = zckpt.read(universal).entries["fc1.bias", "master"].fragments[0].extent
         listed = [
             {
                 "file": "master.safetensors",
@@ -168,7 +168,7 @@ class TestRefusals:
         assert zckpt.read(universal).step == 7
 
     def test_fragments_may_be_listed(self, universal: Path) -> None:
-        entry = zckpt.read(universal).entries["fc1.bias/master"]
+        entry = zckpt.read(universal).entries["fc1.bias", "master"]
         extent = entry.fragments[0].extent
         with changed(universal) as manifest:
             manifest["entries"]["fc1.bias/master"]["fragments"] = [
@@ -181,7 +181,7 @@ class TestRefusals:
                 }
                 for start, stop in ((0, 10), (10, 29))
             ]
-        assert len(zckpt.read(universal).entries["fc1.bias/master"].fragments) == 2
+        assert len(zckpt.read(universal).entries["fc1.bias", "master"].fragments) == 2
 
 
 STATED = {"code": "loss-scale-low", "severity": "warning", "subject": "scaler", "hint": "wait"}

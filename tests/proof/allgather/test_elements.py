@@ -21,7 +21,9 @@ NAN = float("nan")
 
 
 def matched(a: str, b: str, how: str) -> Match:
-    return Match(Entry("w/param", a, (100,), Runs(())), Entry("w/param", b, (100,), Runs(())), how)
+    return Match(
+        Entry("w", "param", a, (100,), Runs(())), Entry("w", "param", b, (100,), Runs(())), how
+    )
 
 
 def bits(values: Any, dtype: str) -> torch.Tensor:
@@ -32,7 +34,9 @@ def bits(values: Any, dtype: str) -> torch.Tensor:
 
 def block_of(a: torch.Tensor, start: int = 0, stride: int = 0) -> Block:
     rows, columns = a.shape
-    return Block(FlatMember("w/param", (100,), 0), 0, rows, 0, columns, start, stride or columns)
+    return Block(
+        FlatMember(("w", "param"), (100,), 0), 0, rows, 0, columns, start, stride or columns
+    )
 
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 5])

@@ -19,7 +19,7 @@ import torch
 from zckpt.core.checksum import Cover, crc32
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.manifest import Entry
+from zckpt.core.manifest import Entry, key_of, name_of
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, Whole
 from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint
@@ -45,7 +45,7 @@ class Files:
         return Extent(str(path), 0, values.nbytes)
 
     def entry(self, name: str, values: Any, dtype: str) -> Entry:
-        return Entry(name, dtype, values.shape, solid(values.size, self.put(values)))
+        return Entry(*key_of(name), dtype, values.shape, solid(values.size, self.put(values)))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def files(tmp_path: Path) -> Files:
 
 
 def ours(name: str, shape: tuple[int, ...], dtype: str) -> Entry:
-    return Entry(name, dtype, shape, Runs(()))
+    return Entry(*key_of(name), dtype, shape, Runs(()))
 
 
 def gathered(
@@ -64,7 +64,7 @@ def gathered(
     world: World = ALONE,
     progress: Any = None,
 ) -> Gathering:
-    found = Gathering(world, [(item.a.name, item) for item in matches], 2, progress)
+    found = Gathering(world, [(item.a.key, item) for item in matches], 2, progress)
     try:
         found.run(parts, memory)
     finally:
@@ -135,7 +135,7 @@ def flat(files: Files, ranks: int, values: Any, name: str = "w/param") -> Partit
     """Stages 1 and 2: the last rank has less than the others."""
     each = -(-values.size // ranks)
     parts = [values.reshape(-1)[rank * each : (rank + 1) * each] for rank in range(ranks)]
-    member = FlatMember(name, values.shape, 0)
+    member = FlatMember(key_of(name), values.shape, 0)
     return Partitioned("I32", tuple(map(files.put, parts)), [member])
 
 
@@ -145,7 +145,9 @@ def sliced(files: Files, ranks: int, values: Any, name: str = "w/param") -> Part
     padded = np.full(ranks * each, -1, "i4")
     padded[: values.size] = values.reshape(-1)
     extents = tuple(map(files.put, padded.reshape(ranks, each)))
-    return Partitioned("I32", extents, [FlatMember(name, values.shape, 0)], interleaved=True)
+    return Partitioned(
+        "I32", extents, [FlatMember(key_of(name), values.shape, 0)], interleaved=True
+    )
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -215,7 +217,7 @@ def test_boxes_of_a_matrix(
     for (row, column), (rows, columns) in boxes:
         extent = files.put(values[row : row + rows, column : column + columns])
         parts.append(BoxPart((row, column), (rows, columns), extent))
-    cuts = list(cut_over(Joined("w/param", "I32", (4, 6), tuple(parts)), processes))
+    cuts = list(cut_over(Joined(("w", "param"), "I32", (4, 6), tuple(parts)), processes))
     item = Match(ours("w/param", (4, 6), "I32"), files.entry("w/param", other, "I32"))
     if processes == 1:
         found = [gathered([item], cuts, memory)]
@@ -230,7 +232,7 @@ def test_the_bytes_that_were_read(files: Files) -> None:
     values = np.arange(26, dtype="i4")
     item = Match(ours("w/param", (26,), "I32"), files.entry("w/param", values, "I32"))
     extents = tuple(map(files.put, np.split(values, [20, 24])))
-    parts = [Partitioned("I32", extents, [FlatMember("w/param", (26,), 0)])]
+    parts = [Partitioned("I32", extents, [FlatMember(("w", "param"), (26,), 0)])]
     for memory in (0, 1 << 16):
         assert gathered([item], parts, memory).bytes == 2 * 4 * 26
 
@@ -242,7 +244,7 @@ def test_a_process_reads_its_part_of_a_whole_tensor(files: Files, rank: int) -> 
     other = values.copy()
     other[[4, 8]] = -1
     item = Match(ours("w/param", (9,), "I32"), files.entry("w/param", other, "I32"))
-    parts = list(cut_over(Whole("w/param", "I32", (9,), files.put(values)), 2))
+    parts = list(cut_over(Whole(("w", "param"), "I32", (9,), files.put(values)), 2))
     for memory in (0, 1 << 16):
         found = gathered([item], parts, memory, World(rank, 2, CPU, CPU, started=False))
         assert differences([found]) == {0: (1, (4, 8)[rank])}
@@ -253,12 +255,12 @@ def test_a_process_reads_its_part_of_a_whole_tensor(files: Files, rank: int) -> 
 def test_small_tensors_are_aligned(files: Files) -> None:
     """A bucket of 20 tensors of one element: aligned, they need more room than the bucket."""
     values = np.arange(20, dtype="i2")
-    members = [FlatMember(f"w{place}/param", (1,), place) for place in range(20)]
+    members = [FlatMember((f"w{place}", "param"), (1,), place) for place in range(20)]
     parts = [Partitioned("I16", (files.put(values),), members)]
     matches = []
     for place, member in enumerate(members):
-        other = files.entry(member.name, values[place : place + 1] + (place == 7), "I16")
-        matches.append(Match(ours(member.name, (1,), "I16"), other))
+        other = files.entry(name_of(member.key), values[place : place + 1] + (place == 7), "I16")
+        matches.append(Match(ours(name_of(member.key), (1,), "I16"), other))
     found = gathered(matches, parts, memory=40)
     assert differences([found]) == {7: (1, 0)}
     assert len(digests([found])) == 40
@@ -287,7 +289,7 @@ def test_which_sides_are_hashed(files: Files) -> None:
         Match(ours("w/param", shape, "F32"), master, copy=True),
         Match(ours("w/param", shape, "F32"), files.entry("w/param", halves + 1, "F16"), "rounded"),
     ]
-    members = [FlatMember(f"{name}/param", shape, 4 * n) for n, name in enumerate(names)]
+    members = [FlatMember((name, "param"), shape, 4 * n) for n, name in enumerate(names)]
     parts = [Partitioned("F32", (files.put(np.tile(values, 5)),), members)]
     for memory in (0, 1 << 16):
         found = gathered(matches, parts, memory)
@@ -325,7 +327,7 @@ def test_progress(files: Files) -> None:
     """Both sides count, and the first tensor of a bucket is named; unmatched ones are none."""
     values = np.arange(8, dtype="i4")
     known = Match(ours("w/param", (4,), "I32"), files.entry("w/param", values[:4], "I32"))
-    members = [FlatMember("w/param", (4,), 0), FlatMember("unknown/param", (4,), 4)]
+    members = [FlatMember(("w", "param"), (4,), 0), FlatMember(("unknown", "param"), (4,), 4)]
     parts = [Partitioned("I32", (files.put(values),), members)]
     shown = Shown()
     found = gathered([known], parts, memory=0, progress=shown)
@@ -344,8 +346,10 @@ def test_files_that_end_too_early(files: Files) -> None:
     cut_short = Extent(files.put(values[:7]).file, 0, 32)
     sound = files.put(values)
     for our, their in ((cut_short, sound), (sound, cut_short)):
-        item = Match(ours("w/param", (8,), "I32"), Entry("w/param", "I32", (8,), solid(8, their)))
-        parts = [Partitioned("I32", (our,), [FlatMember("w/param", (8,), 0)])]
+        item = Match(
+            ours("w/param", (8,), "I32"), Entry("w", "param", "I32", (8,), solid(8, their))
+        )
+        parts = [Partitioned("I32", (our,), [FlatMember(("w", "param"), (8,), 0)])]
         for memory in (0, 1 << 16):
             with pytest.raises(CorruptCheckpoint, match="ends at byte 28"):
                 gathered([item], parts, memory)
@@ -387,7 +391,7 @@ def test_two_slots_fit_into_the_memory(
     matches = [Match(ours("w/param", (9,), "I32"), side or None) for side in sides]
     world = World(0, size, device, transport, started=False)
     parts = [
-        Partitioned("I32", (Extent("a", 0, 4),) * ranks, [FlatMember("w/param", (9,), 0)])
+        Partitioned("I32", (Extent("a", 0, 4),) * ranks, [FlatMember(("w", "param"), (9,), 0)])
         for ranks in (5, 3)
     ]
     for rest in (0, 4095):
@@ -410,11 +414,11 @@ def turned(files: Files, values: Any, offsets: tuple[int, ...], shape: tuple[int
     extent = files.put(values.ravel(order="F"))
     strides = tuple(prod(values.shape[:axis]) for axis in range(values.ndim))
     box = BoxPart(offsets, values.shape, extent, strides=strides)
-    return Joined("w/param", "I32", shape, (box,))
+    return Joined(("w", "param"), "I32", shape, (box,))
 
 
 def compared(matches: Sequence[Match], box: Joined) -> Gathering:
-    found = Gathering(ALONE, [(item.a.name, item) for item in matches], 2, None)
+    found = Gathering(ALONE, [(item.a.key, item) for item in matches], 2, None)
     try:
         found.compare_strided(box)
     finally:
@@ -474,7 +478,7 @@ def test_a_transposed_box_that_is_longer_than_one_read(
 def test_a_transposed_box_that_only_a_master_supplies(files: Files) -> None:
     """No other side has its bits, so that it is hashed by itself."""
     values = np.array([[1, 2, 3], [4, 5, 6]], "f4")
-    box = Joined("w/param", "F32", (2, 3), turned(files, values, (0, 0), (2, 3)).parts)
+    box = Joined(("w", "param"), "F32", (2, 3), turned(files, values, (0, 0), (2, 3)).parts)
     half = files.entry("w/param", values.astype("f2"), "F16")
     match = Match(ours("w/param", (2, 3), "F32"), half, "rounded")
     found = compared([match], box)

@@ -8,16 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of, name_of
 from zckpt.core.origin import Origin
-from zckpt.core.partition import BoxPart, FlatMember, Joined, Nameless, Partitioned, Whole
+from zckpt.core.partition import UNNAMED, BoxPart, FlatMember, Joined, Nameless, Partitioned, Whole
 from zckpt.proof.allgather.parts import alone, by_name, cut_over, first_extent, strided, with_names
 
 EMPTY = Runs(())
 
 
 def entry(name: str, shape: tuple[int, ...], fragments: Fragments, dtype: str = "F32") -> Entry:
-    return Entry(name, dtype, shape, fragments)
+    return Entry(*key_of(name), dtype, shape, fragments)
 
 
 def at(offset: int, numel: int = 4) -> Extent:
@@ -25,7 +25,7 @@ def at(offset: int, numel: int = 4) -> Extent:
 
 
 def checkpoint(*entries: Entry, replicas: Sequence[Entry] = ()) -> Manifest:
-    known = {each.name: each for each in entries}
+    known = {each.key: each for each in entries}
     return Manifest("run", "deepspeed", Origin(), known, {}, replicas=tuple(replicas))
 
 
@@ -39,7 +39,7 @@ def test_a_transposed_tensor_is_whole() -> None:
         whole=(2, 3), offsets=(0, 0), sizes=(2, 3), strides=(1, 2), first=4, size=4, extent=extent
     )
     part = alone(entry("w/param", (2, 3), box))
-    assert part == Whole("w/param", "F32", (2, 3), Extent("model.bin", 116, 24), (1, 2))
+    assert part == Whole(("w", "param"), "F32", (2, 3), Extent("model.bin", 116, 24), (1, 2))
 
 
 def test_columns_of_two_boxes_take_turns() -> None:
@@ -66,14 +66,14 @@ def test_columns_of_two_boxes_take_turns() -> None:
     ]
     part = alone(entry("w/param", (2, 4), Boxes(boxes)))
     expected = Extent("a", 0, 4), Extent("b", 0, 12), Extent("a", 4, 4), Extent("b", 12, 12)
-    assert part == Partitioned("F32", expected, [FlatMember("w/param", (2, 4), 0)])
+    assert part == Partitioned("F32", expected, [FlatMember(("w", "param"), (2, 4), 0)])
 
 
 # -- names by place
 
 
 def nameless(offset: int, shape: tuple[int, ...] = (4,)) -> Nameless:
-    return Nameless("exp_avg", Whole("", "F32", shape, at(offset, 4)))
+    return Nameless("exp_avg", Whole(UNNAMED, "F32", shape, at(offset, 4)))
 
 
 def test_a_nameless_tensor_has_the_name_of_its_place() -> None:
@@ -96,11 +96,12 @@ def test_a_nameless_tensor_has_the_name_of_its_place() -> None:
         entry("matrix/exp_avg", (4, 2), Boxes(columns)),
         replicas=[entry("copy/exp_avg", (4,), solid(4, at(32)))],
     )
-    named = Whole("known/exp_avg", "F32", (4,), at(64))
+    named = Whole(("known", "exp_avg"), "F32", (4,), at(64))
     unknown = [nameless(0), nameless(32), nameless(16, (1,)), nameless(116, (4, 2))]
     parts, of_reader, unsupported = with_names([named, *unknown], manifest)
     names = ["w/exp_avg", "copy/exp_avg", "one/exp_avg", "matrix/exp_avg"]
-    tensors = [replace(part.tensor, name=name) for part, name in zip(unknown, names, strict=True)]
+    pairs = zip(unknown, map(key_of, names), strict=True)
+    tensors = [replace(part.tensor, key=key) for part, key in pairs]
     assert parts == [named, *tensors]
     assert of_reader == names
     assert unsupported == []
@@ -110,7 +111,7 @@ def test_empty_tensors_have_a_name_each() -> None:
     """They have no place; those of one shape take the names in turn."""
     manifest = checkpoint(*(entry(f"{name}/exp_avg", (0, 4), EMPTY) for name in "ab"))
     parts, of_reader, unsupported = with_names([nameless(0, (0, 4)), nameless(8, (0, 4))], manifest)
-    assert [part.name for part in parts if isinstance(part, Whole)] == of_reader
+    assert [name_of(part.key) for part in parts if isinstance(part, Whole)] == of_reader
     assert of_reader == ["a/exp_avg", "b/exp_avg"]
     assert unsupported == []
 
@@ -158,7 +159,7 @@ def test_tensors_of_the_state_are_read() -> None:
 def test_a_tensor_whose_first_element_is_in_no_file_has_no_name() -> None:
     """Neither the rule nor the reader knows where it begins, so that no place is common."""
     without_first = Runs([Fragment(1, 4, at(4, 3))])
-    part = Nameless("exp_avg", Joined("", "F32", (4,), (BoxPart((0,), (4,), at(4, 3), 1),)))
+    part = Nameless("exp_avg", Joined(UNNAMED, "F32", (4,), (BoxPart((0,), (4,), at(4, 3), 1),)))
     result = with_names([part], checkpoint(entry("w/exp_avg", (4,), without_first)))
     assert result == ([], [], [part])
 
@@ -172,10 +173,10 @@ def test_the_first_element_lies_in_any_part() -> None:
         BoxPart((0, 2), (2, 2), at(32)),
         box,
     )
-    joined = Joined("w/exp_avg", "F32", (2, 4), parts)
+    joined = Joined(("w", "exp_avg"), "F32", (2, 4), parts)
     assert first_extent(joined) == at(64, 1)
     assert first_extent(replace(joined, parts=parts[:3])) is None
-    assert first_extent(Whole("w/exp_avg", "F32", (4,), at(8))) == at(8)
+    assert first_extent(Whole(("w", "exp_avg"), "F32", (4,), at(8))) == at(8)
 
 
 # -- keys of parts
@@ -184,30 +185,32 @@ def test_the_first_element_lies_in_any_part() -> None:
 def test_copies_have_keys_of_their_own() -> None:
     """The same tensor on two ranks, and under the name of a weight that is tied to it."""
     manifest = replace(checkpoint(), parameters={"w": Parameter((4,), aliases=("head",))})
-    flat = Partitioned("F32", (at(0, 3),), [FlatMember("flat/param", (3,), 0)])
-    whole = [Whole(name, "F32", (4,), at(n)) for n, name in enumerate(("w/m", "w/m", "head/m"))]
+    flat = Partitioned("F32", (at(0, 3),), [FlatMember(("flat", "param"), (3,), 0)])
+    whole = [
+        Whole(key_of(name), "F32", (4,), at(n)) for n, name in enumerate(("w/m", "w/m", "head/m"))
+    ]
     parts, entries, copies = by_name([flat, *whole], manifest)
-    keys = "w/m", "w/m#0", "w/m#1"
+    keys = ("w", "m"), ("w", "m#0"), ("w", "m#1")
     assert parts == [
         flat,
-        *(replace(part, name=key) for part, key in zip(whole, keys, strict=True)),
+        *(replace(part, key=key) for part, key in zip(whole, keys, strict=True)),
     ]
-    assert [(key, each.name) for key, each in entries.items()] == [
+    assert [(name_of(key), each.name) for key, each in entries.items()] == [
         ("flat/param", "flat/param"),
         ("w/m", "w/m"),
     ]
-    assert [(key, each.name) for key, each in copies.items()] == [
+    assert [(name_of(key), each.name) for key, each in copies.items()] == [
         ("w/m#0", "w/m"),
         ("w/m#1", "w/m"),
     ]
-    assert list(entries["w/m"].fragments) == [Fragment(0, 4, at(0))]
-    assert list(copies["w/m#1"].fragments) == [Fragment(0, 4, at(2))]
+    assert list(entries["w", "m"].fragments) == [Fragment(0, 4, at(0))]
+    assert list(copies["w", "m#1"].fragments) == [Fragment(0, 4, at(2))]
 
 
 def test_a_tensor_without_its_first_element_has_no_file() -> None:
-    joined = Joined("w/m", "F32", (4,), (BoxPart((0,), (4,), at(4, 3), 1),))
+    joined = Joined(("w", "m"), "F32", (4,), (BoxPart((0,), (4,), at(4, 3), 1),))
     _, entries, _ = by_name([joined], checkpoint())
-    assert list(entries["w/m"].fragments) == []
+    assert list(entries["w", "m"].fragments) == []
 
 
 # -- what is compared in buckets, and what on its own
@@ -216,16 +219,16 @@ def test_a_tensor_without_its_first_element_has_no_file() -> None:
 def test_boxes_that_are_not_row_major_are_on_their_own() -> None:
     rows = BoxPart((0, 0), (2, 3), at(0, 6))
     turned = BoxPart((2, 0), (2, 3), at(24, 6), strides=(1, 2))
-    joined = Joined("w/param", "F32", (4, 3), (rows, turned))
+    joined = Joined(("w", "param"), "F32", (4, 3), (rows, turned))
     assert list(cut_over(joined, 2)) == [replace(joined, parts=(rows,))]
     assert list(strided(joined)) == [replace(joined, parts=(turned,))]
 
 
 def test_a_whole_tensor_that_is_not_row_major_is_one_box() -> None:
-    whole = Whole("w/param", "F32", (2, 3), at(8, 6), (1, 2))
+    whole = Whole(("w", "param"), "F32", (2, 3), at(8, 6), (1, 2))
     assert list(cut_over(whole, 2)) == []
     box = BoxPart((0, 0), (2, 3), at(8, 6), strides=(1, 2))
-    assert list(strided(whole)) == [Joined("w/param", "F32", (2, 3), (box,))]
+    assert list(strided(whole)) == [Joined(("w", "param"), "F32", (2, 3), (box,))]
     straight = replace(whole, strides=None)
     assert list(strided(straight)) == []
     (cut,) = cut_over(straight, 2)

@@ -54,11 +54,11 @@ def test_extents_longer_than_one_read(readers: Readers, file: str) -> None:
 
 def test_elements_longer_than_one_read(readers: Readers, file: str) -> None:
     """Two rows of five elements of a matrix, then six of a vector, which lies in two places."""
-    matrix = Entry("w/param", "F32", (3, 6), solid(18, Extent(file, 4, 72)))
+    matrix = Entry("w", "param", "F32", (3, 6), solid(18, Extent(file, 4, 72)))
     fragments = Runs([Fragment(0, 2, Extent(file, 92, 4)), Fragment(2, 6, Extent(file, 2, 8))])
-    vector = Entry("b/param", "F16", (6,), fragments)
-    rows = Block(FlatMember("w/param", (3, 6), 0), 0, 2, 0, 5, 1, 6)
-    line = Block(FlatMember("b/param", (6,), 0), 0, 1, 0, 6, 0, 6)
+    vector = Entry("b", "param", "F16", (6,), fragments)
+    rows = Block(FlatMember(("w", "param"), (3, 6), 0), 0, 2, 0, 5, 1, 6)
+    line = Block(FlatMember(("b", "param"), (6,), 0), 0, 1, 0, 6, 0, 6)
     items = [
         BlockMatch(rows, 0, Match(matrix, matrix), 8),
         BlockMatch(line, 1, Match(vector, vector), 56),
@@ -104,8 +104,8 @@ def test_the_end_waits_for_what_runs_and_drops_the_rest(
         ended.append(1)
 
     monkeypatch.setattr(module.ElementReader, "read", read)
-    entry = Entry("w/param", "F32", (16,), solid(16, Extent(file, 0, 64)))
-    block = Block(FlatMember("w/param", (16,), 0), 0, 1, 0, 16, 0, 16)
+    entry = Entry("w", "param", "F32", (16,), solid(16, Extent(file, 0, 64)))
+    block = Block(FlatMember(("w", "param"), (16,), 0), 0, 1, 0, 16, 0, 16)
     into = memory_of(torch.zeros(64, dtype=torch.uint8))
     item = BlockMatch(block, 0, Match(entry, entry), 0)
     reads = [read for _ in range(10) for read in readers.elements([item], into)]

@@ -40,7 +40,7 @@ GROUPS, STATE, STEP_OF = "param_groups", "state.", ".step"
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
 ROLES = (
     role("items", r"__(\d+)_(\d+)\.distcp", "dp", "part"),
-    role("model", r"shard-(\d+)-model-(\d+)-of-\d+\.safetensors", "dp", "part"),
+    hf.SHARD,
     role("metadata", r"\.metadata", is_last=True),
 )
 """What its files are for."""

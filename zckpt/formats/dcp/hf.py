@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -20,8 +20,8 @@ from ...core.dtypes import SIZES, encode
 from ...core.fragments import Record
 from ...core.grouping import portions
 from ...core.inert import Scalar
+from ...core.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps, role
 from ...core.layout import Shell
-from ...core.missing_ranks import missing_file
 from ...errors import CorruptCheckpoint, warning
 from ...files import safefile
 from ...files.dcpfile import ItemBox
@@ -32,7 +32,10 @@ from ..statedict.names import shape_of
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 from ..statedict.write import BlankTensor
 
-NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+SHARD = role(
+    *("model", r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors", "dp", "part", "parts"),
+    fixed="parts",
+)
 NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"
 EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in)\.weight")
 CONFIGS = ((".hf_metadata",), (), (CONSOLIDATED,))
@@ -44,7 +47,7 @@ INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 def files(folder: str) -> list[str]:
     """The ranks' files."""
     with os.scandir(folder) as entries:
-        return sorted(entry.path for entry in entries if NAME.fullmatch(entry.name))
+        return sorted(entry.path for entry in entries if known((SHARD,), entry.name))
 
 
 def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
@@ -88,9 +91,7 @@ def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> N
         if not isinstance(weight, Leaf) or len(whole) != len(weight.shape):
             continue
         if whole[1:] == weight.shape[1:] and whole[:1] > weight.shape[:1]:
-            numbers = [NAME.fullmatch(os.path.basename(path)) for path in files(folder)]
-            rank = max(int(match[1]) for match in numbers if match)
-            count = max(int(match[3]) for match in numbers if match)
+            rank, _, count = _last(_by_numbers(files(folder)))
             raise missing_file(
                 os.path.join(folder, NAMED.format(rank + 1, 1, count)),
                 hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, "
@@ -193,12 +194,18 @@ def shells(
         yield Shell(NAMED.format(rank + 1, place + 1, len(groups)), size, tuple(parts))
 
 
+def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
+    return {own.numbers: path for path in paths if (own := known((SHARD,), path)) is not None}
+
+
 def _require_complete(paths: Sequence[str]) -> None:
     """Raises IncompleteCheckpoint if a file is missing: without it, shapes would seem smaller."""
-    matches = (NAME.fullmatch(os.path.basename(path)) for path in paths)
-    numbers = {tuple(map(int, match.groups())) for match in matches if match}
-    ranks, count = (max((each[place] for each in numbers), default=0) for place in (0, 2))
-    for rank, file in product(range(1, ranks + 1), range(1, count + 1)):
-        if (rank, file, count) not in numbers:
-            missing = NAMED.format(rank, file, count)
-            raise missing_file(os.path.join(os.path.dirname(paths[0]), missing))
+    there = _by_numbers(paths)
+    ranks, _, count = _last(there)
+    wanted = every(range(1, ranks + 1), range(1, count + 1), range(count, count + 1))
+    refuse_gaps(os.path.dirname(paths[0]), gaps(SHARD, there, wanted))
+
+
+def _last(there: Iterable[Numbers]) -> list[int]:
+    """The largest number of each axis."""
+    return [*map(max, zip(*there, strict=True))]

@@ -84,7 +84,7 @@ class StoredItems(Struct, frozen=True):
     saving: dict[str, Any]
 
 
-def stored_items(path: str, tag: str | None = None) -> StoredItems:
+def stored_items(path: str, tag: str | None) -> StoredItems:
     """The items of the directory at `path`; opens none of their files.
 
     Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint
@@ -139,7 +139,7 @@ def _open_box(
     stored = files.stored(location, key)
     if stored is not None:
         require_same(location, key, (stored.dtype, stored.shape), (dtype, box.sizes))
-        entry = Entry(key, dtype, box.sizes, solid(prod(box.sizes), stored.extent))
+        entry = Entry(key, "state", dtype, box.sizes, solid(prod(box.sizes), stored.extent))
         return OpenedItem(stored, lambda _: entry, ())
     file = files.torch_file(location)
     tensor = file.value
@@ -154,4 +154,4 @@ def _open_box(
 
 
 def _entry(key: str, file: TorchFile, tensor: Tensor) -> Entry:
-    return Entry(key, tensor.dtype, tensor.shape, file.fragments(tensor))
+    return Entry(key, "state", tensor.dtype, tensor.shape, file.fragments(tensor))

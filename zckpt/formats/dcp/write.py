@@ -354,7 +354,7 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _tensor_of(self, value: Any) -> BlankTensor | None:
         """The tensor that a value is, or stands for."""
         if isinstance(value, TensorName):
-            entry = self.source.entries[f"{value.name}/state"]
+            entry = self.source.entries[value.name, "state"]
             return BlankTensor(entry.dtype, entry.shape)
         if isinstance(value, Scalar):
             return BlankTensor(value.dtype, value.shape)

@@ -9,10 +9,8 @@ saves it. If layers have several expert-parallel sizes, files count the ranks of
 and several of them have the experts of the other layers. DeepSpeed 0.19.8, engine.py
 `_save_moe_checkpoint`.
 
-Names of parameters come from a file of zckpt's (`param_shapes`), from the user (--param-names), or
-from what stage_0/naming.py compares. All three give those of ep rank 0. The other ranks' optimizers
-list the same ones, of other experts. The groups of experts have none but experts, and the other
-groups none of them.
+stage_0/naming.py names the parameters of ep rank 0. The other ranks' optimizers list the same ones,
+of other experts. The groups of experts have none but experts, and the other groups none of them.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ from ..reading import Reading
 from .files import RankFiles
 from .moe.experts import Experts, LayerFiles, files_by_layer, named_of, spread_over, with_tensors
 from .ranks import hyper_parameters
-from .stage_0 import naming
-from .stage_0.numbers import numbers_of
+from .stage_0.naming import Named, Nameless, Weights, named, names_of, shapes_of, weights_in
 from .stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 
 
@@ -160,16 +157,17 @@ def _named(
     whole, layers = experts.whole, experts.layers
     every = ((name, whole.file_of(name), own) for name, own in whole.module.items())
     hidden = {*whole.buffer_names, *whole.second_names}
-    weights = naming.weights_in(every, hidden)
+    weights = weights_in(every, hidden)
     wholes: list[WholeOptimizer] = []
     for number, rank in enumerate(ranks):
         of_layer = experts.places.in_layers(layers, number)
         own = {name: weight for name, weight in weights.items() if layers.is_held(name, of_layer)}
         if not wholes:
             first, shown = _of_first(rank, own, reading.param_names)
-        named = partial(layers.named_in, of_layer=of_layer)
-        members = [[None if n is None else named(n) for n in group] for group in first]
-        wholes.append(with_names(rank, members, [*map(named, shown)], naming.shapes_of(own)))
+        called = partial(layers.named_in, of_layer=of_layer)
+        members = [[None if n is None else called(n) for n in group] for group in first]
+        names = Named(members, [*map(called, shown)])
+        wholes.append(with_names(rank, names, shapes_of(own)))
     return wholes
 
 
@@ -208,27 +206,25 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
     return head != head[:size] * (len(head) // size)
 
 
-def _of_first(
-    ranks: EngineStates, weights: naming.Weights, param_names: Sequence[str] | None
-) -> tuple[naming.Members, Sequence[str]]:
-    """The names on the first ep rank, and those that are inferred; raises as `naming.members_of`.
+def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
+    """The names on the first ep rank; raises as `names_of`.
 
     What only the files show, they show of dense parameters and of experts apart.
     """
     if ranks.listed_shapes or param_names is not None:
-        (named,) = naming.members_of([ranks], weights, param_names)
-        return named
-    groups = numbers_of(ranks)
+        return names_of([ranks], weights, param_names)[0]
+    asked = Nameless.of(ranks, weights)
     kinds = [group.get("moe") is True for group in ranks.bases[0]["param_groups"]]
     members: dict[int, Sequence[str | None]] = {}
     inferred: list[str] = []
     for of_experts in sorted({*kinds}):
         places = [place for place, kind in enumerate(kinds) if kind == of_experts]
         own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
-        names, shown = naming.by_files(ranks, [groups[place] for place in places], own)
-        members |= zip(places, names, strict=True)
-        inferred += shown
-    return [members[place] for place in range(len(groups))], inferred
+        groups = [asked.groups[place] for place in places]
+        found = named(replace(asked, groups=groups, weights=own))
+        members |= zip(places, found.members, strict=True)
+        inferred += found.inferred
+    return Named([members[place] for place in range(len(kinds))], inferred)
 
 
 # -- the manifest

@@ -14,21 +14,18 @@ plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from msgspec import Struct, field
 
 from ...core import sources
-from ...core.filenames import file_names
 from ...core.grid import Grid
 from ...core.grouping import by_key
-from ...core.missing_ranks import expecting
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, ZckptError, listed, note
+from ...core.inventory import Numbers, Role, gaps, known, refuse_gaps, role
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, ZckptError, note
 from ...files.beginning import number_in
 from ...files.torchfile import Parsed, TorchFile
-from ..deepspeed_states.agreement import KINDS, place_of
 from ..deepspeed_states.directories import (
     BF16,
     EXPERT,
@@ -38,10 +35,10 @@ from ..deepspeed_states.directories import (
     OF_EP,
     OF_MODELS,
     OPTIMIZER,
+    ROLES,
     SCRIPTS,
     TagDirectory,
     TagKind,
-    at_place,
     holds_states,
     is_foreign,
     pointed,
@@ -55,12 +52,11 @@ from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
 COUNTERS = "global_steps", "global_samples"
 """Keys of a model file, the first of which counts the updates; they follow each other (0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-MOST = 64  # missing files that an error names
+OLD_EXPERT = role("expert", r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt", "expert", "mp")
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
-Found = Mapping[Hashable, Mapping[tuple[int, ...], str]]
-"""The paths of all files by their kinds, and by the numbers in their names."""
+Found = Mapping[Role, Mapping[Numbers, str]]
+"""The paths of all files by their roles, and by the numbers in their names."""
 
 
 class RankFiles(Struct, frozen=True):
@@ -137,8 +133,7 @@ def counter(path: str) -> int | None:
         folder = KIND.locate(path, None).path
     except ZckptError:
         return None
-    kinds = (MODEL, MODEL_3)
-    names = [name for name in os.listdir(folder) if any(kind.fullmatch(name) for kind in kinds)]
+    names = [name for name in os.listdir(folder) if known((MODEL, MODEL_3), name)]
     return number_in(os.path.join(folder, min(names)), COUNTERS[:1], COUNTERS) if names else None
 
 
@@ -207,18 +202,17 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
     release, or NVMe offload.
     """
     names = sorted(names)
-    if any(map(OLD_EXPERT.fullmatch, names)):
+    if any(map(OLD_EXPERT.names.fullmatch, names)):
         refuse(directory, "mixture-of-experts layers of an old release")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
-    found: dict[Hashable, dict[tuple[int, ...], str]] = {kind: {} for kind in KINDS}
+    found: dict[Role, dict[Numbers, str]] = {role: {} for role in ROLES}
     for name in names:
-        if (known := place_of(name)) is None:
+        if (own := known(ROLES, name)) is None:
             continue
-        kind, place = known
         path = os.path.join(directory.path, name)
         # mp_rank_01 and mp_rank_001 have the same number
-        if (other := found[kind].setdefault(place, path)) != path:
+        if (other := found[own.role].setdefault(own.numbers, path)) != path:
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{path} has the same number as {os.path.basename(other)}",
@@ -264,7 +258,7 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
         for kind, files in found.items()
     }
 
-    def paths(number: int, *kinds: Hashable) -> list[str]:
+    def paths(number: int, *kinds: Role) -> list[str]:
         return [path for kind in kinds for _, path in by_rank[kind].get(number, ())]
 
     return [
@@ -277,25 +271,11 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
 
 
 def need_files(
-    directory: TagDirectory, kind: re.Pattern[str], found: Found, places: Iterable[tuple[int, ...]]
+    directory: TagDirectory, role: Role, found: Found, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint unless there are files of this kind at all places, or none."""
-    files = found[kind]
-    # a damaged number may be huge: only the first missing files are listed
-    if files and (missing := list(islice((p for p in places if p not in files), MOST))):
-        example = os.path.basename(files[min(files)])
-        raise missing_files(directory, [at_place(kind, example, place) for place in missing])
-
-
-def missing_files(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoint:
-    """The error for a directory without the files of these names."""
-    return IncompleteCheckpoint(
-        "missing-rank-file",
-        f"{directory.path} lacks {listed(names, 3)}",
-        hint=expecting(names[0]),
-        paths=[os.path.join(directory.path, name) for name in names],
-        file=directory.path,
-    )
+    """Raises IncompleteCheckpoint unless all wanted files of this role are there, or none."""
+    if found[role]:
+        refuse_gaps(directory.path, gaps(role, found[role], wanted))
 
 
 def recovery_scripts(tag: str) -> list[Notice]:

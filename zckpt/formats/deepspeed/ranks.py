@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
-from ...core.missing_ranks import expecting
+from ...core.inventory import gaps, known, refuse_gaps
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -25,7 +24,7 @@ from ...files.torchfile import Tensor, TorchFile
 from ...training.faults import TRANSPOSED
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
-from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
+from ..deepspeed_states.directories import ROLES, TagDirectory, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.module_names import as_in_module
 from ..deepspeed_states.states import (
@@ -39,7 +38,7 @@ from ..deepspeed_states.states import (
     version_of,
 )
 from ..ranks import refuse_other_writers
-from .files import MOST, GridFiles, RankFiles
+from .files import GridFiles, RankFiles
 from .layer_names import LayerName, untied_layers
 
 # what all ranks state alike, once groups of experts are in one order
@@ -152,12 +151,8 @@ def _check_world(
     directory: TagDirectory, model: Mapping[str, Any], state: Mapping[str, Any], files: RankFiles
 ) -> None:
     """Raises unless the model file and the partitions are of as many ranks as there are files."""
-    dp, name = len(files.optimizers), os.path.basename(files.optimizers[0])
-
-    def named(rank: int) -> str:
-        return at_place(OPTIMIZER, name, (rank, files.number))
-
-    _check_count(directory, "optimizer files of {} ranks", dp, model.get("dp_world_size"), named)
+    dp = len(files.optimizers)
+    _check_count(directory, "dp", files.optimizers, model.get("dp_world_size"))
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
     if counts - {dp} and not model.get("num_experts"):  # those of experts.py
@@ -165,29 +160,25 @@ def _check_world(
         refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
 
 
-def _check_count(
-    directory: TagDirectory, what: str, found: int, stated: Any, named: Callable[[int], str]
-) -> None:
-    """Raises unless there are files of as many ranks as a model file states; `named` names them."""
-    if not isinstance(stated, int) or stated == found:
+def _check_count(directory: TagDirectory, axis: str, files: Sequence[str], stated: Any) -> None:
+    """Raises unless there are files of as many ranks of an axis as a model file states."""
+    count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
+    if not isinstance(stated, int) or stated == count:
         return
-    if stated < found:
+    if stated < count:
         raise InconsistentCheckpoint(
             "world-size-disagrees",
-            f"{directory.path} holds {what.format(found)}, but its model states say there were "
+            f"{directory.path} holds files of {count} {ranks}, but its model states say there were "
             f"{stated}",
             hint="files of another save may lie between them; keep those of one save",
-            file=directory.path,
+            file=files[stated] if stated >= 0 else directory.path,
         )
-    # a damaged number may be huge
-    expected = [named(rank) for rank in range(found, min(stated, found + MOST))]
-    raise IncompleteCheckpoint(
-        "missing-rank-file",
-        f"{directory.path} holds {what.format(f'{found} of {stated}')}",
-        hint=expecting(expected[-1]),
-        paths=[os.path.join(directory.path, name) for name in expected],
-        file=directory.path,
-    )
+    own = known(ROLES, files[0])
+    assert own is not None
+    there = {own.numbers_with(axis, rank): path for rank, path in enumerate(files)}
+    wanted = (own.numbers_with(axis, rank) for rank in range(stated))
+    rows = gaps(own.role, there, wanted, files[0])
+    refuse_gaps(directory.path, rows, f"it has {count} of {stated} {ranks}")
 
 
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,8 +278,8 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 hint="keep only the files of one save",
                 file=path,
             )
-        world, name = rank.model.get("mp_world_size"), "mp_rank_{:02d}_model_states.pt"
-        _check_count(directory, "files of {} model ranks", len(ranks), world, name.format)
+        models = [each.models[0].path for each in ranks]
+        _check_count(directory, "mp", models, rank.model.get("mp_world_size"))
         stated = rank.model.get("checkpoint_parallel_dimensions")
         if isinstance(stated, dict):
             sizes = stated.get("pp_degree"), stated.get("tp_degree")

@@ -206,7 +206,7 @@ def _with_weights_of_layers(
     seen: list[set[str]] = [set() for _ in models]
     for number, rank in enumerate(ranks):
         n, own = number % tp, list[Entry]()
-        names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
+        names = [name for name in rank.parameters if (name, "param") not in rank.entries]
         for name in names:
             copies = weights[n].get(name, [])
             if name not in seen[n] or len(copies) >= uses[n][name]:

@@ -74,7 +74,7 @@ class _Run(Template):
         source, like = self.source, self.run
         self._need_own_weights()
         every = (*like.entries.values(), *source.entries.values())
-        entries = {entry.name: entry for entry in every if entry.slot == "state"} | self.entries()
+        entries = {entry.key: entry for entry in every if entry.slot == "state"} | self.entries()
         if not self.options.weights_only:
             self.check_states(entries)
         return replace(

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.facts import Pipeline, layers_of
-from ...core.filenames import numbers_of
 from ...core.grid import Grid, Place
+from ...core.inventory import known
 from ...core.layout import Shell
 from ...core.manifest import Manifest, Sibling
 from ...core.merge import merge
@@ -96,8 +96,8 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     def copied(self) -> list[str]:
         """The files of layers that are copied as they are, by their layers and tensor ranks."""
         paths = [path for model in self.layers for path in model.files]
-        numbers = {path: numbers_of(LAYER, path.rpartition("/")[2]) for path in paths}
-        return [path for _, path in sorted((own, path) for path, own in numbers.items() if own)]
+        names = {path: known((LAYER,), path) for path in paths}
+        return [path for _, path in sorted((own.rank, path) for path, own in names.items() if own)]
 
     def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
         """Files that no data rank has a part in."""

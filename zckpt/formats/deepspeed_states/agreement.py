@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, zip_longest
 from typing import Any
 
-from ...core.filenames import numbers_of
 from ...core.grouping import by_key
-from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
+from ...core.inventory import Known, Numbers, Role, SavedName, nameless, refuse_others, saved_names
 from ...errors import InconsistentCheckpoint, Notice, brief, note
 from ...files.torchfile import Tensor, TorchFile
-from .directories import EXPERT, LAYER, MODEL, MODEL_3, OF_EP, OPTIMIZER
+from .directories import LAYER, MODEL, MODEL_3, OPTIMIZER, ROLES
 from .states import COUNTERS, comparable
 
 OF_MODELS = (
@@ -103,9 +102,6 @@ def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | 
 # -- whether every file states the rank that its name says
 
 
-KINDS = (MODEL, MODEL_3, OPTIMIZER, EXPERT, OF_EP, LAYER)
-
-
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """Notes on files whose names prove nothing; `files` are all of a directory.
 
@@ -123,7 +119,7 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     Raises InconsistentCheckpoint if the file of one rank was saved as that of another one.
     """
     opened = {file.path: file for file in files}
-    names = saved_names({path: file.saved_as for path, file in opened.items()}, place_of)
+    names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
     others = sum(name.is_other for name in names)
     if not others or not _are_as_before(names):
         refuse_others(names)
@@ -137,40 +133,37 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     return [note("saved-name-unknown", message), *nameless(names)]
 
 
-def place_of(name: str) -> Place | None:
-    """The kind of a rank's file, and the numbers in its name; None for any other file."""
-    for kind in KINDS:
-        if numbers := numbers_of(kind, name):
-            # without a second number, a layer is of the only tensor rank
-            return kind, (*numbers, 0)[:2] if kind is LAYER else numbers
-    return None
-
-
 def _are_as_before(names: Sequence[SavedName]) -> bool:
     """Whether all files have the names that earlier versions of zckpt gave them."""
-    in_stage_3 = any(name.place[0] is MODEL_3 for name in names)
-    return all(name.stated in (None, _before(name.place, in_stage_3)) for name in names)
+    in_stage_3 = any(name.own.role is MODEL_3 for name in names)
+    return all(
+        name.stated is None or _place(name.stated) == _before(*_place(name.own), in_stage_3)
+        for name in names
+    )
 
 
-def _before(place: Place, in_stage_3: bool) -> Place | None:
-    """The place of the name that earlier versions of zckpt gave the file of a place."""
-    kind, numbers = place
-    if kind is LAYER:
-        return place
-    if kind is OPTIMIZER and in_stage_3:
+def _place(name: Known) -> tuple[Role, Numbers]:
+    return name.role, name.numbers
+
+
+def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
+    """What the name said that earlier versions of zckpt gave the file of a rank."""
+    if role is LAYER:
+        return role, numbers
+    if role is OPTIMIZER and in_stage_3:
         return None
-    if kind is MODEL_3:
-        return kind, (min(numbers[0], 1), 0)
-    return kind, (*numbers[:-1], 0)
+    if role is MODEL_3:
+        return role, (min(numbers[0], 1), 0)
+    return role, (*numbers[:-1], 0)
 
 
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
     """Raises InconsistentCheckpoint if two model ranks have the same optimizer, byte by byte."""
     optimizers = by_key(
-        (numbers[-1], files[name.path])
-        for name in sorted(names, key=lambda name: name.place[1])
-        for kind, numbers in [name.place]
-        if kind is OPTIMIZER or (kind is MODEL and _has_optimizer(files[name.path].value))
+        (name.own.numbers[-1], files[name.row.path])
+        for name in sorted(names, key=lambda name: name.own.numbers)
+        if name.own.role is OPTIMIZER
+        or (name.own.role is MODEL and _has_optimizer(files[name.row.path].value))
     )
     contents = {  # without a checksum, nothing is known to be equal
         number: [[(k, r.crc or each.path) for k, r in sorted(each.records.items())] for each in own]

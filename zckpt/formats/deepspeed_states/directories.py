@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ...core import sources
 from ...core.filenames import by_counting, file_names, number_of
-from ...core.inventory import Role
+from ...core.inventory import known, role
 from ...core.siblings import SiblingList, leads_out
 from ...errors import (
     AmbiguousCheckpoint,
@@ -24,26 +24,28 @@ from ...errors import (
 from ...files.torchfile import peek
 from ...training.trainers import OPEN_FOLDERS, of_model
 
-MODEL = file_names(r"mp_rank_(\d+)_model_states\.pt")
-MODEL_3 = file_names(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+MODEL = role("model", r"mp_rank_(\d+)_model_states\.pt", "mp")
+MODEL_3 = role("model", r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt", "dp", "mp")
 BF16 = "bf16_"
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
-OPTIMIZER = file_names(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-# one expert of a layer; each model rank counts its own layers, and the layer all of its experts
-EXPERT = file_names(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-# without ZeRO, the whole optimizer of one expert-parallel rank
-OF_EP = file_names(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
-LAYER = file_names(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-FILES = (MODEL, MODEL_3, OPTIMIZER)
-ROLES = (
-    Role("model", MODEL, ("mp",)),
-    Role("model", MODEL_3, ("dp", "mp")),
-    Role("optimizer", OPTIMIZER, ("dp", "mp")),
-    Role("optimizer", OF_EP, ("ep", "mp")),
-    Role("expert", EXPERT, ("layer", "expert", "mp"), fixed="layer"),
-    Role("layer", LAYER, ("layer", "tp"), fixed="layer"),
+OPTIMIZER = role(
+    *("optimizer", r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt", "dp", "mp")
 )
+# without ZeRO, the whole optimizer of one expert-parallel rank
+OF_EP = role("optimizer", r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", "ep", "mp")
+# one expert of a layer; each model rank counts its own layers, and the layer all of its experts
+EXPERT = role(
+    *("expert", r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt"),
+    *("layer", "expert", "mp"),
+    fixed="layer",
+)
+# one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
+LAYER = role(
+    *("layer", r"layer_(\d+)(?:-model_(?=\d))?(\d*)-model_states\.pt", "layer", "tp"),
+    fixed="layer",
+)
+FILES = (MODEL, MODEL_3, OPTIMIZER)
+ROLES = (*FILES, OF_EP, EXPERT, LAYER)
 """What these files are for; `mp` counts tensor ranks within stages."""
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = file_names(
@@ -149,7 +151,7 @@ def holds_states(path: str) -> bool:
         names = [] if holds_universal(path) else os.listdir(path)
     except PermissionError:  # lost+found
         return False
-    return any(kind.fullmatch(whole_name(name)) for name in names for kind in FILES)
+    return any(known(FILES, whole_name(name)) for name in names)
 
 
 def holds_universal(path: str) -> bool:
@@ -157,8 +159,8 @@ def holds_universal(path: str) -> bool:
     if not sources.is_folder(os.path.join(path, "zero")):
         return False
     names = os.listdir(path)
-    model, model_3, optimizer = (any(map(kind.fullmatch, names)) for kind in FILES)
-    return (model or model_3) and not optimizer
+    roles = {own.role for name in names if (own := known(FILES, name)) is not None}
+    return bool(roles) and OPTIMIZER not in roles
 
 
 def _folders(path: str) -> list[str]:
@@ -248,18 +250,6 @@ def trainer_around(directory: TagDirectory) -> str | None:
     if directory.run is None and sources.is_file(os.path.join(above, "trainer_state.json")):
         return above
     return None
-
-
-def at_place(kind: re.Pattern[str], example: str, place: Sequence[int]) -> str:
-    """The name of the file with other numbers; `example` is one of the same kind."""
-    match = kind.fullmatch(example)
-    assert match is not None
-    for group in range(match.re.groups, 0, -1):
-        if digits := match[group]:
-            width = len(digits) if digits.startswith("0") else 1
-            start, stop = match.span(group)
-            example = f"{example[:start]}{place[group - 1]:0{width}d}{example[stop:]}"
-    return example
 
 
 # -- files of DeepSpeed's names that torch.save did not write

@@ -128,7 +128,7 @@ def module_weights(
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}
     for name in names:
-        entry = source.entries.get(f"{name}/param")
+        entry = source.entries.get((name, "param"))
         if name not in source.parameters:
             if entry is not None:  # a buffer, not a second name
                 weights[name] = storages.tensor(entry.dtype, entry.shape)

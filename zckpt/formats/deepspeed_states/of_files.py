@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.checksum import crc32
 from ...core.inert import Foreign, alike, to_json
-from ...core.manifest import Entry
+from ...core.manifest import Entry, Key
 from ...core.optimizer_states import StateRow
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import Notice, note
@@ -158,7 +158,7 @@ def strangers_of(ranks: EngineStates) -> list[StateRow]:
     Each has the values of all ranks, unless they are one number.
     """
 
-    def keep(values: Any, path: str, tensors: dict[str, Entry]) -> Any:
+    def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:
         return [
             file.kept(value, f"{path}.{rank}", tensors)
             for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))

@@ -15,7 +15,7 @@ from ...core import agreement
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
-from ...core.manifest import Entry, Sighting
+from ...core.manifest import Entry, Key, Sighting
 from ...core.optimizer_states import Part, StateRow, unsupported
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
@@ -408,7 +408,7 @@ class FlatBuffer(Struct, frozen=True):
 
 
 def states_of_partitions(
-    ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[str, Entry]
+    ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
     """States of the ranks' parts of flat buffers that no parameter has a part of.
 
@@ -426,7 +426,7 @@ def states_of_partitions(
         parts += bool(buffer.own)
         of_ranks = Part(ranks.stage, ranks.dp, tuple(buffer.starts.values()))
         for key, values in buffer.own.items():
-            tensors: dict[str, Entry] = {}
+            tensors: dict[Key, Entry] = {}
             own = [
                 file.kept(value, inside(f"{path}.{rank}", key), tensors)
                 for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))

@@ -218,7 +218,7 @@ class DeepSpeedTarget:
         """
         if self.options.weights_only:
             return ()
-        entries, prefix = self.source.entries, f"{name}/"
+        entries = self.source.entries
         weight = weight_of(entries, name)
         # the weight of a tied layer may be in the file of another pipeline stage
         is_wide = weight.param is not None and weight.param.dtype in WIDE
@@ -226,8 +226,8 @@ class DeepSpeedTarget:
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
             for slot in self._slots
-            if prefix + slot in entries and (self._by_itself or slot_key(slot) not in self._shaped)
-            for dtype in [entries[prefix + slot].dtype]
+            if (name, slot) in entries and (self._by_itself or slot_key(slot) not in self._shaped)
+            for dtype in [entries[name, slot].dtype]
         )
 
     @cached_property

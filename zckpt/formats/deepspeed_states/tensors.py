@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...core.dtypes import SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import inside, map_values
-from ...core.manifest import Entry, Parameter
+from ...core.manifest import Entry, Key, Parameter
 from ...core.optimizer_states import StateRow, of_parameters
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
@@ -25,7 +25,7 @@ class ManifestTensors:
     def __init__(self, ranks: EngineStates) -> None:
         self.ranks = ranks
         self.module: Mapping[str, Any] = ranks.module
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[Key, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
         self.numbers: list[StateRow] = []
@@ -33,8 +33,10 @@ class ManifestTensors:
             name for name in ranks.buffer_names if isinstance(self.module.get(name), Tensor)
         )
 
-    def enter(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
-        self.entries[name] = Entry(name, dtype, shape, fragments)
+    def enter(
+        self, name: str, slot: str, dtype: str, shape: tuple[int, ...], fragments: Fragments
+    ) -> None:
+        self.entries[name, slot] = Entry(name, slot, dtype, shape, fragments)
 
     def add_trainable(self, buffer: FlatBuffer) -> None:
         """The parameters of one flat buffer, in the user's order."""
@@ -51,12 +53,10 @@ class ManifestTensors:
             if not self.ranks.partitioned:  # stage 3 leaves placeholders, of one element before 0.6
                 self._add_weight(name, shape)
             for slot in buffer.slots:
-                self.enter(f"{name}/{slot.name}", slot.dtype, shape, slot.fragments[name])
+                self.enter(name, slot.name, slot.dtype, shape, slot.fragments[name])
         for slot in buffer.slots:
             for name, fragments in slot.copies:
-                self.replicas.append(
-                    replace(self.entries[f"{name}/{slot.name}"], fragments=fragments)
-                )
+                self.replicas.append(replace(self.entries[name, slot.name], fragments=fragments))
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
         """Slot `param`: the module's own tensor."""
@@ -72,7 +72,7 @@ class ManifestTensors:
                 file=file.path,
                 subject=name,
             )
-        self.enter(f"{name}/param", tensor.dtype, shape, file.fragments(tensor))
+        self.enter(name, "param", tensor.dtype, shape, file.fragments(tensor))
 
     def add_frozen(self) -> list[str]:
         """Parameters that the optimizer does not own; returns the names of those that are lost.
@@ -103,10 +103,10 @@ class ManifestTensors:
         """One slice per rank; a parameter that stage 3 does not manage is whole on every rank."""
         if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
             self.enter(
-                f"{name}/param", tensors[0].dtype, shape, self.ranks.models[0].fragments(tensors[0])
+                name, "param", tensors[0].dtype, shape, self.ranks.models[0].fragments(tensors[0])
             )
             for file, tensor in zip(self.ranks.models[1:], tensors[1:], strict=True):
-                self._add_replica(f"{name}/param", tensor, file)
+                self._add_replica(name, "param", tensor, file)
             return
         numel, size = prod(shape), SIZES[tensors[0].dtype]
         if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
@@ -119,7 +119,7 @@ class ManifestTensors:
         pairs = zip(self.ranks.models, tensors, strict=True)
         flats = tuple(file.extent(tensor) for file, tensor in pairs)
         fragments = Slices(flats, 0, numel, size) if numel else Runs([])
-        self.enter(f"{name}/param", tensors[0].dtype, shape, fragments)
+        self.enter(name, "param", tensors[0].dtype, shape, fragments)
 
     def add_buffers(self) -> list[str]:
         """Persistent buffers, from rank 0; returns the names of those that differ between ranks."""
@@ -131,13 +131,13 @@ class ManifestTensors:
                 tensor = file.value["module"].get(name)
                 if isinstance(tensor, Tensor):
                     checksums.add(file.crc(tensor))
-                    self._add_replica(f"{name}/param", tensor, file)
+                    self._add_replica(name, "param", tensor, file)
             if len(checksums) > 1:
                 differing.append(name)
         return differing
 
-    def _add_replica(self, name: str, tensor: Tensor, file: TorchFile) -> None:
-        entry = self.entries[name]
+    def _add_replica(self, name: str, slot: str, tensor: Tensor, file: TorchFile) -> None:
+        entry = self.entries[name, slot]
         if (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape):
             self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
 
@@ -147,9 +147,9 @@ class ManifestTensors:
             self._add_state_replica(value, path, files)
 
     def _add_state_replica(self, value: Any, path: str, files: Sequence[TorchFile]) -> Any:
-        if isinstance(value, Tensor) and f"{path}/state" in self.entries:
+        if isinstance(value, Tensor) and (path, "state") in self.entries:
             for file in files:
-                self._add_replica(f"{path}/state", value, file)
+                self._add_replica(path, "state", value, file)
         return map_values(
             value, lambda item, key: self._add_state_replica(item, inside(path, key), files)
         )
@@ -191,11 +191,11 @@ class ManifestTensors:
     def _add_own_copy(self, alias: str, owner: str) -> None:
         """A tied weight's second name may have been saved with memory of its own."""
         copy, first = self.module.get(alias), self.module.get(owner)
-        known = f"{owner}/param" in self.entries
+        known = (owner, "param") in self.entries
         if not (known and isinstance(copy, Tensor) and isinstance(first, Tensor) and copy.numel):
             return
         if copy.place != first.place:
-            self._add_replica(f"{owner}/param", copy, self.ranks.file_of(alias))
+            self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

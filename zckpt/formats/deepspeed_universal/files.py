@@ -20,9 +20,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ...core.filenames import numbers_of
-from ...core.inventory import role
-from ...core.missing_ranks import missing_ranks
+from ...core.grouping import by_key
+from ...core.inventory import Numbers, Role, every, gaps, known, refuse_gaps, role
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.directories import (
     MODEL,
@@ -64,24 +63,18 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
 
     Raises IncompleteCheckpoint and InconsistentCheckpoint.
     """
-    paths: dict[int, dict[int, str]] = {}
-    kinds = set()
+    found: dict[Role, dict[Numbers, str]] = {}
     for name in os.listdir(directory.path):
-        full = os.path.join(directory.path, name)
-        if numbers := numbers_of(MODEL, name):
-            paths.setdefault(numbers[0], {})[0] = full
-            kinds.add(MODEL)
-        elif numbers := numbers_of(MODEL_3, name):
-            paths.setdefault(numbers[1], {})[numbers[0]] = full
-            kinds.add(MODEL_3)
-    if len(kinds) > 1:
+        if (own := known((MODEL, MODEL_3), name)) is not None:
+            found.setdefault(own.role, {})[own.numbers] = os.path.join(directory.path, name)
+    if len(found) > 1:
         raise InconsistentCheckpoint(
             "mixed-saves",
             f"{directory.path} holds model files of stage 3 and of stage 1 or 2",
             hint="keep only the files of one save",
             file=directory.path,
         )
-    if not paths:
+    if not found:
         raise IncompleteCheckpoint(
             "missing-file",
             f"{directory.path} holds no model states",
@@ -89,8 +82,9 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
             "the like",
             file=directory.path,
         )
-    for ranked in [set(paths), *map(set, paths.values())]:
-        if missing := sorted(set(range(max(ranked) + 1)) - ranked):
-            hint = "the converter copies the files of all ranks"
-            raise missing_ranks(directory.path, missing, "model", hint=hint)
-    return [[files[rank] for rank in sorted(files)] for _, files in sorted(paths.items())]
+    (role, there), *_ = found.items()
+    wanted = every(*(range(1 + max(own)) for own in zip(*there, strict=True)))
+    hint = "the converter copies the files of all ranks"
+    refuse_gaps(directory.path, gaps(role, there, wanted), hint=hint)
+    by_rank = by_key((numbers[-1], path) for numbers, path in sorted(there.items()))
+    return [by_rank[rank] for rank in sorted(by_rank)]

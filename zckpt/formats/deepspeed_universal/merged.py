@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.inert import nested
-from ...core.missing_ranks import missing_file
+from ...core.inventory import known, missing_file
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -52,7 +52,7 @@ class MergedStates:
                 common, hint="the conversion did not finish, or the folder zero/ was not copied"
             )
         paths = model_files(directory)
-        partitioned = MODEL_3.fullmatch(os.path.basename(paths[0][0])) is not None
+        partitioned = known((MODEL_3,), paths[0][0]) is not None
         parsed = Parsed()
         models, *others = [open_files(ranked, parsed) for ranked in paths]
         self.other_models = [file for files in others for file in files]

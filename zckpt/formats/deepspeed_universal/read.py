@@ -16,9 +16,8 @@ from ...core import agreement, sources
 from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, to_json
+from ...core.inventory import ANY, missing_file, refuse_others, saved_names
 from ...core.manifest import Manifest, Sighting, slot_name
-from ...core.missing_ranks import missing_file
-from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -140,13 +139,8 @@ class ParameterFolders:
 
     def _refuse_swapped(self, paths: Sequence[str]) -> None:
         """Raises InconsistentCheckpoint if files of one parameter have each other's name."""
-        states = [os.path.basename(path) for path in paths]
-
-        def place_of(name: str) -> Place | None:
-            return (ZERO, (states.index(name),)) if name in states else None
-
         folders = {path: self.by_path[path].saved_as for path in paths}
-        refuse_others(saved_names(folders, place_of), "states")
+        refuse_others(saved_names((ANY,), folders), "states")
 
     def _copies(self, known: set[str]) -> list[str]:
         """The converter's files of frozen weights and buffers; nothing else may be below zero/."""

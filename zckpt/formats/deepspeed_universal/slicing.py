@@ -22,16 +22,13 @@ from msgspec import convert
 from ...core.facts import UNCUT, TensorParallel, Vocabulary
 from ...core.inert import Foreign
 from ...core.manifest import Manifest
-from ...core.placement import SUM
+from ...core.placement import Boxes, Cut, Placement, Replicated
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...naming.patterns import INFO, fields_of
-from ...naming.tensor_rules import rule_in
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import VIEW, SliceInfo
 
 VOCABULARY = "vocab_tensor"
-PIECES = ("view", "affine_map")  # rules whose text does not say what the pieces are
-
 
 Shape = tuple[int, ...]
 
@@ -150,9 +147,9 @@ def _info_of_rule(
 
     `stated` is what the checkpoint's own patterns say. It is taken if it means the same.
     """
-    text = facts.rules.get(name)
+    placement = facts.placements.get(name)
     shape = target.trainable[name].shape
-    if text is None:
+    if placement is None:
         raise MissingData(
             "cuts-unknown",
             f"no rule says how {name} of {target.source.root} is cut over tensor ranks",
@@ -160,17 +157,16 @@ def _info_of_rule(
             file=target.source.root,
             subject=name,
         )
-    text = "0" if text.startswith("vocab:") else text
     patterns = stated_patterns(target.source)
-    is_same = text == rule_of(stated, shape) or (
-        text in PIECES and _cuts_alike(patterns, name, stated)
+    is_same = placement.plain == placement_of(stated, shape) or (
+        isinstance(placement, Boxes) and _cuts_alike(patterns, name, stated)
     )
-    info = stated if patterns and is_same else _by_text(text, name, shape)
+    info = stated if patterns and is_same else _info_by(placement, name, shape)
     if info is None:
         raise UnsupportedCheckpoint(
             "target-unsupported",
-            f"{name} of {target.source.root} is cut in pieces (rule `{text}`) that no file of a "
-            "universal directory can describe",
+            f"{name} of {target.source.root} is cut in pieces (rule `{placement.text}`) "
+            "that no file of a universal directory can describe",
             hint="give a rule for it with --tp-rules FILE, or write --to universal",
             file=target.source.root,
             subject=name,
@@ -179,22 +175,20 @@ def _info_of_rule(
     return {**info, VOCABULARY: True} if name in facts.vocabularies else info
 
 
-def _by_text(text: str, name: str, shape: Shape) -> SliceInfo | None:
-    """What stands for a rule; None if its text does not say what the pieces are."""
-    rule = rule_in(text)
-    if rule is None or text == SUM:
-        return None
-    if rule.axis is None:
-        return {}
-    if rule.parts:
+def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
+    """What stands for a placement; None if nothing can, as for parts of a sum and for boxes."""
+    cut = placement.plain
+    if not isinstance(cut, Cut):
+        return {} if cut.is_replicated else None
+    if cut.parts:
         sizes: list[Any] = list(shape)
-        sizes[rule.axis] = rule.parts
-        return {VIEW: _view([f"{re.escape(name)}$"], sizes, rule.axis)}
-    return {"cat_dim": rule.axis} | ({"param_n_sub_params": rule.equal} if rule.equal > 1 else {})
+        sizes[cut.axis] = cut.parts
+        return {VIEW: _view([f"{re.escape(name)}$"], sizes, cut.axis)}
+    return {"cat_dim": cut.axis} | ({"param_n_sub_params": cut.equal} if cut.equal > 1 else {})
 
 
-def rule_of(info: SliceInfo, shape: Shape) -> str:
-    """The rule that says the same as what stands beside a tensor."""
+def placement_of(info: SliceInfo, shape: Shape) -> Placement:
+    """The placement that says the same as what stands beside a tensor."""
     view = info.get(VIEW)
     if view is not None:
         fields = fields_of(view)
@@ -207,11 +201,11 @@ def rule_of(info: SliceInfo, shape: Shape) -> str:
             and len(sizes) == len(shape)
             and all(size in (-1, own) for size, own in zip(before, shape, strict=False))
         )
-        return f"{axis}:{','.join(map(str, widths))}" if is_row else "view"
+        return Cut(axis, tuple(widths)) if is_row else Boxes("view")
     if "cat_dim" not in info:
-        return "replicated"
+        return Replicated()
     parts = info.get("param_n_sub_params", 1)
-    return f"{info['cat_dim']}:{parts}x" if parts > 1 else str(info["cat_dim"])
+    return Cut(info["cat_dim"], equal=parts if parts > 1 else 0)
 
 
 def _cuts_alike(patterns: Mapping[str, Any], name: str, stated: SliceInfo) -> bool:
@@ -238,7 +232,7 @@ def cuts_of(
     `patterns` there. The files of tensors do not say enough: those of AutoTP name no dimension.
     """
     if stated is not None:
-        return convert(stated, TensorParallel)
+        return TensorParallel.of_state(convert(stated, dict[str, Any]))
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
@@ -246,6 +240,6 @@ def cuts_of(
     used = {name: shapes[name][0] for name, info in infos.items() if info.get(VOCABULARY)}
     rows = padded if isinstance(padded, int) else 0
     return TensorParallel(
-        {name: rule_of(info, shapes[name]) for name, info in infos.items()},
+        {name: placement_of(info, shapes[name]) for name, info in infos.items()},
         {name: Vocabulary(max(rows, own), own) for name, own in used.items()},
     )

@@ -188,7 +188,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
 def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
     """What the engine's loader leaves as the program has made it."""
     warnings = []
-    frozen = [name for name in target.frozen if f"{name}/param" in target.source.entries]
+    frozen = [name for name in target.frozen if (name, "param") in target.source.entries]
     for what, names in (("frozen weights", frozen), ("buffers", target.source.buffers)):
         if names:
             message = (

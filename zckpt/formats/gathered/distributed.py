@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from ...core.dtypes import SIZES
 from ...core.inert import PLAIN, Foreign, types_in
+from ...core.inventory import role
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -26,6 +27,21 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, TorchFile
 from ...files.torchtensors import TORCH_DTYPES, class_of
+
+OF_RANK = r"[._-]?(?:world_size_(\d+)_)?(?<![a-z])rank_?(\d+)\.(?:pt|pth|bin|ckpt)"
+OF_RANKS = tuple(
+    role(name, rf"(?P<stem>{stem}){OF_RANK}", "world", "dp", fixed="world")
+    for name, stem in (
+        ("optimizer", r".*optim.*?"),
+        ("model", r".*(?:model|weights).*?"),
+        ("state of a rank", r".*?"),
+    )
+)
+OF_ITEMS = (
+    role("optimizer", r"(?P<stem>.*optim.*?)_(\d+)\.pt", "dp"),
+    role("model", r"(?P<stem>.*model.*?)_(\d+)\.pt", "dp"),
+)
+"""What files of ranks are for, by their names; see files.py."""
 
 
 class LocalPart(Struct, frozen=True):

@@ -16,7 +16,6 @@ The names tell files apart. State dicts are told apart by their content: see sta
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -26,8 +25,7 @@ from msgspec import Struct, field
 from ...core import sources
 from ...core.filenames import by_counting, counted, number_of, numbered
 from ...core.inert import Scalar
-from ...core.inventory import role
-from ...core.saved_names import Place
+from ...core.inventory import Known, known, role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -43,9 +41,6 @@ from ...naming import peft
 from . import distributed, items
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-RANK = re.compile(
-    r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
-)
 ACCELERATES = "optimizer.bin"
 WHOLE = {  # names of whole files, the likeliest first
     "model": (
@@ -72,11 +67,9 @@ OTHER_NAMES = (
 )
 DEPTH = 4
 COUNTER = "global_step"
-OF_RANK = r"(?:world_size_\d+_)?(?<![a-z])rank_?(\d+)\.(?:pt|pth|bin|ckpt)"
 ROLES = (
-    role("optimizer", rf".*optim.*?{OF_RANK}|.*optim.*?_(\d+)\.pt", "dp", "dp"),
-    role("model", rf".*(?:model|weights).*?{OF_RANK}|.*model.*?_(\d+)\.pt", "dp", "dp"),
-    role("state of a rank", rf".*?{OF_RANK}", "dp"),
+    *distributed.OF_RANKS,
+    *distributed.OF_ITEMS,
     role("optimizer", r".*optim[^/]*"),
     role("model", r".*(?:model|weights)[^/]*"),
 )
@@ -160,7 +153,7 @@ def detect_weak(path: str) -> list[str]:
 
 def _are_of_ranks(names: Sequence[str]) -> bool:
     """Whether names are those of ranks that saved together."""
-    places = [match and (match["stem"], match["world"]) for match in map(_match_rank, names)]
+    places = [own and (own.stem, own.at("world")) for own in map(_of_rank, names)]
     return None not in places and len({*places}) == 1
 
 
@@ -268,24 +261,17 @@ def _is_others(name: str) -> bool:
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
 
-def _match_rank(name: str) -> re.Match[str] | None:
-    return None if "rank" not in name or _is_others(name) else RANK.fullmatch(name)
-
-
-def place_of(name: str) -> Place | None:
-    """What the name of a rank's file states: the rank, and the number of ranks if it has one."""
-    if (match := _match_rank(name)) is None:
-        return None
-    numbers = (match["rank"], match["world"])
-    return match["stem"], tuple(int(number) for number in numbers if number)
+def _of_rank(name: str) -> Known | None:
+    """What the name of a rank's file says: its stem, the rank, and maybe the number of ranks."""
+    return None if "rank" not in name or _is_others(name) else known(distributed.OF_RANKS, name)
 
 
 def _is_part(folder: str, name: str) -> bool:
     """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
-    match, path = _match_rank(name), os.path.join(folder, name)
-    if match is None or not is_torch(path):
+    own, path = _of_rank(name), os.path.join(folder, name)
+    if own is None or not is_torch(path):
         return False
-    if _kind(match["stem"]):
+    if _kind(own.stem):
         return True
     try:
         value = peek(path)
@@ -371,21 +357,21 @@ def locate(path: str) -> StateDictFiles:
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """
     if not sources.is_folder(path):
-        match = _match_rank(os.path.basename(path))
-        if match is None:
+        own = _of_rank(os.path.basename(path))
+        if own is None:
             return _of_item(path) or StateDictFiles({None: path})
         folder = os.path.dirname(path) or "."
         names = [
             name
             for name in _names(folder)
-            if (other := _match_rank(name))
-            and (other["stem"], other["world"]) == (match["stem"], match["world"])
+            if (other := _of_rank(name))
+            and (other.stem, other.at("world")) == (own.stem, own.at("world"))
         ]
         return _of_ranks(folder, names, {})
     names = _names(path)
     whole: dict[str | None, str] = {}
     whole |= {kind: os.path.join(path, name) for kind, name in _whole(names).items()}
-    of_ranks = [name for name in names if _match_rank(name)]
+    of_ranks = [name for name in names if _of_rank(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
     is_whole = "model" in whole and "optim" in whole
@@ -424,14 +410,12 @@ def _of_item(path: str) -> StateDictFiles | None:
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
     """Ranks' files by kind, and whole files of the kinds that no rank has."""
     by_stem: dict[str, dict[int, str]] = {}
-    worlds: set[str] = set()
-    for name in names:
-        match = _match_rank(name)
-        assert match is not None
-        if match["world"]:
-            worlds.add(match["world"])
-        rank, paths = int(match["rank"]), by_stem.setdefault(match["stem"], {})
-        if rank in paths and not match["world"]:
+    worlds: set[int] = set()
+    for own, name in ((own, name) for name in names if (own := _of_rank(name))):
+        if (world := own.at("world")) is not None:
+            worlds.add(world)
+        rank, paths = own.numbers[-1], by_stem.setdefault(own.stem, {})
+        if rank in paths and world is None:
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{paths[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
@@ -442,11 +426,11 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
     if len(worlds) > 1:
         raise AmbiguousCheckpoint(
             "mixed-saves",
-            f"{folder} has files of saves by {', '.join(sorted(worlds, key=int))} ranks",
+            f"{folder} has files of saves by {', '.join(map(str, sorted(worlds)))} ranks",
             hint="keep those of one save in a directory",
             file=folder,
         )
-    files = StateDictFiles(world=int(worlds.pop()) if worlds else None)
+    files = StateDictFiles(world=worlds.pop() if worlds else None)
     if len(by_stem) == 1 and not {"model", "optim"} & whole.keys():
         files.ranks[None] = next(iter(by_stem.values()))
         return files

@@ -42,6 +42,8 @@ from ..statedict.tree import (
     piece_of,
 )
 from .distributed import (
+    OF_ITEMS,
+    OF_RANKS,
     DistributedTensor,
     LocalPart,
     MeshCache,
@@ -64,9 +66,9 @@ Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
 
 def merge(
     files: Mapping[int, TorchFile],
-    step_policy: str | None = None,
-    place: TreePath = (),
-    by_checksums: bool = False,
+    step_policy: str | None,
+    place: TreePath,
+    by_checksums: bool,
 ) -> MergedRanks:
     """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
 
@@ -94,11 +96,11 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool 
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
-    reason, hint = f"{name} is one of {world} ranks'", "put all ranks' files into one directory"
+    reason, hint = f"{name} is one of {world} ranks'", ""
     if are_shares:
         reason += ", each with its own share of ZeroRedundancyOptimizer"
-        hint += ". --weights-only takes the weights"
-    require_all(paths, world, folder or ".", reason, hint)
+        hint = "--weights-only takes the weights"
+    require_all(paths, world, folder or ".", reason, hint, (*OF_RANKS, *OF_ITEMS))
 
 
 def refuse_part(file: TorchFile) -> None:

@@ -12,9 +12,9 @@ from ...core import sources
 from ...core.facts import StateDictEngine
 from ...core.filenames import number_of, numbered
 from ...core.inert import nested
+from ...core.inventory import ANY, nameless, refuse_others, saved_names
 from ...core.manifest import Manifest
 from ...core.origin import Origin
-from ...core.saved_names import nameless, refuse_others, saved_names
 from ...errors import (
     MALFORMED,
     IncompleteCheckpoint,
@@ -34,7 +34,7 @@ from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, TreePath, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of, zero_scalars
 from . import averages, distributed, local, ranked
-from .files import StateDictFiles, locate, place_of, slices, whole_of
+from .files import StateDictFiles, locate, slices, whole_of
 from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
@@ -168,11 +168,9 @@ class _TreeReader:
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
         folders = {path: file.saved_as for path, file in self.opened.items()}
         beside_them = os.listdir(path) if sources.is_folder(path) else ()
-        names = saved_names(
-            folders, lambda name: place_of(name) or (("whole", name), ()), beside_them
-        )
+        names = saved_names((*distributed.OF_RANKS, ANY), folders, beside_them)
         refuse_others(names, "ranks" if files.ranks else "kinds")
-        self.notes = nameless([name for name in names if name.place[1]])
+        self.notes = nameless([name for name in names if name.own.rank])
         extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
         trees = {key: self._whole(name) for key, name in files.whole.items() if key not in extra}
         if None in files.whole:

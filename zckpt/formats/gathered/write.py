@@ -317,7 +317,7 @@ class StateDictWriter(StateDicts):
         if isinstance(value, (BlankTensor, Scalar)):
             yield from [""] if value.shape else []
         elif isinstance(value, TensorName):
-            yield from [value.name] if self.source.entries[f"{value.name}/state"].shape else []
+            yield from [value.name] if self.source.entries[value.name, "state"].shape else []
         names: list[str] = []
         map_values(value, lambda item, _: names.extend(self._tensor_names(item)))
         yield from names
@@ -332,7 +332,7 @@ class StateDictWriter(StateDicts):
         if isinstance(value, Scalar):
             return storages.scalar(value)
         if isinstance(value, TensorName):
-            entry = self.source.entries[f"{value.name}/state"]
+            entry = self.source.entries[value.name, "state"]
             return storages.tensor(entry.dtype, entry.shape)
         if isinstance(value, BlankTensor):
             if id(value) not in made:

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Manifest, Parameter, Sibling
+from ...core.manifest import Entry, Key, Manifest, Parameter, Sibling
 from ...core.masters import results_of
 from ...core.optimizer_states import NO_STATES
 from ...core.plan import Match
@@ -224,7 +224,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         """The weights that are written, under their names in the files: tied ones once."""
         source = self.source
         parameters: dict[str, Parameter] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[Key, Entry] = {}
         owners = source.owners
         names = list(filter(self._is_exported, self.names))
         for name in names:
@@ -232,8 +232,8 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             if owner in source.parameters:
                 parameters[name] = replace(source.parameters[owner], aliases=())
             for slot in ("param", "master"):
-                if entry := source.entries.get(f"{owner}/{slot}"):
-                    entries[f"{name}/{slot}"] = replace(entry, name=f"{name}/{slot}")
+                if entry := source.entries.get((owner, slot)):
+                    entries[name, slot] = replace(entry, parameter=name)
         model = replace(
             source,
             entries=entries,

@@ -105,7 +105,7 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
 def with_groups(
     common: dict[Any, Any],
     listed: Sequence[Sequence[Any]],
-    beside: Sequence[dict[str, Any]] = (),
+    beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
     """The common state with the groups that the ranks of flat buffers saved, by optimizer.
 

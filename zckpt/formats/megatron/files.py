@@ -19,7 +19,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.filenames import by_counting
-from ...core.inventory import role
+from ...core.inventory import known, role
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -39,10 +39,12 @@ BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+OF_RANK = r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?"
+MODEL = role("model", rf"{OF_RANK}/model_optim_rng\.pt", "tp", "pp", "ep")
 ROLES = (
     role("items", r"__(\d+)_(\d+)\.distcp", "dp", "part"),
-    role("model", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt", "tp", "pp", "ep"),
-    role("optimizer", r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/distrib_optim\.pt", "tp", "pp", "ep"),
+    MODEL,
+    role("optimizer", rf"{OF_RANK}/distrib_optim\.pt", "tp", "pp", "ep"),
     role("common state", r"common\.pt"),
     role("marker", r"metadata\.json"),
     role("metadata", r"\.metadata", is_last=True),
@@ -94,10 +96,7 @@ def is_iteration(name: str) -> bool:
 
 def is_of_rank(name: str) -> bool:
     """Whether a folder of this name has the older kind's files of a rank: mp_rank_TT_PPP_EEE."""
-    words = name.removeprefix("mp_rank_").split("_")
-    lengths = [*map(len, words)]
-    is_name = name.startswith("mp_rank_") and all(map(str.isdecimal, words))
-    return is_name and lengths in ([2], [2, 3], [2, 3, 3])
+    return known((MODEL,), f"{name}/{LEGACY}") is not None
 
 
 def _is_one_of_run(run: str, name: str) -> bool:

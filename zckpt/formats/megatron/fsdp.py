@@ -25,9 +25,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
-from ...core.filenames import numbers_of
 from ...core.inert import Scalar, TensorName, inside, to_json
-from ...core.manifest import Entry, Manifest, slot_name
+from ...core.manifest import Entry, Key, Manifest, slot_name
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -76,7 +75,7 @@ class FsdpReader:
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.file: TorchFile | None = None  # the last one of a value
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[Key, Entry] = {}
         self.weights: Keys = {}
         self.modules: Keys = {}
         self.states: dict[str, Keys] = {}
@@ -148,7 +147,7 @@ class FsdpReader:
         ranks = dict.fromkeys(
             str(path[1]) for path in self.others if path[0] == "rng_state" and len(path) > 1
         )
-        return [place for rank in ranks if (place := numbers_of(OF_RANK, rank))]
+        return [(int(own[1]), int(own[2])) for rank in ranks if (own := OF_RANK.fullmatch(rank))]
 
     def _require_known(self) -> int:
         """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
@@ -323,7 +322,7 @@ class FsdpReader:
             self.file = file if item is None else self.file
             return file.kept(file.value, place, self.entries)
         fragments = assembled(safe(key), item.dtype, item.shape, self._pieces(key))
-        self.entries[f"{place}/state"] = Entry(f"{place}/state", item.dtype, item.shape, fragments)
+        self.entries[place, "state"] = Entry(place, "state", item.dtype, item.shape, fragments)
         return TensorName(place)
 
     def location(self, key: str) -> ItemLocation:
@@ -359,8 +358,8 @@ class FsdpReader:
         shape, dtype = shapes.pop(), dtypes.pop()
         shape = (rows, *shape[1:]) if shape else shape
         fragments = assembled(f"{name} in {self.folder}", dtype, shape, pieces)
-        entry = Entry(f"{name}/{slot}", dtype, shape, fragments)
-        self.entries[entry.name] = entry
+        entry = Entry(name, slot, dtype, shape, fragments)
+        self.entries[entry.key] = entry
         return entry
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
-from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
+from ...core.manifest import Entry, Key, Manifest, Parameter, Sibling, Sighting
 from ...core.merge import tensor
 from ...core.origin import OF_ANY_ENGINE, Origin
 from ...core.placement import TENSOR_RANK, Sliced, Table
@@ -62,7 +62,7 @@ class Content(Struct, eq=False):
     file: TorchFile
     common: dict[Any, Any]
     args: Mapping[str, Any]
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     sharding: str | None = None
@@ -78,14 +78,13 @@ class Content(Struct, eq=False):
 
     def join(self, parts: Iterable[tuple[int, Entry]], cuts: Mapping[str, Sliced]) -> None:
         """Enters the whole tensors of what tensor ranks hold; further copies are replicas."""
-        held: dict[str, list[list[Entry]]] = {}
+        held: dict[Key, list[list[Entry]]] = {}
         for rank, part in parts:
-            of_ranks = held.setdefault(part.name, [[] for _ in cuts[part.parameter].slicing.slices])
+            of_ranks = held.setdefault(part.key, [[] for _ in cuts[part.parameter].slicing.slices])
             of_ranks[rank].append(part)
         table, order = Table(TENSOR_RANK, cuts), {name: n for n, name in enumerate(self.shapes)}
-        for name in sorted(held, key=lambda name: order[name.rpartition("/")[0]]):
-            whole, *copies = tensor(name, held[name], table, self.folder)
-            self.entries[name] = whole
+        for key in sorted(held, key=lambda key: order[key[0]]):
+            self.entries[key], *copies = tensor(key, held[key], table, self.folder)
             self.replicas += copies
 
 
@@ -280,9 +279,9 @@ def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 
 
-def _usual_dtype(entries: Mapping[str, Entry], names: Mapping[str, Any]) -> str | None:
+def _usual_dtype(entries: Mapping[Key, Entry], names: Mapping[str, Any]) -> str | None:
     """The type of the largest weight."""
-    weights = (entry for name in names if (entry := entries.get(f"{name}/param")))
+    weights = (entry for name in names if (entry := entries.get((name, "param"))))
     largest = max(weights, key=lambda entry: entry.numel, default=None)
     return None if largest is None else largest.dtype
 

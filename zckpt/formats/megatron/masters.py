@@ -70,7 +70,7 @@ def rebuilt(manifest: Manifest) -> Manifest:
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
     lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]
     slots = {entry.slot for entry in manifest.entries.values() if is_optimizers(entry.slot)}
-    given_up = {f"{name}/{slot}" for name in lost for slot in ("master", *slots)}
+    given_up = {(name, slot) for name in lost for slot in ("master", *slots)}
     message = (
         f"{counted(len(lost), 'parameter')} of {len(manifest.parameters)} have widened weights for "
         f"masters and no {listed(sorted(slots))}: the masters of {len(wrong)} do not round to "
@@ -80,7 +80,7 @@ def rebuilt(manifest: Manifest) -> Manifest:
     kept = {**manifest.state["megatron"], LOST: lost}
     return replace(
         manifest,
-        entries={name: item for name, item in manifest.entries.items() if name not in given_up},
+        entries={key: item for key, item in manifest.entries.items() if key not in given_up},
         state={**manifest.state, "megatron": kept},
         warnings=(*manifest.warnings, mixed_up),
     )
@@ -94,10 +94,10 @@ def with_zeros(manifest: Manifest) -> Manifest:
     slots = {e.slot: e.dtype for e in manifest.entries.values() if is_optimizers(e.slot)}
     zeros = {}
     for name, (slot, dtype) in product(names, (slots or dict.fromkeys(MOMENTS, "F32")).items()):
-        shape, full = manifest.parameters[name].shape, f"{name}/{slot}"
-        if full not in manifest.entries:
+        shape = manifest.parameters[name].shape
+        if (name, slot) not in manifest.entries:
             extent = Extent(ZEROS, 0, prod(shape) * SIZES[dtype])
-            zeros[full] = Entry(full, dtype, shape, solid(prod(shape), extent))
+            zeros[name, slot] = Entry(name, slot, dtype, shape, solid(prod(shape), extent))
     if not zeros:
         return manifest
     message = (

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.manifest import Entry, Manifest
-from ...core.placement import Sliced
+from ...core.placement import Boxes, Sliced
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -276,9 +276,9 @@ class _Reader:
         cuts: dict[str, Sliced] = {}
         parts: list[dict[str, Local]] = [{} for _ in range(tp)]
         for name in names:
-            entry, pieces = self.entries[f"{name}/param"], self.pieces[name]
+            entry, pieces = self.entries[name, "param"], self.pieces[name]
             slicing = flats.slicing_of(name, entry.shape, pieces, tp)
-            cuts[name] = Sliced(entry.shape, slicing, "saved so")
+            cuts[name] = Sliced(entry.shape, slicing, Boxes("saved so"))
             ordered = sorted(pieces, key=lambda piece: piece.offsets)
             for rank, part in enumerate(parts):
                 piece = ordered[rank if len(ordered) >= tp else 0]
@@ -333,7 +333,7 @@ class _Reader:
             fragments = assembled(f"{name} in {self.folder}", dtype, shape, of_name)
             if slot == "param":
                 self.pieces[name] = of_name
-            yield name, self._enter(Entry(f"{name}/{slot}", dtype, shape, fragments))
+            yield name, self._enter(Entry(name, slot, dtype, shape, fragments))
 
     def _flat_parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
@@ -350,17 +350,17 @@ class _Reader:
                 )
             shape = self.shapes[name]
             whole = fragments.whole(place, shape)
-            yield name, self._enter(Entry(f"{name}/{slot}", item.dtype, shape, whole))
+            yield name, self._enter(Entry(name, slot, item.dtype, shape, whole))
 
     def _enter(self, entry: Entry) -> Entry:
-        if entry.name in self.entries:
+        if entry.key in self.entries:
             raise InconsistentCheckpoint(
                 "elements-overlap",
                 f"{self.folder}: two keys hold {entry.name}",
                 file=self.folder,
                 subject=entry.name,
             )
-        self.entries[entry.name] = entry
+        self.entries[entry.key] = entry
         return entry
 
     def _values(self, takes_optimizers: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.inert import Foreign, by_value
-from ...core.manifest import Entry, Manifest
+from ...core.manifest import Entry, Key, Manifest
 from ...core.weights import is_optimizers
 from ...errors import (
     MissingData,
@@ -84,11 +84,11 @@ class RunTemplate(Template):
         """The source with the keys, arguments and groups of the run, in the run's order."""
         source, like = self.source, self.run
         entries = {
-            entry.name: entry
+            entry.key: entry
             for entry in like.entries.values()
-            if entry.slot == "state" and entry.name.startswith("megatron.")
+            if entry.slot == "state" and entry.parameter.startswith("megatron.")
         }
-        entries |= {name: self._with_rows(entry) for name, entry in self.entries().items()}
+        entries |= {key: self._with_rows(entry) for key, entry in self.entries().items()}
         if self.states:
             self._check_states(entries)
         parameters = {
@@ -156,7 +156,7 @@ class RunTemplate(Template):
 
     # -- the optimizer
 
-    def _check_states(self, entries: Mapping[str, Entry]) -> None:
+    def _check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless both have the same states of the same weights; warns of wide weights."""
         like = self.run
         if like.groups is None:
@@ -179,7 +179,7 @@ class RunTemplate(Template):
         wide = [
             name
             for name in trained
-            if f"{name}/master" not in entries and entries[f"{name}/param"].dtype != OF_STATES
+            if (name, "master") not in entries and entries[name, "param"].dtype != OF_STATES
         ]
         if wide:
             message = (

@@ -31,7 +31,7 @@ from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.folder import Folder
 from ...core.inert import Foreign, Global, TensorName, inside, map_values
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Manifest, slot_key
+from ...core.manifest import Entry, Key, Manifest, slot_key
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
@@ -131,7 +131,7 @@ class MegatronWriter:
     `types` are those that weights and buffers get, by name, if they are not the source's.
     """
 
-    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str] = {}) -> None:
+    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str]) -> None:
         self.source = source
         self.options = options
         self.types = types
@@ -153,7 +153,7 @@ class MegatronWriter:
         self.states = bool(self.trained) and not options.weights_only
         self.tensors = self._tensors(keys)
         self.objects = self._objects(common)
-        self.moved: dict[str, Entry] = {}
+        self.moved: dict[Key, Entry] = {}
         self.common = self._moved(self._common(common), "megatron.common")
         program = self.kept.get("program")
         self.program = program if program in LOADING else None
@@ -241,7 +241,7 @@ class MegatronWriter:
         if slot in ("param", "master"):
             weight = weight_of(self.source.entries, name)
             return weight.stored if slot == "param" else weight.trained
-        entry = self.source.entries.get(f"{name}/{slot}")
+        entry = self.source.entries.get((name, slot))
         if entry is None:
             raise MissingData(
                 "state-missing", f"the source holds no {slot_key(slot)} of {name}", subject=name
@@ -323,8 +323,8 @@ class MegatronWriter:
     def _moved(self, value: Any, path: str) -> Any:
         """The value with the names that its tensors have where they stand now."""
         if isinstance(value, TensorName):
-            entry = self.source.entries[f"{value.name}/state"]
-            self.moved[f"{path}/state"] = replace(entry, name=f"{path}/state")
+            entry = self.source.entries[value.name, "state"]
+            self.moved[path, "state"] = replace(entry, parameter=path)
             return TensorName(path)
         return map_values(value, lambda item, key: self._moved(item, inside(path, key)))
 

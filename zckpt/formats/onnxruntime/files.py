@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from ...core import sources
 from ...core.filenames import by_counting
-from ...core.inventory import role
+from ...core.inventory import known, role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -26,8 +26,8 @@ OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
 
 ROLES = (
-    role("all states", r"[^/]*\.ZeRO\.(\d+)\.\d+\.ort\.pt", "dp"),
-    role("all states", r"[^/]*?rank[_-]?(\d+)(?=[._-])[^/]*", "dp"),
+    legacy.OF_RANK,
+    role("all states", r"(?P<stem>[^/]*?)rank[_-]?(\d+)(?=[._-])[^/]*", "dp"),
 )
 """What its files are for; the names of HDF5 files are the program's own."""
 
@@ -98,7 +98,7 @@ def locate(path: str) -> CheckpointFiles:
         return _complete(path, checkpoints[0])
     folder = os.path.dirname(path) or "."
     name = os.path.basename(path)
-    alone = not legacy.FILE.fullmatch(name)
+    alone = known((legacy.OF_RANK,), name) is None
     if hdf5.is_one(path):
         alone = not hdf5.open_file(path).is_partition
     for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
@@ -124,9 +124,9 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
                 partitions.append(file)
             else:
                 checkpoints.append(CheckpointFiles(full, ((0, full),), 1, (file,)))
-        elif match := legacy.FILE.fullmatch(name):
-            ranks = sharded.setdefault((match[1], int(match[3]) + 1), [])
-            ranks.append((int(match[2]), full))
+        elif (own := known((legacy.OF_RANK,), name)) is not None:
+            rank, last = own.numbers
+            sharded.setdefault((own.stem, last + 1), []).append((rank, full))
         elif name.endswith(legacy.SUFFIX) or of_any_name:
             checkpoints.append(CheckpointFiles(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():
@@ -148,12 +148,12 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
         if by_rank.setdefault(rank, file) != file:
             what = f"{by_rank[rank]} and {file} are both of rank {rank}"
             raise InconsistentCheckpoint("mixed-saves", what)
-    hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
-    if not checkpoint.parsed:
-        lost = next((rank for rank in range(checkpoint.ranks) if rank not in by_rank), 0)
-        hint = f"expected {os.path.basename(checkpoint.name.replace('*', str(lost)))}"
-    reason = f"it holds {len(by_rank)} of {checkpoint.ranks}"
-    require_all(by_rank, checkpoint.ranks, path, reason, hint)
+    reason, hint = f"it holds {len(by_rank)} of {checkpoint.ranks}", ""
+    if checkpoint.parsed:
+        hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
+    roles = () if checkpoint.parsed else (legacy.OF_RANK,)
+    where = path if sources.is_folder(path) else os.path.dirname(path) or "."
+    require_all(by_rank, checkpoint.ranks, where, reason, hint, roles)
     return checkpoint
 
 

@@ -11,17 +11,18 @@ nothing else: so `verify --gather` proves the reader.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from math import prod
 
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent
+from ...core.inventory import known
+from ...core.manifest import Key, name_of
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import locate
-from .legacy import FILE
+from .legacy import OF_RANK
 from .ranks import SLOTS, RankStates, RankTensor, Save
 
 Shape = tuple[int, ...]
@@ -49,8 +50,8 @@ def _opened(path: str) -> Save:
 
 def _number(path: str) -> int:
     """R of `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, whose file is the only one."""
-    match = FILE.fullmatch(os.path.basename(path))
-    return int(match[2]) if match else 0
+    own = known((OF_RANK,), path)
+    return own.numbers[0] if own else 0
 
 
 def _weight(save: Save, name: str) -> Iterator[Partition]:
@@ -61,13 +62,13 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
     owners = [rank for rank in save.ranks if name in rank.moments]
     shape = next((tensor.shape for tensor in (*halves, *whole)), save.shapes.get(name, ()))
     if halves:
-        yield from _joined(f"{name}/param", shape, halves[:1])
+        yield from _joined((name, "param"), shape, halves[:1])
     if pieces:
-        yield from _joined(f"{name}/master", shape, pieces)
+        yield from _joined((name, "master"), shape, pieces)
     elif not _is_apart(save, name):
-        yield from _joined(f"{name}/param", shape, whole[:1])
+        yield from _joined((name, "param"), shape, whole[:1])
     elif owners:
-        yield from _joined(f"{name}/master", shape, _current(name, owners))
+        yield from _joined((name, "master"), shape, _current(name, owners))
     else:
         if len({tensor.crc for tensor in whole}) > 1 or (len(whole) > 1 and whole[0].crc is None):
             raise UnsupportedCheckpoint(
@@ -78,9 +79,9 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
                 file=save.root,
                 subject=name,
             )
-        yield from _joined(f"{name}/master", shape, whole[:1])
+        yield from _joined((name, "master"), shape, whole[:1])
     for slot in SLOTS.values() if owners else ():
-        yield from _joined(f"{name}/{slot}", shape, [rank.moments[name][slot] for rank in owners])
+        yield from _joined((name, slot), shape, [rank.moments[name][slot] for rank in owners])
 
 
 def _is_apart(save: Save, name: str) -> bool:
@@ -105,18 +106,18 @@ def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
     return parts
 
 
-def _joined(name: str, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[Partition]:
+def _joined(key: Key, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[Partition]:
     """The pieces joined in the order of the ranks."""
     numel = sum(piece.numel for piece in pieces)
     if numel != prod(shape):
         raise InconsistentCheckpoint(
             "elements-missing",
-            f"the ranks' pieces of {name} have {numel} elements together, but its shape is "
+            f"the ranks' pieces of {name_of(key)} have {numel} elements together, but its shape is "
             f"{list(shape)}",
-            subject=name,
+            subject=name_of(key),
         )
     if len(pieces) == 1:
-        yield Whole(name, pieces[0].dtype, shape, pieces[0].extent)
+        yield Whole(key, pieces[0].dtype, shape, pieces[0].extent)
         return
     extents: tuple[Extent, ...] = tuple(piece.extent for piece in pieces)
-    yield Partitioned(pieces[0].dtype, extents, [FlatMember(name, shape, 0)])
+    yield Partitioned(pieces[0].dtype, extents, [FlatMember(key, shape, 0)])

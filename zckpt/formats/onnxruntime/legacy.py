@@ -27,8 +27,8 @@ from typing import Any
 
 from ...core import sources
 from ...core.inert import inside
-from ...core.manifest import Entry
-from ...core.saved_names import Place, nameless, refuse_others, saved_names
+from ...core.inventory import nameless, refuse_others, role, saved_names
+from ...core.manifest import Entry, Key
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -41,17 +41,14 @@ from ...files.torchfile import Parsed, Tensor, TorchFile, peek
 from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS, RankStates, RankTensor, Save
 
 SUFFIX = ".ort.pt"
-FILE = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, number of ranks - 1
+OF_RANK = role(
+    "all states", r"(?P<stem>[^/]*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", "dp", "last", fixed="last"
+)
+"""A rank's file, whose name has the last rank too."""
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")
 MODEL = "model"
-
-
-def place_of(name: str) -> Place | None:
-    """What the name of a rank's file states: the rank, and the last one of the run."""
-    match = FILE.fullmatch(name)
-    return None if match is None else (match[1], (int(match[2]), int(match[3])))
 
 
 def is_one(path: str) -> bool:
@@ -75,7 +72,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     """The contents of files in rank order; raises CorruptCheckpoint and its like."""
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
-    names = saved_names({file.path: file.saved_as for file in files}, place_of)
+    names = saved_names((OF_RANK,), {file.path: file.saved_as for file in files})
     refuse_others(names)
     models = [_model(file) for file in files]
     mixed = {
@@ -248,13 +245,13 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
 
 def _client_state(
     files: Sequence[TorchFile],
-) -> tuple[dict[str, Any], dict[str, Entry], list[Entry], list[Notice]]:
+) -> tuple[dict[str, Any], dict[Key, Entry], list[Entry], list[Notice]]:
     """The user's part of the files: rank 0's values, and the tensors in them.
 
     Then equal copies of these tensors on other ranks, and a note for each value of another rank
     that differs from rank 0's.
     """
-    kept: dict[str, Entry] = {}
+    kept: dict[Key, Entry] = {}
     copies: list[Entry] = []
     state, differing = {}, list[str]()
     for key, value in _user(files[0]).items():
@@ -263,7 +260,7 @@ def _client_state(
         first = files[0].summary(value)
         for file in files[1:]:
             if file.summary(_user(file).get(key)) == first:
-                own: dict[str, Entry] = {}
+                own: dict[Key, Entry] = {}
                 file.kept(_user(file)[key], path, own)
                 copies += own.values()
             elif str(key) not in differing:

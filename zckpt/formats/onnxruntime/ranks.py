@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ...core.fragments import Extent, Record
-from ...core.manifest import Entry
+from ...core.manifest import Entry, Key
 from ...errors import Notice
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
@@ -62,7 +62,7 @@ class Save(Struct, eq=False):
     optimizer: str | None = None
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, Entry] = field(default_factory=dict)
+    kept: dict[Key, Entry] = field(default_factory=dict)
     copies: list[Entry] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     omitted: list[Notice] = field(default_factory=list)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from ...core import agreement
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
-from ...core.manifest import Entry, Manifest, Parameter, Sighting
+from ...core.manifest import Entry, Key, Manifest, Parameter, Sighting
 from ...core.masters import first_difference, refuse_damage, results_of
 from ...core.origin import Origin
 from ...core.plan import Match
@@ -62,7 +62,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     if wrong := next((result for result in results if result.differs), None):
         places = first_difference(wrong)
         refuse_damage(manifest, places)
-        raise different_copies(wrong.match.a.name, *(place.file for place in places))
+        raise different_copies(wrong.match.a.parameter, *(place.file for place in places))
     return []
 
 
@@ -70,7 +70,7 @@ def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
     """Replicas and their entries, unless `read` has compared the CRC-32 of both."""
     stated = {record.extent: record.crc for record in manifest.records}
     for match in copies_of(manifest):
-        copy, entry = match.a, manifest.entries[match.a.name]
+        copy, entry = match.a, manifest.entries[match.a.key]
         crcs = {stated.get(part.extent) for part in (*entry.fragments, *copy.fragments)}
         if len(crcs) > 1 or None in crcs:
             yield Match(entry, copy, copy=True)
@@ -159,7 +159,7 @@ class _Entries:
         self.save = save
         self.shapes = shapes
         self.owned = owned
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[Key, Entry] = {}
         self.replicas: list[Entry] = []
         self.lost: list[str] = []
 
@@ -189,9 +189,9 @@ class _Entries:
                 extent = extent.part(4 * share.start, 4 * share.stop)
             fragments.append(Fragment(share.start, share.stop, extent))
         shape = self.shapes[name]
-        self._enter(Entry(f"{name}/master", "F32", shape, Runs(fragments)))
+        self._enter(Entry(name, "master", "F32", shape, Runs(fragments)))
         copies = [(rank, half) for rank in self.save.ranks if (half := rank.halves.get(name))]
-        self._add_copies(f"{name}/param", copies)
+        self._add_copies(name, copies)
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
@@ -213,7 +213,7 @@ class _Entries:
         if name in self.owned:  # the owner's first
             first = self.owned[name][0].rank
             copies = [copies[first], *copies[:first], *copies[first + 1 :]]
-        self._add_copies(f"{name}/param", copies)
+        self._add_copies(name, copies)
         self._add_moments(name)
 
     def _add_copies(self, name: str, copies: Sequence[tuple[RankStates, RankTensor]]) -> None:
@@ -221,13 +221,14 @@ class _Entries:
         if not copies:
             return
         first, tensor = copies[0]
-        self._enter(Entry(name, tensor.dtype, tensor.shape, solid(tensor.numel, tensor.extent)))
+        fragments = solid(tensor.numel, tensor.extent)
+        self._enter(Entry(name, "param", tensor.dtype, tensor.shape, fragments))
         for rank, other in copies[1:]:
             stated = tensor.crc is not None and other.crc is not None
             if other.dtype != tensor.dtype or (stated and tensor.crc != other.crc):
                 raise different_copies(name, first.path, rank.path)
             self.replicas.append(
-                Entry(name, other.dtype, other.shape, solid(other.numel, other.extent))
+                Entry(name, "param", other.dtype, other.shape, solid(other.numel, other.extent))
             )
 
     def _add_moments(self, name: str) -> None:
@@ -242,10 +243,10 @@ class _Entries:
                 _check_dtype(self.save.ranks[share.rank], name, tensor, (parts[0][1].dtype,))
                 _check_dtype(self.save.ranks[share.rank], name, tensor, ("F32", "F16", "BF16"))
             fragments = Runs([Fragment(s.start, s.stop, tensor.extent) for s, tensor in parts])
-            self._enter(Entry(f"{name}/{slot}", parts[0][1].dtype, self.shapes[name], fragments))
+            self._enter(Entry(name, slot, parts[0][1].dtype, self.shapes[name], fragments))
 
     def _enter(self, entry: Entry) -> None:
-        self.entries[entry.name] = entry
+        self.entries[entry.key] = entry
 
     def refuse_missing(self) -> None:
         """Raises if an owner of a weight holds nothing of it."""
@@ -269,7 +270,7 @@ def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoin
     return InconsistentCheckpoint(
         "copies-differ",
         f"{os.path.basename(first)} and {os.path.basename(other)} hold different values of "
-        f"{name.rpartition('/')[0]}, which must be the same on every rank",
+        f"{name}, which must be the same on every rank",
     )
 
 

@@ -169,7 +169,7 @@ class OnnxRuntimeWriter:
         kept = mixed_before and weight.slot == "param" and weight.dtype == "F32"
         moments = {}
         for moment, slot in SLOTS.items() if self.states else ():
-            entry = entries.get(f"{name}/{slot}")
+            entry = entries.get((name, slot))
             if entry is None:
                 raise MissingData(
                     "state-missing",
@@ -190,7 +190,7 @@ class OnnxRuntimeWriter:
 
     def _frozen(self, name: str) -> TargetWeight:
         """A frozen weight or a buffer: ONNX Runtime keeps these in fp32 and does not cut them."""
-        entry = self.source.entries.get(f"{name}/param")
+        entry = self.source.entries.get((name, "param"))
         if entry is None:
             raise MissingData(
                 "weights-missing",

@@ -16,7 +16,7 @@ from ...core import agreement
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
-from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...core.manifest import Entry, Key, Manifest, Parameter, Sighting, slot_name
 from ...core.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties
@@ -59,7 +59,7 @@ class ManifestBuilder:
         self.ignored = own if reading.weights_only else []
         self.step_policy = reading.step_policy
         self.globs = reading.buffers
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[Key, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
         self.numbers: list[StateRow] = []
@@ -196,7 +196,7 @@ class ManifestBuilder:
                 frozen = name in (untrained if stated is None else stated_frozen)
                 self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
         for name in self.buffers:
-            self._add_entry(f"{name}/param", self.model[name])
+            self._add_entry(name, "param", self.model[name])
 
     def _add_aliases(self) -> None:
         for owner, names in by_key((owner, alias) for alias, owner in self.aliases.items()).items():
@@ -206,7 +206,7 @@ class ManifestBuilder:
         for alias, owner in self.aliases.items():
             if owner not in self.parameters:  # of a buffer: both names keep it
                 self.buffers.append(alias)
-                self._add_entry(f"{alias}/param", self.model[alias])
+                self._add_entry(alias, "param", self.model[alias])
                 continue
             if alias not in self.model:
                 continue
@@ -214,7 +214,7 @@ class ManifestBuilder:
             memory = self.model[alias].memory
             if memory is None or memory != self.model[owner].memory:
                 copy = self.model[alias].fragments
-                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
+                self.replicas.append(replace(self.entries[owner, "param"], fragments=copy))
 
     def _need_alike(self, alias: str, owner: str) -> None:
         """Raises InconsistentCheckpoint if one weight has two shapes or types by its two names."""
@@ -230,12 +230,12 @@ class ManifestBuilder:
                 subject=alias,
             )
 
-    def _add_entry(self, name: str, leaf: Leaf) -> None:
-        self.entries[name] = leaf.entry(name)
+    def _add_entry(self, name: str, slot: str, leaf: Leaf) -> None:
+        self.entries[name, slot] = leaf.entry(name, slot)
 
     def _add_weight(self, name: str, parameter: Parameter) -> None:
         self.parameters[name] = parameter
-        self._add_entry(f"{name}/param", self.model[name])
+        self._add_entry(name, "param", self.model[name])
 
     # -- states of the optimizer
 
@@ -264,7 +264,7 @@ class ManifestBuilder:
             if is_named and key in scalars and is_number(value, Leaf):
                 self.numbers.append(StateRow(key, "number", (name,), _number(value)))
             elif is_named and is_slot:
-                self._add_entry(f"{name}/{slot_name(key)}", value)
+                self._add_entry(name, slot_name(key), value)
             elif isinstance(value, InPieces):
                 self.in_pieces.setdefault((key, value.name), {})[name] = value
             else:
@@ -353,7 +353,7 @@ class ManifestBuilder:
         if () in models:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
-        dtypes = Counter(self.entries[f"{name}/param"].dtype for name in self.parameters)
+        dtypes = Counter(self.entries[name, "param"].dtype for name in self.parameters)
         folders = None if self._are_several() else self.saved.folders
         optimizers = list(self.optimizers) or self.ignored
         optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
@@ -390,14 +390,14 @@ class ManifestBuilder:
             counters = steps.SCHEDULER_COUNTERS
             self.sightings += steps.counter_sightings(where, scheduler, counters)
 
-    def _kept(self, value: Any, path: str, entries: dict[str, Entry] | None = None) -> Any:
+    def _kept(self, value: Any, path: str, entries: dict[Key, Entry] | None = None) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):
             if not value.shape and value.dtype != "C64":
                 return value.number()
             name = value.name or path
-            entries[f"{name}/state"] = value.entry(f"{name}/state")
+            entries[name, "state"] = value.entry(name, "state")
             return TensorName(name)
         if isinstance(value, InPieces) and entries is self.entries:
             raise value.refused(path)

@@ -23,7 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.manifest import slot_name
-from ...core.partition import BoxPart, Joined, Nameless, Partition, Whole
+from ...core.partition import UNNAMED, BoxPart, Joined, Nameless, Partition, Whole
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 
@@ -62,7 +62,7 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
         return [*(Nameless("param", item) for item in every), *chain(*of_optimizers)]
     of_module = bool(trained) and trained.keys() <= model.keys()
     weights = [
-        replace(item, name=f"{name}/param")
+        replace(item, key=(name, "param"))
         if of_module or name in trained or not name.startswith(ADAPTED)
         else Nameless("param", item)
         for name, item in model.items()
@@ -103,7 +103,7 @@ def states(
             if key == "step" or (key in values and single) or not isinstance(value, Saved):
                 continue
             if isinstance(key, str) and value.shape == model[name].shape:
-                yield replace(value, name=f"{name}/{slot_name(key)}")
+                yield replace(value, key=(name, slot_name(key)))
     for state in nameless:
         for key, value in state.items():
             if isinstance(key, str) and key != "step" and isinstance(value, Saved):
@@ -212,7 +212,7 @@ def _model(
 def whole(file: TorchFile, tensor: Tensor) -> Whole:
     """A tensor that one file has in full."""
     box = box_of(file, tensor, (0,) * len(tensor.shape))
-    return Whole("", tensor.dtype, tensor.shape, box.extent, box.strides)
+    return Whole(UNNAMED, tensor.dtype, tensor.shape, box.extent, box.strides)
 
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
@@ -236,5 +236,5 @@ def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Save
     """A tensor of all its boxes; whole if there is only one."""
     filled = [box for box in boxes if prod(box.sizes)]
     if len(filled) == 1 and filled[0].sizes == shape:
-        return Whole("", dtype, shape, filled[0].extent, filled[0].strides)
-    return Joined("", dtype, shape, tuple(filled))
+        return Whole(UNNAMED, dtype, shape, filled[0].extent, filled[0].strides)
+    return Joined(UNNAMED, dtype, shape, tuple(filled))

@@ -100,8 +100,8 @@ class Leaf(Struct, frozen=True, eq=False):
     def numel(self) -> int:
         return prod(self.shape)
 
-    def entry(self, name: str) -> Entry:
-        return Entry(name, self.dtype, self.shape, self.fragments)
+    def entry(self, parameter: str, slot: str) -> Entry:
+        return Entry(parameter, slot, self.dtype, self.shape, self.fragments)
 
 
 class StepStatement(Struct, frozen=True):

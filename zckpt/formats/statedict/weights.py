@@ -12,7 +12,7 @@ from ...core import sources
 from ...core.dtypes import FLOATS
 from ...core.filenames import path_inside
 from ...core.fragments import Record, solid
-from ...core.missing_ranks import missing_file
+from ...core.inventory import missing_file
 from ...errors import InconsistentCheckpoint, Notice, listed, warning
 from ...files import safefile
 from ...training.faults import ZERO_SCALARS

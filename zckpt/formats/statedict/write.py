@@ -206,8 +206,8 @@ class StateDicts:
                 yield name, extra[name]
             elif owner in source.parameters:
                 yield name, BlankTensor(self._dtype(owner), source.parameters[owner].shape)
-            elif f"{owner}/param" in source.entries:
-                entry = source.entries[f"{owner}/param"]
+            elif (owner, "param") in source.entries:
+                entry = source.entries[owner, "param"]
                 yield name, BlankTensor(entry.dtype, entry.shape)
 
     def _dtype(self, name: str) -> str:
@@ -280,7 +280,7 @@ class StateDicts:
             numbers = source.states.scalars.get(name, {})
             state |= {key: scalar.unwrapped() for key, scalar in numbers.items()}
             for slot in slots:
-                entry = source.entries.get(f"{name}/{slot}")
+                entry = source.entries.get((name, slot))
                 if entry is not None:
                     state[slot_key(slot)] = BlankTensor(entry.dtype, entry.shape)
             state |= others.get(name, {})

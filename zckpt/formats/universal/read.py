@@ -19,9 +19,12 @@ from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
     Entry,
+    Key,
     Manifest,
     Sighting,
     crc_from_json,
+    key_of,
+    name_of,
     parameters_from_json,
     sizes_from_json,
     step_from_json,
@@ -98,10 +101,10 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     """
     stored, files = _stored(path, ())
     entries = {}
-    for name, entry in chosen.entries.items():
-        tensor = _stored_as(path, name, entry.dtype, [*entry.shape], stored)
+    for key, entry in chosen.entries.items():
+        tensor = _stored_as(path, key, entry.dtype, [*entry.shape], stored)
         fragments = solid(entry.numel, tensor.extent)
-        entries[name] = Entry(name, entry.dtype, entry.shape, fragments, entry.digest)
+        entries[key] = Entry(*key, entry.dtype, entry.shape, fragments, entry.digest)
     members = [item.group for item in chosen.parameters.values()]
     _origin(path, chosen.source, chosen.groups, members)
     shells = Manifest(
@@ -149,7 +152,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     records = _records(path, document.get("files", {}))
     facts = facts_of(from_json(document["state"]))
     values = [facts.state, *(row.value for row in facts.states)]
-    if lost := [name for name in tensors_in(values) if f"{name}/state" not in entries]:
+    if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
         raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
     siblings = _siblings(path)
     parameters, numbers = parameters_from_json(document["parameters"])
@@ -222,31 +225,31 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
 
 
 def _entries(
-    path: str, listed: dict[str, Any], stored: Mapping[str, safefile.SavedTensor]
-) -> dict[str, Entry]:
+    path: str, listed: dict[str, Any], stored: Mapping[Key, safefile.SavedTensor]
+) -> dict[Key, Entry]:
     """The entries that the manifest lists, with the places where files have `stored` them.
 
     Takes the items out of `listed`: the memory of each serves for its entry.
     """
     entries = {}
     for name in [*listed]:
-        item = listed.pop(name)
+        item, key = listed.pop(name), key_of(name)
         if "fragments" in item:
             shape = sizes_from_json(item["shape"])
             fragments: Fragments = _listed(path, name, item)
         else:
-            tensor = _stored_as(path, name, item["dtype"], item["shape"], stored)
+            tensor = _stored_as(path, key, item["dtype"], item["shape"], stored)
             shape, fragments = tensor.shape, solid(prod(tensor.shape), tensor.extent)
         digest = crc_from_json(item["crc32"]) if "crc32" in item else None
-        entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
+        entries[key] = Entry(*key, item["dtype"], shape, fragments, digest)
     return entries
 
 
 def _stored_as(
-    path: str, name: str, dtype: Any, shape: Any, stored: Mapping[str, safefile.SavedTensor]
+    path: str, key: Key, dtype: Any, shape: Any, stored: Mapping[Key, safefile.SavedTensor]
 ) -> safefile.SavedTensor:
     """The tensor in a file; raises CorruptCheckpoint unless it has this type, and the shape."""
-    tensor = stored.get(name)
+    tensor, name = stored.get(key), name_of(key)
     if tensor is None:
         raise CorruptCheckpoint(
             "missing-file",
@@ -297,7 +300,7 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
     return tuple({key: value_of(key, value) for key, value in group.items()} for group in groups)
 
 
-def _listed_files(entries: Mapping[str, Entry]) -> set[str]:
+def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
     """The files in which fragments lie."""
     return {
         fragment.extent.file
@@ -307,7 +310,7 @@ def _listed_files(entries: Mapping[str, Entry]) -> set[str]:
     }
 
 
-def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str]) -> None:
+def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str]) -> None:
     """Raises CorruptCheckpoint if tensors have more bytes than their files: some share bytes.
 
     A small manifest could list the same bytes as a million tensors, and reading would never end.
@@ -360,12 +363,12 @@ def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Itera
 
 def _stored(
     path: str, listed: Collection[str]
-) -> tuple[dict[str, safefile.SavedTensor], list[str]]:
-    """Every tensor of every listed safetensors file by entry name, and the files.
+) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
+    """Every tensor of every listed safetensors file by its entry's key, and the files.
 
     If no file is listed, as while they are being written, all files are read.
     """
-    tensors: dict[str, safefile.SavedTensor] = {}
+    tensors: dict[Key, safefile.SavedTensor] = {}
     files = []
     for name in sorted(os.listdir(path)):
         if not name.endswith(".safetensors") or (listed and name not in listed):
@@ -375,7 +378,7 @@ def _stored(
         stem = name.removesuffix(".safetensors").split("-")[0]
         slot = "param" if stem == "model" else stem
         for stored in safefile.read(full):
-            tensors[f"{stored.name}/{slot}"] = stored
+            tensors[stored.name, slot] = stored
     return tensors, files
 
 

@@ -18,7 +18,7 @@ from ...core.fileio import write_all
 from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Manifest, parameters_to_json, steps_to_json
+from ...core.manifest import Entry, Key, Manifest, name_of, parameters_to_json, steps_to_json
 from ...core.optimizer_states import NO_STATES
 from ...core.sources import pread
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note
@@ -33,16 +33,15 @@ from .read import shells_of
 
 def select(source: Manifest, options: Options) -> Manifest:
     """The manifest to write: the source's, with the entries and dtypes that the options choose."""
-    entries: dict[str, Entry] = {}
+    entries: dict[Key, Entry] = {}
     for entry in source.entries.values():
         if entry.slot == "param":
-            entries[entry.name] = _weight(source, entry, options)
+            entries[entry.key] = _weight(source, entry, options)
         elif not options.weights_only:
-            entries[entry.name] = entry
+            entries[entry.key] = entry
         if entry.slot == "master" and (options.weights_only or options.module_dtype):
-            name = f"{entry.parameter}/param"
-            weight = replace(entry, name=name, digest=None)
-            entries.setdefault(name, _weight(source, weight, options))
+            weight = replace(entry, slot="param", digest=None)
+            entries.setdefault(weight.key, _weight(source, weight, options))
     if options.weights_only:
         if not entries:
             raise MissingData(
@@ -50,9 +49,9 @@ def select(source: Manifest, options: Options) -> Manifest:
             )
         kept = ("module", "module_metadata", "module_extra")
         entries |= {
-            name: entry
-            for name, entry in source.entries.items()
-            if entry.slot == "state" and name.startswith("module_extra.")
+            key: entry
+            for key, entry in source.entries.items()
+            if entry.slot == "state" and entry.parameter.startswith("module_extra.")
         }
         return replace(
             source,
@@ -164,7 +163,7 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
         total = sum(entry.length for entry in chosen.slots["param"])
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         yield Shell.of("model.safetensors.index.json", _text(index))
-    known = {entry.name: entry.digest for entry in chosen.entries.values()}
+    known = {entry.key: entry.digest for entry in chosen.entries.values()}
     text = _text(describe(chosen, known))
     size = len(text) + len(CHECKSUM)
     if size + room > MAX_MANIFEST:
@@ -182,7 +181,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     It was written before the copy too: without it the shells are no checkpoint that a reader knows,
     and its size is a part of the report.
     """
-    document = describe(manifest, {name: crc for (_, name), crc in outcome.digests.items()})
+    document = describe(manifest, {key: crc for (_, key), crc in outcome.digests.items()})
     files = dict(outcome.files)
     for path in manifest.files:
         # nothing was copied into a file whose tensors all are empty
@@ -199,7 +198,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
         write_all(file, memoryview(_text({**document, "crc32": checksum(document)})), 0)
 
 
-def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str, Any]:
+def describe(manifest: Manifest, digests: Mapping[Key, int | None]) -> dict[str, Any]:
     """The contents of manifest.json, as a dictionary; `digests` are those of the entries."""
     groups = manifest.groups or ()
     tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
@@ -213,7 +212,7 @@ def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str,
         "parameters": parameters_to_json(manifest.parameters, manifest.states),
         "buffers": list(manifest.buffers),
         "entries": {
-            name: _entry(entry, digests.get(name)) for name, entry in manifest.entries.items()
+            name_of(key): _entry(entry, digests.get(key)) for key, entry in manifest.entries.items()
         },
         "files": {},
         # a trainer's counters are in its files, which the target has, and are found there again

@@ -133,7 +133,7 @@ def with_rows(entry: Entry, rows: int) -> Entry:
     side = MEGATRON if rows > entry.shape[0] else HUGGING_FACE
     whole = view_of(entry.fragments, entry.shape, SIZES[entry.dtype])
     (view,) = LAYOUTS["vocabulary"][side]([whole], Sizes(vocab_size=rows))
-    return Entry(entry.name, entry.dtype, view.shape, view.fragments)
+    return Entry(*entry.key, entry.dtype, view.shape, view.fragments)
 
 
 def _listed(views: Views) -> str:

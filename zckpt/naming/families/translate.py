@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Manifest, Parameter
+from ...core.manifest import Entry, Key, Manifest, Parameter
 from ...core.optimizer_states import OF_OTHERS
 from ...errors import (
     InconsistentCheckpoint,
@@ -103,25 +103,25 @@ class _Translation(Struct, eq=False, dict=True):
         source = self.source
         parameters: dict[str, Parameter] = {}
         owners: dict[str, str] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[Key, Entry] = {}
         for group in self.groups:
             shapes, fact = self._shapes(group), self._fact(group)
             for name, shape in zip(group.targets, shapes, strict=True):
                 parameters[name] = replace(fact, shape=shape)
                 owners[name] = group.sources[0]
             for entry in self._entries(group):
-                if entry.name in entries:
+                if entry.key in entries:
                     raise InconsistentCheckpoint(
                         "names-collide",
                         f"two tensors would become {entry.name}",
                         subject=entry.name,
                     )
-                entries[entry.name] = entry
+                entries[entry.key] = entry
         kept = {
-            entry.name: entry
+            entry.key: entry
             for entry in source.entries.values()
             if entry.slot == "state"
-            and not entry.name.startswith(("module_extra.", f"{OF_OTHERS}."))
+            and not entry.parameter.startswith(("module_extra.", f"{OF_OTHERS}."))
         }
         order = list(parameters)
         if self.target == HUGGING_FACE:
@@ -142,7 +142,7 @@ class _Translation(Struct, eq=False, dict=True):
             self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
         return replace(
             source,
-            entries={entry.name: entry for entry in listed_entries} | kept,
+            entries={entry.key: entry for entry in listed_entries} | kept,
             parameters={name: parameters[name] for name in order},
             buffers=(),
             replicas=(),
@@ -246,7 +246,7 @@ class _Translation(Struct, eq=False, dict=True):
                     f"the types {listed([entry.dtype for entry in own], 3)}",
                 )
             if group.rule.packing == "same":
-                yield replace(first, name=f"{group.targets[0]}/{slot}")
+                yield replace(first, parameter=group.targets[0])
                 continue
             if odd := [e for e in own if e.shape != self.source.parameters[e.parameter].shape]:
                 raise UnsupportedCheckpoint(
@@ -258,9 +258,9 @@ class _Translation(Struct, eq=False, dict=True):
             views = [view_of(e.fragments, e.shape, SIZES[e.dtype]) for e in own]
             for name, view in zip(group.targets, self._laid_out(group, views), strict=True):
                 if view is views[0]:  # nothing was packed
-                    yield replace(first, name=f"{name}/{slot}")
+                    yield replace(first, parameter=name)
                 else:
-                    yield Entry(f"{name}/{slot}", first.dtype, view.shape, view.fragments)
+                    yield Entry(name, slot, first.dtype, view.shape, view.fragments)
 
 
 MODULE = frozenset({"module", "module_extra", "module_metadata"})

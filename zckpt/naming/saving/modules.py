@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...core.dtypes import SIZES
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Manifest, Parameter
+from ...core.manifest import Entry, Key, Manifest, Parameter
 from ...core.origin import Origin
 from ...errors import ZckptError
 from ...training.trainers import json_of
@@ -73,8 +73,8 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
     parameters: dict[str, Parameter] = {}
     owners: dict[str, str] = {}
     buffers: list[str] = []
-    entries: dict[str, Entry] = {}
-    taken: set[str] = set()
+    entries: dict[Key, Entry] = {}
+    taken, moved = set[str](), set[Key]()
     known = {*saved.parameters, *saved.buffers}
     spelled = {own[0].name: name for name, own in places.items()}
     for name, own in places.items():
@@ -90,15 +90,15 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
             parameters[name] = replace(about, shape=shape, aliases=aliases)
             owners[name] = own[0].name
         for slot in saved.slots:
-            keys = [f"{place.name}/{slot}" for place in own]
+            keys = [(place.name, slot) for place in own]
             parts = [saved.entries[key] for key in keys if key in saved.entries]
-            whole = _joined(f"{name}/{slot}", shape, own, parts)
+            whole = _joined((name, slot), shape, own, parts)
             if whole is not None:
-                entries[whole.name] = whole
-                taken |= {*keys}
+                entries[whole.key] = whole
+                moved |= {*keys}
         taken |= files
     rest = {name: about for name, about in saved.parameters.items() if name not in taken}
-    others = {name: entry for name, entry in saved.entries.items() if name not in taken}
+    others = {key: entry for key, entry in saved.entries.items() if key not in moved}
     return replace(
         saved,
         entries=entries | others,
@@ -115,20 +115,20 @@ def _blank(model: Manifest) -> Manifest:
     """A manifest in which every name of a module is a tensor of bytes in a file of that name."""
     owners = model.owners
     parameters: dict[str, Parameter] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[Key, Entry] = {}
     for name in names_of(model):
         owner = owners.get(name, name)
         about = model.parameters.get(owner)
-        shape = about.shape if about else model.entries[f"{owner}/param"].shape
+        shape = about.shape if about else model.entries[owner, "param"].shape
         parameters[name] = Parameter(shape)
         count = prod(shape)
         fragments = solid(count, Extent(name, 0, count))
-        entries[f"{name}/param"] = Entry(f"{name}/param", BYTE, shape, fragments)
+        entries[name, "param"] = Entry(name, "param", BYTE, shape, fragments)
     return Manifest("", "", Origin(), entries, parameters)
 
 
 def _joined(
-    name: str, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
+    key: Key, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
 ) -> Entry | None:
     """The tensor whose places are in these entries; None if their types or sizes do not fit."""
     if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
@@ -137,7 +137,7 @@ def _joined(
     if any(place.stop > entry.numel for place, entry in zip(places, parts, strict=True)):
         return None
     if len(parts) == 1 and first.shape == shape:
-        return replace(first, name=name)
+        return replace(first, parameter=key[0])
     runs = [
         Fragment(run.start + shift, run.stop + shift, run.extent)
         for place, entry in zip(places, parts, strict=True)
@@ -145,4 +145,4 @@ def _joined(
         for run in entry.fragments.runs(place.start, place.stop, SIZES[entry.dtype])
     ]
     runs.sort(key=lambda run: run.start)
-    return Entry(name, first.dtype, shape, Runs(runs))
+    return Entry(*key, first.dtype, shape, Runs(runs))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Manifest, Parameter
+from ...core.manifest import Entry, Key, Manifest, Parameter
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
 from ..names import names_of
@@ -72,7 +72,7 @@ class _Translation(Struct, eq=False, dict=True):
     source: Manifest
     rules: SavingRules
     groups: Mapping[str, NameGroup]
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)  # parameters of the source by new names
@@ -109,7 +109,7 @@ class _Translation(Struct, eq=False, dict=True):
         )
 
     def _enter(self, entry: Entry) -> None:
-        if self.entries.setdefault(entry.name, entry) is not entry:
+        if self.entries.setdefault(entry.key, entry) is not entry:
             raise InconsistentCheckpoint(
                 "names-collide", f"two tensors would become {entry.name}", subject=entry.name
             )
@@ -124,7 +124,7 @@ class _Translation(Struct, eq=False, dict=True):
         elif old in self.source.buffers:
             self.buffers.append(new)
         for entry in self.of.get(old, ()):
-            self._enter(replace(entry, name=f"{new}/{entry.slot}"))
+            self._enter(replace(entry, parameter=new))
 
     def _convert(self, group: NameGroup, rule: SavingRule) -> None:
         """Enters the tensors that those of a group become, slot by slot."""
@@ -162,7 +162,7 @@ class _Translation(Struct, eq=False, dict=True):
         (dtype,) = _types(parts)
         names = dict.fromkeys(group.names.values())
         for name, view in self._views(group, rule, parts).items():
-            self._enter(Entry(f"{name}/{slot}", dtype, view.shape, view.fragments))
+            self._enter(Entry(name, slot, dtype, view.shape, view.fragments))
             owner = next(iter(names))
             first = self.source.parameters.get(owner)
             if first is None:

@@ -27,7 +27,7 @@ from ...core.compare import ComparisonOutcome, Result
 from ...core.description import Report, line_of, said
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
-from ...core.manifest import Manifest
+from ...core.manifest import Key, Manifest
 from ...core.partition import Nameless, Partition
 from ...core.plan import match, of_copies
 from ...core.resources import Begin
@@ -48,7 +48,7 @@ except ImportError as error:
         hint="pip install torch safetensors",
     ) from error
 from .gathering import Gathering
-from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names
+from .parts import alone, by_kind, by_name, cut_over, first_extent, keys_of, strided, with_names
 from .world import World, exchanged, join_world
 
 
@@ -89,18 +89,18 @@ def _verify(
 ) -> Report:
     parts, of_reader, unsupported = with_names(parts, manifest)
     parts, entries, copies = by_name(parts, manifest)
-    names = [name for name in manifest.entries if name in entries]  # in the order of the model
-    entries = {name: entries[name] for name in (*names, *entries)}
+    keys = [key for key in manifest.entries if key in entries]  # in the order of the model
+    entries = {key: entries[key] for key in (*keys, *entries)}
     ours = replace(manifest, entries=entries, replicas=())
     whole = manifest, other
     (ours, other), pattern = selection.of(ours, other), selection.tensors
     shared, only_a, only_b = match(ours, other)
-    matches = [(item.a.name, item) for item in shared if item.a.slot != "state"]
+    matches = [(item.a.key, item) for item in shared if item.a.slot != "state"]
     matches += [
         (key, of_copies(entry, item.b))
         for key, entry in copies.items()
         for item in shared
-        if item.a.name == entry.name and item.how == "bits" and item.b and not item.copy
+        if item.a.key == entry.key and item.how == "bits" and item.b and not item.copy
     ]
     by_pattern = {id(item) for item in selected([item for _, item in matches], pattern)}
     matches = [(key, item) for key, item in matches if id(item) in by_pattern]
@@ -110,7 +110,7 @@ def _verify(
     progress = begin(total) if begin and not world.rank else None
     gathering = Gathering(world, matches, jobs, progress)
     try:
-        compared = [part for part in parts if gathering.places.keys() & names_of(part)]
+        compared = [part for part in parts if gathering.places.keys() & keys_of(part)]
         cuts = [cut for part in compared for cut in cut_over(part, world.size)]
         gathering.run(by_kind(cuts), memory)
         boxes = [box for part in compared for box in strided(part)]
@@ -128,9 +128,7 @@ def _verify(
     report["names_of_reader"] = [name for name in of_reader if name in compared_names]
     if pattern is None:
         report["problems"] += _not_gathered(manifest, entries) + _unsupported(unsupported)
-        one_sided = [
-            [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
-        ]
+        one_sided = [[key for key in keys if key[1] != "state"] for keys in (only_a, only_b)]
         report = with_values(report, ours, other, *one_sided)
         kept = [entry for entry in manifest.entries.values() if entry.slot == "state"]
         kept += [item.a for item in of_unread.pairs(ours, other)]
@@ -164,15 +162,16 @@ def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
     ]
 
 
-def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]:
+def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]:
     """Tensors that our reader knows, but the engine's rule does not."""
     return [
         line_of(
             problem("tensor-differs", f"{name} is not what the engine would gather", subject=name),
             tensor=name,
         )
-        for name in manifest.entries
-        if name not in gathered and not name.endswith("/state")
+        for key, entry in manifest.entries.items()
+        if key not in gathered and entry.slot != "state"
+        for name in [entry.name]
     ]
 
 

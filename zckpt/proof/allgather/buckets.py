@@ -59,7 +59,7 @@ class Beside(Struct, frozen=True):
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
         """The lines of all parts that are in a segment; they begin at `column` of every row."""
-        member, shape = FlatMember(self.apart.name, self.apart.shape, 0), self.apart.shape
+        member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
         outer, length = self.apart.parts[0], prod(shape[self.axis :])
         first, size = line, even_lines(outer.sizes[: self.axis], shape)
@@ -225,7 +225,7 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
     Lines of the box are contiguous in the tensor. A range of elements begins and ends inside of
     lines; between them, lines at equal distances make one block.
     """
-    part, member = tensor.parts[rank], FlatMember(tensor.name, tensor.shape, 0)
+    part, member = tensor.parts[rank], FlatMember(tensor.key, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)
     steps = [prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
     length, even = prod(sizes[inner:]), even_lines(sizes[:inner], tensor.shape)

@@ -14,6 +14,7 @@ from ...core.checksum import crc32
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.grouping import by_key
+from ...core.manifest import Key
 from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress, describe
@@ -45,7 +46,7 @@ class Gathering:
     def __init__(
         self,
         world: World,
-        matches: Sequence[tuple[str, Match]],
+        matches: Sequence[tuple[Key, Match]],
         jobs: int,
         progress: Progress | None,
     ) -> None:
@@ -117,7 +118,7 @@ class Gathering:
         reads = self.readers.extents(wanted, memory_of(read))
         items, end = [], 0
         for block in share_of(bucket, world.rank, world.size):
-            for place in self.places.get(block.member.name, ()):
+            for place in self.places.get(block.member.key, ()):
                 item = BlockMatch(block, place, self.matches[place], end)
                 items.append(item)
                 end = -(-item.end // ALIGNMENT) * ALIGNMENT
@@ -185,7 +186,7 @@ class Gathering:
         assert part.strides is not None
         elements = data.view(BITS[SIZES[tensor.dtype]]).as_strided(part.sizes, part.strides)
         elements = elements.reshape(-1)
-        for place in self.places.get(tensor.name, ()):
+        for place in self.places.get(tensor.key, ()):
             match, end = self.matches[place], 0
             items = []
             for block in lines_of(tensor, 0, 0, elements.numel()):

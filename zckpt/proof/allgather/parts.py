@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...core.dtypes import SIZES
 from ...core.fragments import Box, Extent, Fragment, Runs
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Manifest
+from ...core.manifest import Entry, Key, Manifest
 from ...core.partition import (
     BoxPart,
     FlatMember,
@@ -36,11 +36,11 @@ def alone(entry: Entry) -> Named:
             for count, step in zip(fragments.sizes, fragments.strides, strict=True)
         )
         extent = fragments.extent.part(fragments.first * size, (fragments.first + last + 1) * size)
-        return Whole(entry.name, entry.dtype, fragments.sizes, extent, fragments.strides)
+        return Whole(entry.key, entry.dtype, fragments.sizes, extent, fragments.strides)
     # a piece that is cut along an inner axis has many runs, between the runs of other pieces
     runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
     extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
-    return Partitioned(entry.dtype, extents, [FlatMember(entry.name, entry.shape, 0)])
+    return Partitioned(entry.dtype, extents, [FlatMember(entry.key, entry.shape, 0)])
 
 
 class WithNames(NamedTuple):
@@ -84,7 +84,7 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
         ]
         if same:
             there.remove(same[0])
-            result.parts.append(replace(tensor, name=same[0].name))
+            result.parts.append(replace(tensor, key=same[0].key))
             result.of_reader.append(same[0].name)
         elif prod(tensor.shape) > 1 and all(entry.slot != "state" for entry in there):
             result.unsupported.append(part)
@@ -112,7 +112,7 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 
 def by_name(
     parts: Sequence[Named], manifest: Manifest
-) -> tuple[list[Named], dict[str, Entry], dict[str, Entry]]:
+) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
     """The parts, each under its own key; the tensors by name; further copies of them by key.
 
     A tied weight gets its owner's name. Copies are whole momenta on several ranks, and tied weights
@@ -120,31 +120,33 @@ def by_name(
     """
     owners = manifest.owners
     named: list[Named] = []
-    entries: dict[str, Entry] = {}
-    copies: dict[str, Entry] = {}
+    entries: dict[Key, Entry] = {}
+    copies: dict[Key, Entry] = {}
     for part in parts:
         if isinstance(part, Partitioned):
             for member in part.members:
-                entry = Entry(member.name, part.dtype, member.shape, Runs([]))
-                entries.setdefault(member.name, entry)
+                entry = Entry(*member.key, part.dtype, member.shape, Runs([]))
+                entries.setdefault(member.key, entry)
             named.append(part)
             continue
-        parameter, _, slot = part.name.rpartition("/")
-        name = f"{owners.get(parameter, parameter)}/{slot}"
+        parameter, slot = part.key
+        parameter = owners.get(parameter, parameter)
         first = first_extent(part)
         begin = Runs([Fragment(0, prod(part.shape), first)] if first else [])
-        entry = Entry(name, part.dtype, part.shape, begin)
-        key = name if name not in entries else f"{name}#{len(copies)}"
-        (entries if key == name else copies)[key] = entry
-        named.append(replace(part, name=key))
+        entry = Entry(parameter, slot, part.dtype, part.shape, begin)
+        key = entry.key
+        if key in entries:
+            key = parameter, f"{slot}#{len(copies)}"
+            copies[key] = entry
+        else:
+            entries[key] = entry
+        named.append(replace(part, key=key))
     return named, entries, copies
 
 
-def names_of(part: Named) -> list[str]:
+def keys_of(part: Named) -> list[Key]:
     """The tensors of which a part has elements."""
-    return (
-        [member.name for member in part.members] if isinstance(part, Partitioned) else [part.name]
-    )
+    return [each.key for each in part.members] if isinstance(part, Partitioned) else [part.key]
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
@@ -165,14 +167,14 @@ def _spread(part: Whole, size: int) -> Spread:
     each = -(-numel // size) * width
     ends = [min((rank + 1) * each, numel * width) for rank in range(size)]
     ranks = [part.extent.part(min(rank * each, end), end) for rank, end in enumerate(ends)]
-    return Spread(part.dtype, tuple(ranks), [FlatMember(part.name, part.shape, 0)])
+    return Spread(part.dtype, tuple(ranks), [FlatMember(part.key, part.shape, 0)])
 
 
 def strided(part: Named) -> Iterator[Joined]:
     """The boxes of a part that are not row-major, each on its own."""
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)
-        yield Joined(part.name, part.dtype, part.shape, (box,))
+        yield Joined(part.key, part.dtype, part.shape, (box,))
     elif isinstance(part, Joined):
         yield from (replace(part, parts=(box,)) for box in part.parts if box.strides)
 

@@ -96,7 +96,7 @@ def chart(
     if powers:
         jump = max(1, math.ceil((top - bottom) / 4))
         marks = [
-            (float(power), power_of(10, power)) for power in range(int(bottom), int(top) + 1, jump)
+            (float(power), power_of_ten(power)) for power in range(int(bottom), int(top) + 1, jump)
         ]
     else:
         marks = [(0.0, ticks[0] if ticks else "0"), (top, ticks[-1] if ticks else f"{high:.3g}")]
@@ -107,9 +107,9 @@ def chart(
     return Chart(round(width, 2), base + BOTTOM, base, bars, lines, powers)
 
 
-def power_of(base: int, exponent: int) -> str:
+def power_of_ten(exponent: int) -> str:
     """10⁻³"""
-    return str(base) + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _apart(labels: Sequence[str], step: float) -> Iterator[str]:

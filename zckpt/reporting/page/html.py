@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import MissingExtra, sized
 from . import words
-from .charts import PALETTE, SIGNS, Chart, chart, power_of
+from .charts import PALETTE, SIGNS, Chart, chart
 
 FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page
@@ -53,7 +53,6 @@ def render(document: Mapping[str, Any]) -> str:
         sized=words.size,
         cut=words.cut,
         listed=_listed,
-        power_of=power_of,
     )
     style, script = _text("page.css"), "".join(map(_text, SCRIPTS))
     line = document.get("line") or {}
@@ -140,17 +139,6 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
             [
                 f"{row['layer']}: {words.short(row['relative'])} of the weights' RMS"
                 for row in layers
-            ],
-        )
-    if histogram := against.get("histogram"):
-        first, counts = histogram["first"], histogram["counts"]
-        found["histogram"] = chart(
-            [power_of(2, first + place) for place in range(len(counts))],
-            counts,
-            [
-                f"{count:,} elements changed by {power_of(2, first + place)} or more, and by less "
-                f"than {power_of(2, first + place + 1)}"
-                for place, count in enumerate(counts)
             ],
         )
     return found

@@ -13,6 +13,7 @@ import torch
 from zckpt.core.dtypes import TORCH_NAMES
 from zckpt.core.fragments import Extent
 from zckpt.core.grouping import by_key
+from zckpt.core.manifest import name_of
 from zckpt.core.partition import FlatMember, Joined, Partitioned, Whole
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed.gather import partitions
@@ -96,7 +97,7 @@ def gathered(tag: Path) -> dict[str, list[torch.Tensor]]:
     pairs = []
     for part in partitions(str(tag)):
         assert isinstance(part, Joined | Whole)
-        pairs.append((part.name, joined(part)))
+        pairs.append((name_of(part.key), joined(part)))
     return by_key(pairs)
 
 
@@ -125,7 +126,7 @@ def test_a_tensor_in_the_parts_of_ranks(dp: int, interleaved: bool, tmp_path: Pa
         extents.append(Extent(str(tmp_path / str(rank)), 0, 4 * len(own)))
     widths = [-(-tensor.numel() // (dp if interleaved else 1)) for tensor in tensors]
     members = [
-        FlatMember(str(place), tuple(tensor.shape), sum(widths[:place]))
+        FlatMember((str(place), "param"), tuple(tensor.shape), sum(widths[:place]))
         for place, tensor in enumerate(tensors)
     ]
     found = slices(Partitioned("F32", tuple(extents), members, interleaved))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zckpt.core.fragments import Extent
+from zckpt.core.manifest import name_of
 from zckpt.core.partition import Nameless, Partition, Partitioned, Whole
 from zckpt.errors import MissingData
 from zckpt.formats.deepspeed.gather import partitions
@@ -33,7 +34,7 @@ def gathered(found: Iterable[Partition]) -> dict[str, np.ndarray]:
     tensors = {}
     for each in found:
         if isinstance(each, Whole) and each.dtype == "F32":
-            tensors[each.name] = numbers(each.extent).reshape(each.shape)
+            tensors[name_of(each.key)] = numbers(each.extent).reshape(each.shape)
         if not isinstance(each, Partitioned):
             continue
         parts = [numbers(extent) for extent in each.ranks]
@@ -44,7 +45,7 @@ def gathered(found: Iterable[Partition]) -> dict[str, np.ndarray]:
                 flat = np.concatenate([part[first : first + length] for part in parts])[:numel]
             else:
                 flat = np.concatenate(parts)[first : first + numel]
-            tensors[member.name] = flat.reshape(member.shape)
+            tensors[name_of(member.key)] = flat.reshape(member.shape)
     return tensors
 
 
@@ -70,9 +71,9 @@ def test_masters_that_were_saved_without_padding(dp: int, tmp_path: Path) -> Non
 
 def test_weights_of_stage_2_are_whole(tmp_path: Path) -> None:
     run = made.saved(tmp_path / "run", made.stage_2(GROUPS, 2))
-    found = {each.name: each for each in partitions(str(run / made.TAG)) if isinstance(each, Whole)}
-    assert {name: each.shape for name, each in found.items()} == {
-        f"{name}/param": shape for group in GROUPS for name, shape in group.items()
+    found = {each.key: each for each in partitions(str(run / made.TAG)) if isinstance(each, Whole)}
+    assert {key: each.shape for key, each in found.items()} == {
+        (name, "param"): shape for group in GROUPS for name, shape in group.items()
     }
 
 
@@ -207,7 +208,9 @@ def of_stage_0(
 def named(tag: Path) -> dict[str, list[float]]:
     """The elements of tensors that have a name."""
     found = [each for each in partitions(str(tag)) if isinstance(each, Whole)]
-    return {each.name: numbers(each.extent).tolist() for each in found if each.dtype == "F32"}
+    return {
+        name_of(each.key): numbers(each.extent).tolist() for each in found if each.dtype == "F32"
+    }
 
 
 def nameless(tag: Path) -> list[tuple[str, list[float]]]:

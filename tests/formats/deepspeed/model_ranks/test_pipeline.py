@@ -57,13 +57,13 @@ def stage(
     for name in names:
         count = values[name].numel()
         fragments = solid(count, Extent(str(path), offset, 4 * count))
-        entries.append(Entry(f"{name}/master", "F32", (count,), fragments))
+        entries.append(Entry(name, "master", "F32", (count,), fragments))
         offset += 4 * count
     return Manifest(
         root="run",
         format="deepspeed",
         origin=Origin(),
-        entries={entry.name: entry for entry in entries},
+        entries={entry.key: entry for entry in entries},
         parameters={name: Parameter((values[name].numel(),), group=0, step=3) for name in names},
         groups=({"lr": 0.1},),
         engine=ENGINE,
@@ -113,8 +113,8 @@ def test_the_first_stages_tensors_count_and_the_others_are_copies(made: Made) ->
     ]
     assert (whole.engine.dtype, whole.buffers) == ("BF16", ("2.count",))  # type: ignore[union-attr]
     assert whole.entries.keys() == {
-        *(f"{name}/{slot}" for name in VALUES for slot in ("param", "master")),
-        "2.count/param",
+        *((name, slot) for name in VALUES for slot in ("param", "master")),
+        ("2.count", "param"),
     }
 
 
@@ -211,8 +211,8 @@ def joined(
         entries = dict(own.entries)
         for name, value in values.items():
             fragments = solid(value.numel(), Extent(str(moments), 0, 4 * value.numel()))
-            entry = Entry(f"{name}/exp_avg", "F32", (value.numel(),), fragments)
-            entries[entry.name] = entry
+            entry = Entry(name, "exp_avg", "F32", (value.numel(),), fragments)
+            entries[entry.key] = entry
         state = {"module": [], "optimizer": {"members": [[number]], "loss_scale": 8}}
         made.append(replace(own, entries=entries, state=state))
     return joined_stages(made, files_of(root, layers), None)

@@ -12,6 +12,7 @@ from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline, TensorPara
 from zckpt.core.grid import Grid, Place
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
+from zckpt.core.placement import Cut
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.read import stacked
 from zckpt.formats.deepspeed.target_ranks import TargetRanks, target_ranks
@@ -20,7 +21,7 @@ from zckpt.formats.options import options_of
 STAGES = [["1.a"], ["2.a", "3.a"]]
 NAMES = [name for stage in STAGES for name in stage]
 PIPELINE = Pipeline(STAGES, [[], []], [1, 2, 3])
-RULES = TensorParallel(dict.fromkeys(NAMES, "0"), {})
+RULES = TensorParallel(dict.fromkeys(NAMES, Cut(0)), {})
 ENGINE = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {})
 
 

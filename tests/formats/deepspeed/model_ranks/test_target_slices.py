@@ -12,16 +12,21 @@ from zckpt.core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.manifest import Manifest, Parameter, Sibling
 from zckpt.core.merge import merge
 from zckpt.core.origin import Origin
+from zckpt.core.placement import Boxes, Cut, PaddedRows, Placement, Replicated
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of, rows_of, sized, slices_of
 from zckpt.formats.options import options_of
 
 SHAPES = {"embed": (8, 3), "fused": (6, 4), "down": (4, 6), "norm": (4,)}
-RULES = {"embed": "vocab:5", "fused": "0:4,2", "down": "1", "norm": "replicated"}
+PLACEMENTS: dict[str, Placement] = {
+    "embed": PaddedRows(5),
+    "fused": Cut(0, (4, 2)),
+    "down": Cut(1),
+    "norm": Replicated(),
+}
 
 
-def model(config: dict[str, Any] | None = None, **rules: str) -> Manifest:
-    texts = {**RULES, **rules}
+def model(config: dict[str, Any] | None = None, **others: Placement) -> Manifest:
     args = {"tensor_model_parallel_size": 1, "padded_vocab_size": 8, "lr": 0.1}
     return Manifest(
         root="run",
@@ -35,7 +40,7 @@ def model(config: dict[str, Any] | None = None, **rules: str) -> Manifest:
             "module": [*SHAPES],
             "client_state": {"args": args},
         },
-        tensor_parallel=TensorParallel(texts, {"embed": Vocabulary(8, 5)}),
+        tensor_parallel=TensorParallel({**PLACEMENTS, **others}, {"embed": Vocabulary(8, 5)}),
     )
 
 
@@ -49,7 +54,7 @@ def test_slices_are_the_whole_again() -> None:
 
 
 def test_one_rank_needs_no_rule() -> None:
-    table, (rank,), _ = slices_of(model(fused="view"), 1)
+    table, (rank,), _ = slices_of(model(fused=Boxes("view")), 1)
     assert (rank.parameters, table.cuts) == (model().parameters, {})
 
 
@@ -59,8 +64,8 @@ def test_what_cannot_be_cut_evenly() -> None:
 
 
 def test_names_without_a_rule() -> None:
-    rules = {name: rule for name, rule in RULES.items() if name != "down"}
-    source = replace(model(), tensor_parallel=TensorParallel(rules, {}))
+    placements = {name: own for name, own in PLACEMENTS.items() if name != "down"}
+    source = replace(model(), tensor_parallel=TensorParallel(placements, {}))
     with pytest.raises(MissingData, match="nothing says how"):
         slices_of(source, 2)
 
@@ -111,7 +116,7 @@ def rows_by_map(*counts: int, width: int = 4) -> dict[str, Any]:
 
 
 def with_vocabularies(source: Manifest, **vocabularies: Vocabulary) -> Manifest:
-    return replace(source, tensor_parallel=TensorParallel(RULES, vocabularies))
+    return replace(source, tensor_parallel=TensorParallel(PLACEMENTS, vocabularies))
 
 
 def with_info(info: dict[str, Any], source: Manifest) -> Manifest:
@@ -145,13 +150,13 @@ def test_what_a_rank_states_without_rules() -> None:
 
 def test_a_map_deals_the_same_ranks_unevenly() -> None:
     """For others it says nothing, and then no rule does."""
-    source = with_info({"affine_map": rows_by_map(4, 2)}, model(fused="affine_map"))
+    source = with_info({"affine_map": rows_by_map(4, 2)}, model(fused=Boxes("affine_map")))
     table, ranks, doubts = slices_of(source, 2)
     assert [rank.parameters["fused"].shape for rank in ranks] == [(4, 4), (2, 4)]
     assert merge(ranks, table).parameters == source.parameters
     assert doubts == []
     with pytest.raises(UnsupportedCheckpoint, match=r"1 parameter .*: fused \[6, 4\] \(view\)"):
-        slices_of(model(fused="view"), 2)
+        slices_of(model(fused=Boxes("view")), 2)
 
 
 # -- rows of a vocabulary
@@ -212,7 +217,7 @@ def test_autotp_deals_rows_of_some_layers_nearly_evenly() -> None:
         "mlp.up": Parameter((8, 3), group=0),
         "embed": Parameter((8, 3), group=0, aliases=("lm_head.weight",)),
     }
-    facts = TensorParallel(dict.fromkeys(parameters, "0"), {})
+    facts = TensorParallel(dict.fromkeys(parameters, Cut(0)), {})
     own, other = (
         replace(model(config), parameters=parameters, tensor_parallel=facts)
         for config in (AUTO, {})
@@ -232,7 +237,7 @@ def test_autotp_deals_whole_heads(tmp_path: Path) -> None:
     assert auto_of(model(AUTO)).heads is None
     assert auto_of(replace(model(AUTO), state={})).heads is None
     source = with_heads(tmp_path, 3, replace(model(AUTO), parameters={"q": Parameter((6, 4))}))
-    source = replace(source, tensor_parallel=TensorParallel({"q": "0"}, {}))
+    source = replace(source, tensor_parallel=TensorParallel({"q": Cut(0)}, {}))
     _, ranks, doubts = slices_of(source, 2)
     assert [rank.parameters["q"].shape for rank in ranks] == [(4, 4), (2, 4)]
     assert doubts == []

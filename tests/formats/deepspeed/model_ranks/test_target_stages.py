@@ -217,10 +217,8 @@ def test_layers_of_names() -> None:
 
 def test_weights_of_stages_are_in_their_model_files_unless_layers_have_files() -> None:
     model, before = pipeline("1.a 2.a", "3.a")
-    slots = [
-        Entry(f"{n}/{slot}", "F32", (2,), Runs([])) for n in ["1.a", "2.a", "3.a"] for slot in BOTH
-    ]
-    model = replace(model, entries={entry.name: entry for entry in slots})
+    slots = [Entry(n, slot, "F32", (2,), Runs([])) for n in ["1.a", "2.a", "3.a"] for slot in BOTH]
+    model = replace(model, entries={entry.key: entry for entry in slots})
     for staged, kept in ((True, ["master"]), (False, list(BOTH))):
         _, ranks, _ = recut(model, [model], before, Grid(2, 1, staged), options_of({}))
         assert [sorted({e.slot for e in rank.entries.values()}) for rank in ranks] == [kept, kept]

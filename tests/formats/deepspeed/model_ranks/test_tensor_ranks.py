@@ -15,6 +15,7 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
+from zckpt.core.placement import Cut, Replicated
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
 
@@ -36,12 +37,12 @@ def rank(root: Path, number: int, info: Any = INFO, **values: list[float]) -> Ma
         path = root / f"{number}.{name}"
         path.write_bytes(np.array(own, "<f4").tobytes())
         fragments = solid(len(own), Extent(str(path), 0, 4 * len(own)))
-        entries.append(Entry(f"{name}/{slot}", "F32", (len(own),), fragments))
+        entries.append(Entry(name, slot, "F32", (len(own),), fragments))
     return Manifest(
         root="run",
         format="deepspeed",
         origin=Origin(tp=2),
-        entries={own.name: own for own in entries},
+        entries={own.key: own for own in entries},
         parameters={e.parameter: Parameter(e.shape, group=0) for e in entries if e.slot != "param"},
         buffers=("buffer",) if "buffer" in values else (),
         groups=({"lr": 0.1},),
@@ -68,7 +69,7 @@ def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
         "embed": (4,), "norm": (1,),
     }  # fmt: skip
     assert whole.tensor_parallel == TensorParallel(
-        {"embed": "0", "norm": "replicated"}, {"embed": Vocabulary(rows=4, used=3)}
+        {"embed": Cut(0), "norm": Replicated()}, {"embed": Vocabulary(rows=4, used=3)}
     )
     assert [(copy.name, copy.axis) for copy in whole.replicas] == [
         ("norm/exp_avg_sq", "tensor rank")
@@ -80,7 +81,7 @@ def test_the_users_rules_come_first(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = 0"), None)
     assert whole.parameters["norm"].shape == (2,)
     assert whole.tensor_parallel == TensorParallel(
-        {"embed": "0", "norm": "0"}, {"embed": Vocabulary(rows=4, used=3)}
+        {"embed": Cut(0), "norm": Cut(0)}, {"embed": Vocabulary(rows=4, used=3)}
     )
 
 
@@ -111,13 +112,13 @@ def test_a_rank_without_a_parameter(tmp_path: Path) -> None:
 def test_buffers_are_whole_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     """Those of other shapes on each rank need a rule."""
     both = [rank(tmp_path, n, **VALUES, buffer=[1.0, 2]) for n in (0, 1)]
-    assert joined_slices(both, None, None).entries["buffer/param"].shape == (2,)
+    assert joined_slices(both, None, None).entries["buffer", "param"].shape == (2,)
     rules = rules_in(tmp_path, "buffer = 0")
-    assert joined_slices(both, rules, None).entries["buffer/param"].shape == (4,)
+    assert joined_slices(both, rules, None).entries["buffer", "param"].shape == (4,)
     unlike = [both[0], rank(tmp_path, 1, **VALUES, buffer=[1.0, 2, 3])]
     with pytest.raises(MissingData, match="nothing says how 1 parameter"):
         joined_slices(unlike, None, None)
-    assert joined_slices(unlike, rules, None).entries["buffer/param"].shape == (5,)
+    assert joined_slices(unlike, rules, None).entries["buffer", "param"].shape == (5,)
 
 
 def test_parts_of_a_sum_are_said(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
     one, other = rank(tmp_path, 0, norm=[1.0]), rank(tmp_path, 1, norm=[2.0])
     experts = (ExpertLayer("moe", 4, 2),)
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
-    copy = replace(other.entries["norm/exp_avg_sq"], axis="ep rank")
+    copy = replace(other.entries["norm", "exp_avg_sq"], axis="ep rank")
     whole = replace(one, origin=Origin(zero_stage=0), engine=engine, replicas=(copy,))
     for chosen in (None, "mean"):
         with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
@@ -211,7 +212,7 @@ def test_rules_in_json_are_of_parameters_alone(tmp_path: Path) -> None:
     """They say `rows` of all that they do not name, which would cut whole buffers."""
     both = [rank(tmp_path, n, None, **VALUES, buffer=[1.0, 2]) for n in (0, 1)]
     whole = joined_slices(both, rules_in(tmp_path, json.dumps(INFO)), None)
-    assert whole.entries["buffer/param"].shape == (2,)
+    assert whole.entries["buffer", "param"].shape == (2,)
     assert whole.parameters["embed"].shape == (4,)
     assert whole.warnings == ()
 
@@ -259,10 +260,12 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
     """Copies of stages that differ are said once."""
     first, second = (rank(tmp_path, number, norm=[1.0 + number]) for number in (0, 1))
     masters = [
-        replace(each.entries["norm/exp_avg_sq"], name="norm/master") for each in (first, second)
+        replace(each.entries["norm", "exp_avg_sq"], slot="master") for each in (first, second)
     ]
     model = replace(
-        first, entries={"norm/master": masters[0]}, replicas=(replace(masters[1], axis="stage"),)
+        first,
+        entries={("norm", "master"): masters[0]},
+        replicas=(replace(masters[1], axis="stage"),),
     )
     apart = Manifest("run", "deepspeed", Origin(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
@@ -272,10 +275,10 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
 def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
     """Ranks that are apart may have drifted along both axes: each is said."""
     first, second = (
-        replace(each, entries={**each.entries, "norm/master": master_of(each)})
+        replace(each, entries={**each.entries, ("norm", "master"): master_of(each)})
         for each in ranks(tmp_path, norm=[6.0])
     )
-    of_stage = replace(second.entries["norm/master"], axis="stage")
+    of_stage = replace(second.entries["norm", "master"], axis="stage")
     apart = Manifest("run", "deepspeed", Origin(tp=2), {}, {}, ranks=(first, second))
     of_stages, of_ranks = check(
         replace(apart, models=(replace(first, replicas=(of_stage,)), second)), None
@@ -285,4 +288,4 @@ def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
 
 
 def master_of(rank: Manifest) -> Entry:
-    return replace(rank.entries["norm/exp_avg_sq"], name="norm/master")
+    return replace(rank.entries["norm", "exp_avg_sq"], slot="master")

@@ -95,6 +95,24 @@ def test_the_order_of_layers_shows_names(tmp_path: Path) -> None:
         assert torch.equal(loaded, tensors[f"{name}/exp_avg"]), name
 
 
+def test_a_frozen_weight_of_the_optimizer(tmp_path: Path) -> None:
+    """It has no state, and may be any weight of layer 1: that does not matter for the others."""
+    shapes: dict[str, tuple[int, ...]] = {"0.w": (2,), "0.b": (3,), "3.w": (2,), "3.b": (3,)}
+    names = [[f"{n}.{inner}" for inner in ("b", "w")] for n in (0, 3)]  # as the files have them
+    run = saved(tmp_path / "run", names, TORCH, tensors := tensors_of(shapes))
+    (path,) = run.glob("*/mp_rank_00_*")
+    model = torch.load(path, weights_only=False)
+    model["optimizer"]["param_groups"][0]["params"].append(2)
+    torch.save(model, path)
+    frozen = {"w": torch.ones(5), "b": torch.ones(7)}
+    torch.save(frozen, path.with_name("layer_01-model_states.pt"))
+    manifest = zckpt.read(run)
+    assert {name for name, own in manifest.parameters.items() if own.trainable} == shapes.keys()
+    for name in shapes:
+        loaded = zckpt.load(run, f"{name}/exp_avg")
+        assert torch.equal(loaded, tensors[f"{name}/exp_avg"]), name
+
+
 def test_layers_of_equal_bytes_show_no_order(tmp_path: Path) -> None:
     """They may be one tied layer, whose key no file states."""
     shapes: dict[str, tuple[int, ...]] = {"0.w": (2,), "1.w": (2,)}

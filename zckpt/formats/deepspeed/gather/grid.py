@@ -19,6 +19,7 @@ from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
 from ....core.fragments import Fragment, Runs, solid
 from ....core.grouping import by_key
+from ....core.manifest import Key, name_of
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
 from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
@@ -28,7 +29,7 @@ from .tensor import Cut, Piece, Rules, rules_of
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
-TIED_MASTER = re.compile(r"(tied_modules\.[^.]*)\.(.*)/master")
+TIED = re.compile(r"(tied_modules\.[^.]*)\.(.*)")
 HEAD = 1 << 15  # elements that tell copies and slices of untrained tensors apart
 
 
@@ -38,7 +39,7 @@ class Slice(Struct, frozen=True):
     `strides` are given if its one run is not row-major.
     """
 
-    name: str
+    key: Key
     dtype: str
     shape: tuple[int, ...]
     runs: Runs
@@ -58,8 +59,8 @@ class Slice(Struct, frozen=True):
             if piece.sizes != self.shape:
                 raise UnsupportedCheckpoint(
                     "proof-unsupported",
-                    f"{self.runs[0].extent.file}: --gather does not cut {self.name}, which is not "
-                    "row-major in the file",
+                    f"{self.runs[0].extent.file}: --gather does not cut {name_of(self.key)}, "
+                    "which is not row-major in the file",
                     hint="verify without --gather",
                     file=self.runs[0].extent.file,
                 )
@@ -101,7 +102,7 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
         own = [each for part in parts for each in slices(part)]
         files = [(layer, TorchFile(path, parsed)) for layer, path in sorted(layers.get(number, ()))]
         own += [*_of_layers(files, trained, own)]
-        by_rank.append(by_key((each.name, each) for each in own))
+        by_rank.append(by_key((each.key, each) for each in own))
     rules = rules_of(tp_rules, ranks[0].model.get("universal_checkpoint_info"))
     return list(_joined(by_rank, trained, rules))
 
@@ -126,7 +127,7 @@ def slices(part: Partition) -> Iterator[Slice]:
     assert not isinstance(part, Nameless | Joined)
     if isinstance(part, Whole):
         runs = solid(prod(part.shape), part.extent)
-        yield Slice(part.name, part.dtype, part.shape, runs, part.strides)
+        yield Slice(part.key, part.dtype, part.shape, runs, part.strides)
         return
     size, ends = SIZES[part.dtype], accumulate(map(part.length, range(len(part.ranks))))
     pairs = zip(pairwise((0, *ends)), part.ranks, strict=True)
@@ -143,7 +144,7 @@ def slices(part: Partition) -> Iterator[Slice]:
                     for (start, stop), extent in zip(pairwise(bounds), part.ranks, strict=True)
                 ]
             )
-        yield Slice(member.name, part.dtype, member.shape, runs)
+        yield Slice(member.key, part.dtype, member.shape, runs)
 
 
 # -- the files of layers
@@ -157,12 +158,18 @@ def _of_layers(
     A tied layer is `tied_modules.{key}`. No file says the key: it is the one of whose parameters
     all masters, which are among the rank's `own` tensors, round to the weights in the file.
     """
-    tied = by_key((m[1], (m[2], each)) for each in own if (m := TIED_MASTER.fullmatch(each.name)))
+    tied = by_key(
+        (m[1], (m[2], each))
+        for each in own
+        if each.key[1] == "master" and (m := TIED.fullmatch(each.key[0]))
+    )
     for number, file in files:
         weights = {
-            key: Slice(key, value.dtype, value.shape, solid(value.numel, extent), strides)
-            for key, value in file.value.items()
-            if isinstance(value, Tensor) and not key.endswith("_extra_state")
+            name: Slice(
+                (name, "param"), value.dtype, value.shape, solid(value.numel, extent), strides
+            )
+            for name, value in file.value.items()
+            if isinstance(value, Tensor) and not name.endswith("_extra_state")
             for extent, strides in [file.reach(value)]
         }
         prefix = str(number)
@@ -171,7 +178,7 @@ def _of_layers(
                 rounded = {key for key, each in masters if _rounds(each, weights.get(key))}
                 prefix = name if rounded == {key for key, _ in masters} else prefix
         for key, each in weights.items():
-            yield replace(each, name=f"{prefix}.{key}/param")
+            yield replace(each, key=(f"{prefix}.{key}", "param"))
 
 
 def _rounds(master: Slice, weight: Slice | None) -> bool:
@@ -193,21 +200,21 @@ def _rounds(master: Slice, weight: Slice | None) -> bool:
 
 
 def _joined(
-    by_rank: Sequence[Mapping[str, Sequence[Slice]]], trained: set[str], rules: Rules
+    by_rank: Sequence[Mapping[Key, Sequence[Slice]]], trained: set[str], rules: Rules
 ) -> Iterator[Named]:
     """The slices of all tensor ranks as whole tensors; each further copy by itself."""
     weights = {
-        each.dtype for rank in by_rank for name in trained for each in rank.get(f"{name}/param", ())
+        each.dtype for rank in by_rank for name in trained for each in rank.get((name, "param"), ())
     }
-    for name in dict.fromkeys(chain.from_iterable(by_rank)):
-        parameter = name.rpartition("/")[0]
-        for own in zip_longest(*(rank.get(name, ()) for rank in by_rank)):
+    for key in dict.fromkeys(chain.from_iterable(by_rank)):
+        parameter, _ = key
+        for own in zip_longest(*(rank.get(key, ()) for rank in by_rank)):
             shapes = [None if each is None else each.shape for each in own]
             cut = rules.explicit(parameter, shapes) if len(own) > 1 else Cut.replicated(shapes)
             if cut is None:
                 is_whole = parameter not in trained and _is_whole(own, weights)
                 cut = Cut.replicated(shapes) if is_whole else Cut.along(shapes, 0)
-            yield from _join(name, own, cut)
+            yield from _join(key, own, cut)
 
 
 def _is_whole(own: Sequence[Slice | None], weights: set[str]) -> bool:
@@ -223,12 +230,12 @@ def _is_whole(own: Sequence[Slice | None], weights: set[str]) -> bool:
     )
 
 
-def _join(name: str, own: Sequence[Slice | None], cut: Cut) -> Iterator[Named]:
+def _join(key: Key, own: Sequence[Slice | None], cut: Cut) -> Iterator[Named]:
     dtype = next(each.dtype for each in own if each)
     for pieces in cut.copies:
         pairs = [(own[piece.rank], piece) for piece in pieces]
         boxes = [box for tensor, piece in pairs if tensor for box in tensor.boxes(piece)]
         if len(boxes) == 1 and boxes[0].sizes == cut.shape:
-            yield Whole(name, dtype, cut.shape, boxes[0].extent, boxes[0].strides)
+            yield Whole(key, dtype, cut.shape, boxes[0].extent, boxes[0].strides)
         else:
-            yield Joined(name, dtype, cut.shape, tuple(boxes))
+            yield Joined(key, dtype, cut.shape, tuple(boxes))

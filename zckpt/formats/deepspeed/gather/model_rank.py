@@ -25,8 +25,8 @@ from typing import Any
 
 from ....core.dtypes import SIZES
 from ....core.grouping import by_key
-from ....core.manifest import slot_name
-from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
+from ....core.manifest import Key, slot_name
+from ....core.partition import UNNAMED, FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...deepspeed_states.module_names import as_in_module
@@ -97,7 +97,7 @@ class ModelRank:
         yield from self._frozen()
         yield from self._module()
         for file in self.experts:  # each with its number in the whole layer
-            yield from (_stored(f"{name}/param", file, each) for name, each in file.value.items())
+            yield from (_stored((name, "param"), file, each) for name, each in file.value.items())
         if not self.optimizers:
             yield from _whole_optimizers(self.models[0], self.of_ep_ranks or self.models)
 
@@ -173,10 +173,10 @@ class ModelRank:
                 continue
             width = -(-prod(shape) // self.dp)
             if all(tensor.numel == width for tensor in tensors):
-                member = FlatMember(f"{name}/param", shape, 0)
+                member = FlatMember((name, "param"), shape, 0)
                 yield _partitioned(self.models, tensors, [member], interleaved=True)
             else:  # not managed by the engine
-                yield from map(partial(_stored, f"{name}/param"), self.models, tensors)
+                yield from map(partial(_stored, (name, "param")), self.models, tensors)
 
     def _module(self) -> Iterator[Whole]:
         """The module's own tensors: all of them, in stage 3 only the buffers.
@@ -198,12 +198,12 @@ class ModelRank:
             place = tensor.place if tensor.numel else name  # a tied weight has two names
             if wanted and place not in seen:
                 seen.add(place)
-                yield _stored(f"{name}/param", self.models[0], tensor)
+                yield _stored((name, "param"), self.models[0], tensor)
 
 
-def _stored(name: str, file: TorchFile, tensor: Tensor) -> Whole:
+def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
     """A tensor as it lies in its storage."""
-    return Whole(name, tensor.dtype, tensor.shape, *file.reach(tensor))
+    return Whole(key, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
 def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -240,7 +240,7 @@ def _behind_each_other(
         paddings = [0] * len(shapes)
     members, first = [], 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=False):
-        members.append(FlatMember(f"{name}/{slot}", shape, first))
+        members.append(FlatMember((name, slot), shape, first))
         first += -(-prod(shape) // dp) + padding
     return members
 
@@ -294,7 +294,7 @@ def _whole_momenta(
     for each, file, tensor, at in parts:
         assert tensor is not None
         extent = file.extent(tensor.part(at, at + each.numel))
-        yield Whole(each.name, tensor.dtype, each.shape, extent)
+        yield Whole(each.key, tensor.dtype, each.shape, extent)
 
 
 # -- stage 0
@@ -348,9 +348,9 @@ def _group(
                 continue
             # numbers and factors, such as Adafactor's rows and columns, are no tensors like it
             if name is None or tensor.numel < 2 or tensor.shape != known[name]:
-                yield Nameless(slot, _stored(slot, file, tensor))
+                yield Nameless(slot, _stored(UNNAMED, file, tensor))
             else:
-                yield _stored(f"{name}/{slot}", file, tensor)
+                yield _stored((name, slot), file, tensor)
 
 
 def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:

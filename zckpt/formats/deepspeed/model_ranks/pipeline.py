@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ....core.facts import FlatBufferEngine, Pipeline, layers_of
 from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest, Parameter
+from ....core.manifest import Entry, Key, Manifest, Parameter
 from ....core.masters import begins_as
 from ....core.merge import in_order, merge
 from ....core.placement import STAGE, Table
@@ -61,7 +61,7 @@ def joined_stages(
     whole = in_order(merge(stages, Table(STAGE), step_policy, layers.beside()))
     engine, optimizer = stages[0].engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
-    weights = (whole.entries[f"{name}/param"] for name in stages[0].parameters)
+    weights = (whole.entries[name, "param"] for name in stages[0].parameters)
     return replace(
         whole,
         engine=replace(engine, dtype=next((w.dtype for w in weights), engine.dtype)),
@@ -218,14 +218,14 @@ class _Layers:
 
         Raises unless every trained parameter is in the file of its layer, with the same shape.
         """
-        entries, copies = dict[str, Entry](), list[Entry]()
+        entries, copies = dict[Key, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
             for inner in tensors:
                 entry = self._weight(number, inner, prefix_of(number, self.tied) + inner)
-                if entries.setdefault(entry.name, entry) is not entry:
+                if entries.setdefault(entry.key, entry) is not entry:
                     copies.append(entry)
         for name, shape in self.shapes.items():
-            self._check_weight(name, shape, entries.get(f"{name}/param"))
+            self._check_weight(name, shape, entries.get((name, "param")))
         own = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
         buffers = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
         return replace(
@@ -243,7 +243,7 @@ class _Layers:
         """A tensor in the file of a layer, under its name in the whole model."""
         tensor = self.tensors[number][inner]
         fragments = self.files[number].fragments(tensor)
-        return Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
+        return Entry(name, "param", tensor.dtype, tensor.shape, fragments)
 
     def _is_buffer(self, name: str, entry: Entry) -> bool:
         """Whether model files list it; by its type or name, for versions that list none."""

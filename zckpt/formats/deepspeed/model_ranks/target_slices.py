@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ....core import slicing
 from ....core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
 from ....core.manifest import Manifest, Parameter
-from ....core.placement import REPLICATED, TENSOR_RANK, Row, Shapes, Sliced, Table
+from ....core.placement import TENSOR_RANK, Row, Shapes, Sliced, Table
 from ....core.split import names_in, split
 from ....errors import (
     MissingData,
@@ -45,8 +45,8 @@ def sized(source: Manifest, tp: int) -> Manifest:
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
     padded_size = {PADDED: max(rows)} if rows else {}
     if isinstance(client.get(INFO), Mapping):
-        rules = _facts(source).rules.items()
-        info = info_for(client[INFO], tp, [name for name, rule in rules if rule == REPLICATED])
+        placements = _facts(source).placements.items()
+        info = info_for(client[INFO], tp, [name for name, own in placements if own.is_replicated])
         client[INFO] = info | (padded_size if PADDED in info else {})
     engine = source.engine
     assert isinstance(engine, FlatBufferEngine)
@@ -74,8 +74,8 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[No
     if tp == 1:  # whole, whatever the rules
         table = Table(TENSOR_RANK, rows=[Row(names)])
         return table, split(sized(source, tp), table), []
-    texts = _facts(source).rules
-    if not source.parameters.keys() <= texts.keys():  # none, or of other names
+    placements = _facts(source).placements
+    if not source.parameters.keys() <= placements.keys():  # none, or of other names
         raise MissingData(
             "cuts-unknown",
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
@@ -91,11 +91,11 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[No
     rows: list[dict[str, tuple[int, ...]]] = [{} for _ in range(tp)]
     uneven = []
     for name, parameter in source.parameters.items():
-        rules = stated_rule(name, texts[name]) or stated
+        rules = [stated_rule(name, placements[name]), *([] if stated is None else [stated])]
         shapes = _candidates(name, parameter, tp, stated, auto)
-        cut = rules and shapes_by(rules, name, parameter.shape, shapes)
+        cut = shapes_by(rules, name, parameter.shape, shapes)
         if not cut:
-            uneven.append(f"{name} {list(parameter.shape)} ({texts[name]})")
+            uneven.append(f"{name} {list(parameter.shape)} ({placements[name].text})")
             continue
         cuts[name] = cut[1]
         for row, shape in zip(rows, cut[0], strict=True):

@@ -82,7 +82,7 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
     """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
     shapes = _on_ranks(
-        {n: e.shape for n in rank.buffers if (e := rank.entries.get(f"{n}/param")) is not None}
+        {n: e.shape for n in rank.buffers if (e := rank.entries.get((n, "param"))) is not None}
         for rank in ranks
     )
     decided = {
@@ -98,7 +98,7 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
 
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
     """What the whole lacks by the user's rules, and what no file shows of them."""
-    if sums := [name for name, sliced in cut.items() if sliced.is_sum]:
+    if sums := [name for name, sliced in cut.items() if sliced.placement.is_sum]:
         message = (
             f"each tensor rank has a part of {listed(sums, 4)}: what is shown is the part of "
             "tensor rank 0, not the sum"
@@ -112,7 +112,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
 def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
     """How each parameter was cut; and of vocabularies, which rows are padding."""
     return TensorParallel(
-        {name: sliced.rule for name, sliced in cut.items()},
+        {name: sliced.placement for name, sliced in cut.items()},
         {
             name: Vocabulary(sliced.shape[0], sliced.vocabulary)
             for name, sliced in cut.items()

@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from ....core import agreement
 from ....core.facts import ExpertLayer, FlatBufferEngine
 from ....core.grouping import by_key
+from ....core.inventory import gaps, refuse_gaps
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.masters import begins_as
@@ -43,7 +44,7 @@ from ....errors import (
 )
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
-from ...deepspeed_states.directories import refuse
+from ...deepspeed_states.directories import EXPERT, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.model_files import module_weights
@@ -56,7 +57,7 @@ from ...deepspeed_states.states import (
 )
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.tensors import ManifestTensors
-from ..files import MOST, RankFiles, missing_files
+from ..files import RankFiles
 from ..flats import flat_buffers
 from .auto_ep import ROUTER, with_slices
 
@@ -101,11 +102,11 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
         raise CorruptCheckpoint(
             "file-damaged", f"{path}: the model states list {counts!r} experts by layer", file=path
         )
-    wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
-    # a damaged number may be huge: only the first missing files are listed
-    if missing := list(islice((place for place in wanted if place not in paths), MOST)):
-        names = [file_name(*place, f"mp_rank_{files.number:02d}") for place in missing]
-        raise missing_files(ranks.directory, names)
+    number = files.number
+    wanted = ((layer, own, number) for layer, count in enumerate(counts) for own in range(count))
+    there = {(*place, number): own for place, own in paths.items()}
+    example = os.path.join(path, file_name(0, 0, f"mp_rank_{number:02d}"))
+    refuse_gaps(path, gaps(EXPERT, there, wanted, example))
     places = sorted(paths)
     if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(
@@ -299,7 +300,7 @@ class Experts(Struct, frozen=True):
         except InconsistentCheckpoint:  # partitions of other lengths
             return False
         entries = tensors.entries
-        pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
+        pairs = ((entries[name, "param"], entries[name, "master"]) for name in names)
         return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     def complete(self, manifest: Manifest) -> Manifest:
@@ -309,7 +310,7 @@ class Experts(Struct, frozen=True):
         drops what has `expert` in the name of its MoE layer, and saves only what is below
         `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
         """
-        unsaved = [name for name in manifest.parameters if f"{name}/param" not in manifest.entries]
+        unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
             raise InconsistentCheckpoint(
                 "mixed-saves",

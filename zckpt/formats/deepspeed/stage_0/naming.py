@@ -1,11 +1,13 @@
 """Which weight does each parameter of a stage-0 optimizer belong to? Its state has no names.
 
-    stated    by a file of zckpt's: its `param_shapes`; by torch's own optimizer: `param_names`
-    given     by the user, with --param-names
-    place     FP16_Optimizer: the module's weights are views of one buffer per group
-    bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other
-    pieces    FP16_Optimizer of a pipeline or with experts: so does each piece of a flat master
-    shape     torch's own optimizer: no other weight has the shape of the states
+The first of these ways that an optimizer has decides:
+
+    stated    a file of zckpt's has names: `param_shapes`
+    given     the user gives them: --param-names
+    views     FP16_Optimizer: the module's weights are views of one buffer per group
+    bytes     a master rounds to the module's weight, and to no other; so do pieces of flat ones
+    listed    torch's own optimizer has names: `param_names`
+    shapes    torch's own optimizer: no other weight has the shape of the states
 
 Where bytes or shapes leave several weights, the order of the module decides: the parameters of a
 group are in that order, and only one way to keep it may fit. Otherwise nothing is read.
@@ -17,9 +19,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS, SIZES
 from ....core.fragments import row_major
@@ -27,15 +32,12 @@ from ....core.grouping import by_key
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.manifest import INFERRED
-from ...deepspeed_states.states import (
-    FLAT_MASTERS,
-    EngineStates,
-    wrapper_of,
-)
+from ...deepspeed_states.states import FLAT_MASTERS, EngineStates
 from ...deepspeed_states.tensors import is_extra
-from ...statedict.matching import HINT, MatchedNames, match
+from ...statedict.matching import HINT, match
+from ..layer_names import LayerName, untied_layers
 from .numbers import Groups, Shape, numbers_of
-from .samples import TensorInFile, labels
+from .samples import TensorInFile, alike, labels
 
 Weights = Mapping[str, TensorInFile]
 Members = Sequence[Sequence[str | None]]
@@ -48,63 +50,126 @@ program, before deepspeed.initialize, write that file:
 """The hint where the optimizer has masters: frozen parameters have none."""
 
 
-def members_of(
+class Named(NamedTuple):
+    """The names of each group's parameters; `inferred` are those that only an order shows."""
+
+    members: Members
+    inferred: Sequence[str]
+
+
+class Nameless(Struct, frozen=True):
+    """An optimizer, or some of its groups, and the weights that may be its parameters.
+
+    `stated` are names by group in a file of zckpt's, of which `inferred` were inferred when it was
+    written, and `given` those of the user.
+    """
+
+    path: str
+    groups: Groups
+    weights: Weights
+    is_flat: bool = False
+    stated: Sequence[Iterable[str]] | None = None
+    inferred: Sequence[str] = ()
+    given: Sequence[Sequence[str]] | None = None
+
+    @classmethod
+    def of(cls, states: EngineStates, weights: Weights) -> Nameless:
+        first, groups = states.first, numbers_of(states)
+        inferred, is_flat = first.get(INFERRED) or (), FLAT_MASTERS in first
+        path = states.optimizers[0].path
+        return cls(path, groups, weights, is_flat, states.listed_shapes, inferred)
+
+    @property
+    def masters(self) -> list[list[TensorInFile]]:
+        """Those of each group."""
+        return [[number.master for number in own if number.master] for own in self.groups]
+
+    @property
+    def flats(self) -> list[TensorInFile]:
+        return [*chain.from_iterable(self.masters)]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the weights are in other files, as those of layers and of experts are."""
+        return any(weight.file is not self.flats[0].file for weight in self.weights.values())
+
+    def missing(self, why: str) -> MissingData:
+        said = f"{self.path}: the optimizer's state has no names, and {why}"
+        return MissingData("names-needed", said, hint=TRAINED, file=self.path)
+
+
+def names_of(
     every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
-) -> list[tuple[Members, Sequence[str]]]:
-    """The names of each optimizer's parameters by group, and those of them that are inferred.
+) -> list[Named]:
+    """The names of each optimizer's parameters.
 
     The user's `param_names` are those of all optimizers, one after another. Raises MissingData if
     nothing shows names, WrongOption for names of the user that do not fit, InconsistentCheckpoint
     if a file states names that are not among `weights`.
     """
-    of_each = [numbers_of(states) for states in every]
-    is_flat = any(FLAT_MASTERS in states.first for states in every)
-    are_stated = any(states.listed_shapes for states in every)
-    if param_names is not None and not are_stated:
-        given = iter(given_to(of_each, weights, param_names, is_flat))
-        return [([next(given) for _ in groups], []) for groups in of_each]
-    named: list[tuple[Members, Sequence[str]]] = []
-    for states, groups in zip(every, of_each, strict=True):
-        stated = states.listed_shapes
-        if not stated:
-            named.append(by_files(states, groups, weights))
-            continue
-        members = [*map(list, stated)] if is_flat else _with_frozen(groups, stated)
-        if weights:  # or this is a stage whose layers are not there yet
-            _check_known(states, members, weights)
-        named.append((members, list(states.first.get(INFERRED) or ())))
-    return named
+    asked = [Nameless.of(states, weights) for states in every]
+    if param_names is not None and not any(each.stated for each in asked):
+        shares = shared_out(asked, param_names)
+        asked = [replace(each, given=own) for each, own in zip(asked, shares, strict=True)]
+    try:
+        return [*map(named, asked)]
+    except MissingData:
+        if param_names is not None or (found := of_stages(asked)) is None:
+            raise
+        return found
 
 
-def by_files(
-    states: EngineStates, groups: Groups, weights: Weights
-) -> tuple[Members, Sequence[str]]:
-    """The names of these groups of an optimizer, as the files show them; raises as `members_of`."""
-    path = states.optimizers[0].path
-    masters = [[number.master for number in own if number.master] for own in groups]
-    if FLAT_MASTERS in states.first:
-        flats = [*chain.from_iterable(masters)]
-        if are_apart(flats[0], weights):
-            return by_pieces(flats, weights)
-        if names := by_place(flats, weights):
-            return names, []
-        raise MissingData(
-            "names-needed",
-            f"{path}: the optimizer's state has no names, and the module's weights no longer lie "
-            "in its groups' buffers, which show them",
-            hint=TRAINED,
-            file=path,
-        )
-    if wrapper_of(states.first) is not None:
-        return by_bytes(masters, weights)
-    trained = [[number for number in own if not number.is_frozen] for own in groups]
-    if all(number.name for own in groups for number in own):
-        members = _with_frozen(groups, [[number.name for number in own] for own in trained])
-        _check_known(states, members, weights)
-        return members, []
-    shapes = [[number.shape for number in own] for own in trained]
-    names, inferred = _named(path, shapes, shapes_of(weights), "shape")
-    return _with_frozen(groups, names), inferred
+def named(asked: Nameless) -> Named:
+    """The names of an optimizer's parameters; raises as `names_of`."""
+    return next(found for way in WAYS if (found := way(asked)) is not None)
+
+
+# -- by what a file or the user says
+
+
+def by_file(asked: Nameless) -> Named | None:
+    """A file of zckpt's has them."""
+    if not asked.stated:
+        return None
+    members: Members = [[*own] for own in asked.stated]
+    if not asked.is_flat:
+        members = _with_frozen(asked.groups, asked.stated)
+    if asked.weights:  # or this is a stage whose layers are not there yet
+        _check_known(asked, members)
+    return Named(members, [*asked.inferred])
+
+
+def by_user(asked: Nameless) -> Named | None:
+    """The user gives them, and no master rounds to the weight of another name."""
+    if asked.given is None:
+        return None
+    shapes, names = shapes_of(asked.weights), [*chain.from_iterable(asked.given)]
+    if asked.is_flat:
+        pieces: list[TensorInFile] = []
+        for flat, own in zip(asked.flats, asked.given, strict=True):
+            starts = accumulate((prod(shapes[name]) for name in own), initial=0)
+            pieces += [_piece(flat, n, shapes[name]) for name, n in zip(own, starts, strict=False)]
+        check_rounding(pieces, names, asked.weights, strict=asked.is_apart)
+        return Named(asked.given, [])
+    orders = [[number.shape for number in own] for own in asked.groups]
+    matched = match(orders, [*shapes.items()], True, names)
+    if asked.flats:
+        check_rounding(asked.flats, names, asked.weights, strict=False)
+    members = [
+        [None if number.is_frozen else name for number, name in zip(own, called, strict=True)]
+        for own, called in zip(asked.groups, matched.names, strict=True)
+    ]
+    return Named(members, [])
+
+
+def by_torch(asked: Nameless) -> Named | None:
+    """Torch's own optimizer has them."""
+    trained = [[number.name for number in own if not number.is_frozen] for own in asked.groups]
+    if not all(chain.from_iterable(trained)):
+        return None
+    members = _with_frozen(asked.groups, trained)
+    _check_known(asked, members)
+    return Named(members, [])
 
 
 def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
@@ -115,35 +180,97 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
     ]
 
 
-def _check_known(states: EngineStates, members: Members, weights: Weights) -> None:
-    if unknown := [name for own in members for name in own if name and name not in weights]:
-        path = states.optimizers[0].path
+def _check_known(asked: Nameless, members: Members) -> None:
+    if unknown := [n for own in members for n in own if n and n not in asked.weights]:
         raise InconsistentCheckpoint(
-            "mixed-saves", f"{path}: the module has no weights {listed(unknown)}", file=path
+            "mixed-saves",
+            f"{asked.path}: the module has no weights {listed(unknown)}",
+            file=asked.path,
         )
 
 
-# -- by place, bytes or shape
+def shared_out(asked: Sequence[Nameless], param_names: Sequence[str]) -> list[list[Sequence[str]]]:
+    """The user's names by optimizer, those of flat masters by group too; raises WrongOption."""
+    weights = asked[0].weights
+    if not asked[0].is_flat:
+        *counts, last = [sum(map(len, each.groups)) for each in asked]
+        if counts and sum(counts) + last != len(param_names):
+            raise WrongOption(
+                "names-do-not-fit",
+                f"--param-names names {len(param_names)} parameters, and the optimizers of the "
+                f"stages have {' + '.join(map(str, [*counts, last]))}",
+            )
+        ends = [*accumulate(counts, initial=0), len(param_names)]
+        return [[param_names[start:stop]] for start, stop in pairwise(ends)]
+    if unknown := [name for name in param_names if name not in weights]:
+        raise WrongOption(
+            "names-do-not-fit",
+            f"--param-names names {listed(unknown, 4)}, which the model's state does not have",
+        )
+    lengths = [flat.tensor.numel for each in asked for flat in each.flats]
+    starts = [*accumulate((weights[name].tensor.numel for name in param_names), initial=0)]
+    ends = [*accumulate(lengths, initial=0)]
+    groups = [
+        [name for name, place in zip(param_names, starts, strict=False) if start <= place < stop]
+        for start, stop in pairwise(ends)
+    ]
+    if not {*starts} >= {*ends} or sum(map(len, groups)) < len(param_names):
+        raise WrongOption(
+            "names-do-not-fit",
+            f"--param-names: these weights do not fill the groups of {asked[0].path}, which "
+            f"have {listed(lengths)} elements",
+            hint="name the trained parameters alone, group by group, in the optimizer's order",
+        )
+    of_flats = iter(groups)
+    return [[*islice(of_flats, len(each.flats))] for each in asked]
 
 
-def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
-    """The names of each flat master's parameters, in the order in which they lie.
+def check_rounding(
+    masters: Sequence[TensorInFile], names: Sequence[str], weights: Weights, *, strict: bool
+) -> None:
+    """Raises WrongOption if the user gives a master's name to another one.
 
-    The engine lays a group's 16-bit weights out as one buffer, as long as the flat master, and
-    saves them as views of it. None if the file has no such buffer for a group: another program
-    saved it again.
+    Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
+    weights since.
     """
-    tensors = {name: weight.tensor for name, weight in weights.items()}
+    of_weights, of_masters = labels([*weights.values()], masters)
+    known = dict(zip(weights, of_weights, strict=True))
+    for master, name, fitting in zip(masters, names, of_masters, strict=True):
+        others = [other for other, label in known.items() if label in fitting]
+        if (others or strict) and name not in others:
+            raise WrongOption(
+                "names-do-not-fit",
+                f"--param-names: the master at the place of {name} in {master.file.path} is that "
+                f"of {others[0] if others else 'no weight'}, as the weights show",
+                hint="name the trained parameters in the optimizer's order, group by group",
+            )
+
+
+# -- by bytes
+
+
+def by_views(asked: Nameless) -> Named | None:
+    """The engine lays a group's 16-bit weights out as one buffer, and saves them as views of it.
+
+    The buffer has the bytes of the flat master. There is none if another program saved the file
+    again.
+    """
+    if not asked.is_flat or asked.is_apart:
+        return None
+    tensors = {name: weight.tensor for name, weight in asked.weights.items()}
     in_order = sorted(tensors, key=lambda name: (tensors[name].offset, tensors[name].numel))
     views = by_key((tensors[name].storage.key, name) for name in in_order)
     filled = [(_filled([tensors[n] for n in names]), names) for names in views.values()]
-    buffers = [(TensorInFile(flats[0].file, each), names) for each, names in filled if each]
-    of_buffers, of_flats = labels([buffer for buffer, _ in buffers], flats)
+    file = asked.flats[0].file
+    buffers = [(TensorInFile(file, buffer), names) for buffer, names in filled if buffer]
+    of_buffers, of_flats = labels([buffer for buffer, _ in buffers], asked.flats)
     members = by_key((label, names) for label, (_, names) in zip(of_buffers, buffers, strict=True))
     shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
-    if len({*shown}) < len(flats):
-        return None
-    return [members[label][0] for label in shown]
+    if len({*shown}) < len(asked.flats):
+        raise asked.missing(
+            "the module's weights no longer lie in its groups' buffers, which show them"
+        )
+    return Named([members[label][0] for label in shown], [])
 
 
 def _filled(views: Sequence[Tensor]) -> Tensor | None:
@@ -155,32 +282,49 @@ def _filled(views: Sequence[Tensor]) -> Tensor | None:
     return Tensor(storage, dtype, 0, (total,), (1,)) if is_full else None
 
 
-def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
-    """The names of flat masters whose weights are no views: their pieces are whole masters.
+def by_bytes(asked: Nameless) -> Named | None:
+    """Each master has the bytes of its weight once it is rounded."""
+    orders = asked.masters
+    if asked.is_flat:
+        orders = [cut(asked, flat) for flat in asked.flats]
+    if not (masters := [*chain.from_iterable(orders)]):
+        return None
+    of_weights, of_masters = labels([*asked.weights.values()], masters)
+    for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
+        if len(own) != 1:
+            which = "weights of several types" if own else "no weight"
+            raise MissingData(
+                "names-needed",
+                f"{asked.path}: master {number} of the optimizer, of shape "
+                f"{list(master.tensor.shape)}, rounds to {which} of the module",
+                hint=TRAINED,
+                file=asked.path,
+            )
+    remaining = iter(own[0] for own in of_masters)
+    labelled = [[next(remaining) for _ in order] for order in orders]
+    return _matched(asked, labelled, dict(zip(asked.weights, of_weights, strict=True)), "bytes")
 
-    The next elements of a flat master must round to weights of one shape, and to none of another.
-    Raises MissingData if they do not, and as `by_bytes`.
+
+def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
+    """The masters in a flat one.
+
+    Its next elements must round to weights of one shape, and to none of another.
     """
-    shapes = dict.fromkeys(stored.tensor.shape for stored in weights.values())
-    orders: list[list[TensorInFile]] = []
-    for flat in flats:
-        orders.append([])
-        start = 0
-        while left := flat.tensor.numel - start:
-            near = [_piece(flat, start, shape) for shape in shapes if 0 < prod(shape) <= left]
-            _, rounded = labels([*weights.values()], near)
-            found = [piece for piece, own in zip(near, rounded, strict=True) if own]
-            if len(found) != 1:
-                raise MissingData(
-                    "names-needed",
-                    f"{flat.file.path}: the optimizer's state has no names, and a piece of its "
-                    "masters rounds to no weight, or to weights of several shapes",
-                    hint=TRAINED,
-                    file=flat.file.path,
-                )
-            orders[-1] += found
-            start += found[0].tensor.numel
-    return by_bytes(orders, weights)
+    weights = [*asked.weights.values()]
+    shapes = dict.fromkeys(stored.tensor.shape for stored in weights)
+    pieces: list[TensorInFile] = []
+    start = 0
+    while left := flat.tensor.numel - start:
+        near = [_piece(flat, start, shape) for shape in shapes if 0 < prod(shape) <= left]
+        _, rounded = labels(weights, near)
+        found = [piece for piece, own in zip(near, rounded, strict=True) if own]
+        if len(found) != 1:
+            raise asked.missing(
+                "a piece of its masters rounds to no weight, or to weights of several shapes"
+            )
+        pieces += found
+        start += found[0].tensor.numel
+    return pieces
 
 
 def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
@@ -190,27 +334,87 @@ def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
     return TensorInFile(flat.file, piece)
 
 
-def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> MatchedNames:
-    """The names of whole masters: each has the bytes of its weight once it is rounded.
+# -- by shapes and the order of the module
 
-    Raises MissingData with the names of the weights that cannot be told apart.
+
+def by_shapes(asked: Nameless) -> Named:
+    """Torch's own optimizer: no other weight has the shape of the states."""
+    trained = [[number.shape for number in own if not number.is_frozen] for own in asked.groups]
+    found = _matched(asked, trained, shapes_of(asked.weights), "shape")
+    return Named(_with_frozen(asked.groups, found.members), found.inferred)
+
+
+WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
+
+
+def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
+    """The names in a pipeline, if they are by shapes those of all stages as one optimizer.
+
+    Group by group, the stages' parameters follow each other as the layers do. None if two layers
+    have equal weights: they may be a tied layer.
     """
-    masters = [*chain.from_iterable(orders)]
-    of_weights, of_masters = labels([*weights.values()], masters)
-    for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
-        if len(own) != 1:
-            which = "weights of several types" if own else "no weight"
-            raise MissingData(
-                "names-needed",
-                f"{master.file.path}: master {number} of the optimizer, of shape "
-                f"{list(master.tensor.shape)}, rounds to {which} of the module",
-                hint=TRAINED,
-                file=master.file.path,
-            )
-    remaining = iter(own[0] for own in of_masters)
-    labelled = [[next(remaining) for _ in order] for order in orders]
-    path = masters[0].file.path if masters else ""
-    return _named(path, labelled, dict(zip(weights, of_weights, strict=True)), "bytes")
+    counts = {len(each.groups) for each in asked}
+    if len(asked) == 1 or len(counts) > 1 or any(each.flats for each in asked):
+        return None
+    parts = ((LayerName.of(name), weight) for name, weight in asked[0].weights.items())
+    layers = by_key((part.number, (part.inner, weight)) for part, weight in parts)
+    if len(alike({number: dict(own) for number, own in layers.items()})) < len(layers):
+        return None
+    stages = zip(*(each.groups for each in asked), strict=True)
+    whole = replace(asked[0], groups=[[*chain.from_iterable(own)] for own in stages])
+    try:
+        members, inferred = by_shapes(whole)
+    except MissingData:
+        return None
+    remaining = [*map(iter, members)]
+    names = [
+        [[*islice(own, len(group))] for own, group in zip(remaining, each.groups, strict=True)]
+        for each in asked
+    ]
+    known = [untied_layers(filter(None, chain.from_iterable(own))) for own in names]
+    if any(max(own) >= min(following) for own, following in pairwise(filter(None, known))):
+        return None
+    return [Named(own, inferred) for own in names]
+
+
+def _matched(
+    asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
+) -> Named:
+    """The names of all parameters, if there is one way; `what` equal labels mean.
+
+    `labelled` are the labels of weights by their names, in the module's order. A group all of whose
+    labels are unique may be in any order, and a whole group that has another must be in the
+    module's. Raises MissingData with the names of the weights that cannot be told apart.
+    """
+    numbers = Counter(chain.from_iterable(orders))
+    owners = by_key((label, name) for name, label in labelled.items())
+    unique = {n: own[0] for n, own in owners.items() if numbers[n] == len(own) == 1}
+    certain = {
+        place: [unique[label] for label in order]
+        for place, order in enumerate(orders)
+        if unique.keys() >= {*order}
+    }
+    taken = {*chain.from_iterable(certain.values())}
+    unclear = [order for place, order in enumerate(orders) if place not in certain]
+    try:
+        matched = match(unclear, [item for item in labelled.items() if item[0] not in taken], True)
+    except MissingData as error:
+        others = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
+        equal = [name for label in others for name in owners.get(label, ())]
+        why = f"does not show the {what} of every parameter"
+        if equal:
+            order = "which the order of the module does not tell apart"
+            why = f"{listed(equal, 6)} have equal {what}, {order}"
+        said = f"{asked.path}: the optimizer's state has no names, and {why}"
+        raise MissingData(
+            "names-needed", said, hint=HINT if what == "shape" else TRAINED
+        ) from error
+    remaining = iter(matched.names)
+    chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
+    return Named(chosen, matched.inferred)
+
+
+# -- the weights of a module
 
 
 def weights_in(
@@ -233,129 +437,3 @@ def weights_in(
 
 def shapes_of(weights: Weights) -> dict[str, Shape]:
     return {name: weight.tensor.shape for name, weight in weights.items()}
-
-
-def _named(
-    path: str, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
-) -> MatchedNames:
-    """The names of all parameters, if there is one way; `what` equal labels mean.
-
-    `labelled` are the labels of weights by their names, in the module's order. A group all of whose
-    labels are unique may be in any order, and a whole group that has another must be in the
-    module's. Raises MissingData with the names of the weights that cannot be told apart.
-    """
-    numbers = Counter(chain.from_iterable(orders))
-    owners = by_key((label, name) for name, label in labelled.items())
-    unique = {n: own[0] for n, own in owners.items() if numbers[n] == len(own) == 1}
-    certain = {
-        place: [unique[label] for label in order]
-        for place, order in enumerate(orders)
-        if unique.keys() >= {*order}
-    }
-    taken = {*chain.from_iterable(certain.values())}
-    unclear = [order for place, order in enumerate(orders) if place not in certain]
-    try:
-        matched = match(unclear, [item for item in labelled.items() if item[0] not in taken], True)
-    except MissingData as error:
-        others = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
-        alike = [name for label in others for name in owners.get(label, ())]
-        why = f"does not show the {what} of every parameter"
-        if alike:
-            order = "which the order of the module does not tell apart"
-            why = f"{listed(alike, 6)} have equal {what}, {order}"
-        said = f"{path}: the optimizer's state has no names, and {why}"
-        raise MissingData(
-            "names-needed", said, hint=HINT if what == "shape" else TRAINED
-        ) from error
-    remaining = iter(matched.names)
-    chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
-    return MatchedNames(chosen, matched.inferred)
-
-
-def given_to(
-    every: Sequence[Groups], weights: Weights, param_names: Sequence[str], is_flat: bool
-) -> Members:
-    """The user's names by group, those of all optimizers one after another; raises WrongOption."""
-    numbers = [*chain.from_iterable(every)]
-    masters = [number.master for own in numbers for number in own if number.master]
-    if is_flat:
-        return cut(masters, weights, param_names)
-    counts = [sum(map(len, groups)) for groups in every]
-    if counts[1:] and sum(counts) != len(param_names):
-        raise WrongOption(
-            "names-do-not-fit",
-            f"--param-names names {len(param_names)} parameters, and the optimizers of the stages "
-            f"have {' + '.join(map(str, counts))}",
-        )
-    shapes, rest, names = [*shapes_of(weights).items()], param_names, list[list[str]]()
-    for groups, count in zip(every, counts, strict=True):  # several may have one tied weight
-        orders = [[number.shape for number in own] for own in groups]
-        names += match(orders, shapes, True, rest[:count] if counts[1:] else rest).names
-        rest = rest[count:]
-    if masters:
-        check_rounding(masters, param_names, weights, strict=False)
-    return [
-        [None if number.is_frozen else name for number, name in zip(own, called, strict=True)]
-        for own, called in zip(numbers, names, strict=True)
-    ]
-
-
-def cut(
-    flats: Sequence[TensorInFile], weights: Weights, param_names: Sequence[str]
-) -> list[Sequence[str]]:
-    """The user's names, cut into the groups of flat masters; raises WrongOption.
-
-    They are those of the trained parameters, in the order of the groups. No piece of a master may
-    round to the weight of another name.
-    """
-    if unknown := [name for name in param_names if name not in weights]:
-        raise WrongOption(
-            "names-do-not-fit",
-            f"--param-names names {listed(unknown, 4)}, which the model's state does not have",
-        )
-    groups: list[Sequence[str]] = []
-    pieces: list[TensorInFile] = []
-    fits = True
-    for flat in flats:
-        first, start = len(pieces), 0
-        while start < flat.tensor.numel and len(pieces) < len(param_names):
-            tensor = weights[param_names[len(pieces)]].tensor
-            pieces.append(_piece(flat, start, tensor.shape))
-            start += tensor.numel
-        groups.append(param_names[first : len(pieces)])
-        fits = fits and start == flat.tensor.numel
-    if not fits or len(pieces) < len(param_names):
-        raise WrongOption(
-            "names-do-not-fit",
-            f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which "
-            f"have {listed([flat.tensor.numel for flat in flats])} elements",
-            hint="name the trained parameters alone, group by group, in the optimizer's order",
-        )
-    check_rounding(pieces, param_names, weights, strict=are_apart(flats[0], weights))
-    return groups
-
-
-def are_apart(master: TensorInFile, weights: Weights) -> bool:
-    """Whether weights are in other files than the masters, as those of a pipeline's layers are."""
-    return any(weight.file is not master.file for weight in weights.values())
-
-
-def check_rounding(
-    masters: Sequence[TensorInFile], names: Sequence[str], weights: Weights, *, strict: bool
-) -> None:
-    """Raises WrongOption if the user gives a master's name to another one.
-
-    Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
-    weights since.
-    """
-    of_weights, of_masters = labels([*weights.values()], masters)
-    known = dict(zip(weights, of_weights, strict=True))
-    for master, name, fitting in zip(masters, names, of_masters, strict=True):
-        others = [other for other, label in known.items() if label in fitting]
-        if (others or strict) and name not in others:
-            raise WrongOption(
-                "names-do-not-fit",
-                f"--param-names: the master at the place of {name} in {master.file.path} is that "
-                f"of {others[0] if others else 'no weight'}, as the weights show",
-                hint="name the trained parameters in the optimizer's order, group by group",
-            )

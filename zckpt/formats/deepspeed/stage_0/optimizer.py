@@ -6,7 +6,7 @@
     FP16_UnfusedOptimizer       fp32_groups, one per parameter     optimizer_state_dict
 
 Every rank has the same, and rank 0 saves it in the model file; with experts there is a file for
-each ep rank: see moe/ep_optimizers.py. Both wrappers make one update with zero gradients when they
+each ep rank: see ../ep_optimizers.py. Both wrappers make one update with zero gradients when they
 are built, which their steps count: 4 after 3 updates (0.19.8).
 """
 
@@ -61,8 +61,7 @@ from ...deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from ...reading import Reading
 from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
-from . import naming
-from .naming import Members, Weights, shapes_of
+from .naming import Members, Named, Weights, names_of, shapes_of, weights_in
 from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 
 
@@ -70,15 +69,14 @@ class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of the optimizer's parameters.
 
     `members` are those of each group in the optimizer's order; None is a parameter without a state,
-    which is frozen. `inferred` are names that only an order shows, `module` are those of all
-    weights. Without `named`, nothing shows the names, and only the weights are read.
+    which is frozen. Without any, nothing shows the names, and only the weights are read. Of
+    `inferred` only an order shows the names. `module` are the names of all weights.
     """
 
     states: EngineStates
     members: Members
     inferred: Sequence[str]
     module: Sequence[str]
-    named: bool = True
 
     @property
     def file(self) -> TorchFile:
@@ -93,13 +91,14 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     """
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
-    weights = naming.weights_in(module, {*states.buffer_names})
+    weights = weights_in(module, {*states.buffer_names})
     try:
         (whole,) = named_optimizers([states], weights, reading.param_names)
     except MissingData:
         if not reading.weights_only or wrapper_of(states.first) is not None:  # masters are weights
             raise
-        return unnamed(states, weights)
+        whole = with_names(states, Named([[*weights]], []), shapes_of(weights))
+        return replace(whole, members=())
     return whole
 
 
@@ -166,31 +165,22 @@ def states_with(
 def named_optimizers(
     every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
 ) -> list[WholeOptimizer]:
-    """Optimizers with names of their parameters, as `naming.members_of` gives and raises."""
+    """Optimizers with names of their parameters, as `names_of` gives and raises."""
     wholes: list[WholeOptimizer] = []
-    named = naming.members_of(every, weights, param_names)
-    for states, (members, inferred) in zip(every, named, strict=True):
+    for states, named in zip(every, names_of(every, weights, param_names), strict=True):
         shapes = shapes_of(weights)
         if not weights:  # a stage whose layers are not there yet
             shapes = dict(chain(*(group.items() for group in states.param_shapes())))
-        whole = with_names(states, members, inferred, shapes)
+        whole = with_names(states, named, shapes)
         wholes.append(replace(whole, module=[*(states.module or shapes)]))
     return wholes
 
 
-def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
-    """The model file with these weights alone."""
-    named = with_names(states, [[*weights]], [], shapes_of(weights))
-    return replace(named, members=[], named=False)
-
-
-def with_names(
-    states: EngineStates, members: Members, inferred: Sequence[str], shapes: Mapping[str, Shape]
-) -> WholeOptimizer:
+def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) -> WholeOptimizer:
     """The optimizer with names, and with shapes by group: the engine saves none in stage 0."""
-    own = [{name: shapes[name] for name in group if name is not None} for group in members]
-    named = replace(states, found=replace(states.found, shapes=own))
-    return WholeOptimizer(named, members, inferred, [*shapes])
+    own = [{name: shapes[name] for name in group if name is not None} for group in named.members]
+    known = replace(states, found=replace(states.found, shapes=own))
+    return WholeOptimizer(known, *named, [*shapes])
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
@@ -199,7 +189,7 @@ def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
     Raises InconsistentCheckpoint if groups and masters do not fit.
     """
     states, shapes = whole.states, whole.states.param_shapes()
-    if not whole.named:
+    if not whole.members:
         yield Number(0, {}, shapes=shapes[0])
         return
     listed_in = zip(whole.members, numbers_of(states), strict=True)

@@ -12,8 +12,9 @@ This reads numbers without numpy, because `inspect` may not import it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -26,6 +27,7 @@ SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be paddi
 CHUNK = 1 << 20  # bytes that are compared at a time
 NAN = -1  # the bits of every NaN: rounding may change them
 
+K = TypeVar("K")
 Label = tuple[object, ...]
 _Set = tuple[list[int], list[int]]
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -58,6 +60,15 @@ def labels(
                 for place in rounded:
                     of_masters[place].append(label)
     return of_weights, of_masters
+
+
+def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
+    """Keys, together if their tensors have the same names and bytes."""
+    places = [(key, name) for key, own in tensors.items() for name in own]
+    every = [tensors[key][name] for key, name in places]
+    named = zip(places, labels(every, every)[0], strict=True)
+    contents = by_key((key, (name, label)) for (key, name), label in named)
+    return [*by_key((tuple(own), key) for key, own in contents.items()).values()]
 
 
 class _Sampler(Struct, frozen=True):

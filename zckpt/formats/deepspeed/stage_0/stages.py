@@ -6,33 +6,30 @@
 In 16 bits the masters round to the weights of their layers. No file states the key of a tied layer
 (`tied_modules.embed.weight`): its master rounds to a weight of several stages, and then the user
 must give the names. The names of all stages follow one another, those of the first stage first.
-In fp32 only the order of the layers shows names, if no two layers have the same weights.
+In fp32 shapes and the order of the layers show names, if no two layers have the same weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise, product
+from itertools import chain, product
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from ....core.grouping import by_key
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.states import FLAT_MASTERS, EngineStates, dictionary, wrapper_of
-from ...deepspeed_states.tensors import is_extra
 from ...reading import Reading
-from ...statedict.matching import HINT, MatchedNames, match
+from ...statedict.matching import HINT
 from ..files import RankFiles
 from ..layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
 from .naming import Weights
 from .numbers import Shape, numbers_of
 from .optimizer import WholeOptimizer, named_optimizers, states_of
-from .samples import TensorInFile, labels
+from .samples import TensorInFile, alike
 
 JOIN = ". Do it on one rank of each stage, and join the files in the order of the stages"
 
@@ -70,16 +67,10 @@ def open_stages(
             wholes = named_optimizers(states, weights, reading.param_names)
         except WrongOption as error:
             failures.append(error)
-            continue
         except MissingData as error:
-            are_shown = reading.param_names is None and not has_masters
-            matched = _in_order(states, layers, weights) if are_shown else None
-            if matched is None:
-                raise MissingData("names-needed", str(error), hint=hint) from error
-            in_order = [*chain.from_iterable(matched.names)]
-            wholes = named_optimizers(states, weights, in_order)
-            wholes = [replace(each, inferred=matched.inferred) for each in wholes]
-        fitting.append(WholeStages(wholes, ties))
+            raise MissingData("names-needed", str(error), hint=hint) from error
+        else:
+            fitting.append(WholeStages(wholes, ties))
     if not fitting:
         raise WrongOption("names-do-not-fit", str(failures[0]), hint=hint) from failures[0]
     stages = fitting[0]
@@ -125,42 +116,6 @@ def _weights(
     return naming.weights_in(named, buffers)
 
 
-def _in_order(
-    states: Sequence[EngineStates], layers: Mapping[int, TorchFile], weights: Weights
-) -> MatchedNames | None:
-    """The names of each stage's parameters, which torch's own optimizer has in the layers' order.
-
-    Group by group, the stages' parameters follow each other as the layers do. None if several ways
-    fit, or none, and if two layers have equal weights: they may be a tied layer.
-    """
-    stored = {
-        number: {
-            inner: TensorInFile(file, value)
-            for inner, value in dictionary(file, file.value).items()
-            if not is_extra(inner, value)
-        }
-        for number, file in layers.items()
-    }
-    groups = [[[n.shape for n in own] for own in numbers_of(each)] for each in states]
-    are_several = any(len(numbers) > 1 for numbers in _alike(stored))
-    if are_several or len({len(own) for own in groups}) > 1:
-        return None
-    orders = [[*chain.from_iterable(of_stages)] for of_stages in zip(*groups, strict=True)]
-    try:
-        matched = match(orders, [*naming.shapes_of(weights).items()], True)
-    except MissingData:
-        return None
-    remaining = [*map(iter, matched.names)]
-    names = [
-        [next(remaining[number]) for number, group in enumerate(own) for _ in group]
-        for own in groups
-    ]
-    known = [numbers for own in names if (numbers := untied_layers(own))]
-    if any(max(own) >= min(following) for own, following in pairwise(known)):
-        return None
-    return MatchedNames(names, matched.inferred)
-
-
 def _ties(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> list[dict[int, str]]:
@@ -181,17 +136,8 @@ def _ties(
                 for inner, shape in wanted.items()
             )
         }
-        choices.append([dict.fromkeys(numbers, key) for numbers in _alike(fitting)] or [{}])
+        choices.append([dict.fromkeys(numbers, key) for numbers in alike(fitting)] or [{}])
     return [
         {number: key for each in chosen for number, key in each.items()}
         for chosen in product(*choices)
     ]
-
-
-def _alike(layers: Mapping[int, Weights]) -> list[list[int]]:
-    """The numbers of all layers, together if their tensors have the same names and bytes."""
-    places = [(number, inner) for number, own in layers.items() for inner in own]
-    tensors = [layers[number][inner] for number, inner in places]
-    named = zip(places, labels(tensors, tensors)[0], strict=True)
-    contents = by_key((number, (inner, label)) for (number, inner), label in named)
-    return [*by_key((tuple(own), number) for number, own in contents.items()).values()]

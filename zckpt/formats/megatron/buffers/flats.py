@@ -26,7 +26,7 @@ from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Fragments, Runs, solid
 from ....core.grouping import by_key
 from ....core.inert import Global, inside
-from ....core.manifest import Entry, slot_name
+from ....core.manifest import Entry, Key, slot_name
 from ....core.slicing import Piece, Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ....files.dcpfile import ItemTable
@@ -161,7 +161,7 @@ class FlatItems:
         """The groups of every optimizer, as all its ranks saved them."""
         return [[*chain(*each.groups.values())] for each in self.optimizers.values()]
 
-    def scalers(self, entries: dict[str, Entry]) -> list[dict[str, Any]]:
+    def scalers(self, entries: dict[Key, Entry]) -> list[dict[str, Any]]:
         """What beside its groups an optimizer has: its loss scale, whose tensors are entered.
 
         Raises InconsistentCheckpoint if ranks have different ones.

@@ -60,7 +60,7 @@ class Flat(Struct, frozen=True, eq=False):
     def entries(self, name: str, place: tuple[int, int], shape: tuple[int, ...]) -> Iterator[Entry]:
         """The states of a parameter that begins at a place."""
         for slot in self.tensors:
-            yield Entry(f"{name}/{slot}", "F32", shape, self.part(slot, place, prod(shape)))
+            yield Entry(name, slot, "F32", shape, self.part(slot, place, prod(shape)))
 
 
 Places = tuple[tuple[int, int] | None, ...]

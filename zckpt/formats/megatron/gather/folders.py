@@ -74,7 +74,7 @@ class Folders:
                             file, local = own[name]
                             runs = solid(local.numel, file.extent(local))
                             parts += rule.in_boxes(runs, SIZES[local.dtype], boxes)
-                    saved = Joined(f"{name}/param", tensor.dtype, shape, tuple(parts))
+                    saved = Joined((name, "param"), tensor.dtype, shape, tuple(parts))
                     weights.setdefault(name, saved)
                     whole[name] = shape
                 for place, own in zip(places, ranks, strict=True):

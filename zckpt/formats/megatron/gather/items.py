@@ -100,10 +100,10 @@ class _Items:
                 part = BoxPart(box.offsets[axes:], box.sizes[axes:], extent)
                 parts.setdefault(place, []).append(part)
         for place, boxes in parts.items():
-            name = f"{_name(weight, place)}/{slot}"
+            tensor = _name(weight, place), slot
             if self.args.get("use_torch_fsdp2") and self.args.get("swiglu"):
                 boxes = self._of_fsdp2(boxes) if rule.GATED.fullmatch(weight) else boxes
-            yield Joined(name, item.dtype, item.shape[axes:], tuple(boxes))
+            yield Joined(tensor, item.dtype, item.shape[axes:], tuple(boxes))
 
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
         """Each rank joins two pieces; FSDP2 joins ranks, and then tensor ranks join their halves.
@@ -136,7 +136,7 @@ class _Items:
             part = BoxPart(offsets[axes:], sizes[axes:], box.extent, first=box.offsets[-1])
             parts.setdefault(offsets[:axes], []).append(part)
         for place, boxes in parts.items():
-            yield Joined(f"{_name(weight, place)}/{slot}", item.dtype, whole[axes:], tuple(boxes))
+            yield Joined((_name(weight, place), slot), item.dtype, whole[axes:], tuple(boxes))
 
     def _of_buffers(self) -> Iterator[Joined]:
         whole = {

@@ -158,7 +158,7 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
                 of_ranks.setdefault(filled.rank, list(in_boxes(own, SIZE, boxes)))
     for (name, slot), of_ranks in parts.items():
         listed = tuple(part for _, own in sorted(of_ranks.items()) for part in own)
-        yield Joined(f"{name}/{slot}", "F32", whole[name], listed)
+        yield Joined((name, slot), "F32", whole[name], listed)
 
 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:

@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core.placement import Shapes, Sliced
+from ....core.placement import Cut, Placement, Replicated, Shapes, Sliced
 from ....core.slicing import replicated
 from ....errors import UnsupportedCheckpoint
-from ....naming.tensor_rules import TensorRule, TensorRules, by_rule, decide
+from ....naming.tensor_rules import TensorRule, TensorRules, decide
 from ..common_state import WEIGHTS_ONLY
 from ..manifest import size_of
 
@@ -46,21 +46,20 @@ class ModuleRules(Struct, frozen=True):
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
         """How a parameter is cut; None for a module that is not a GPTModel's."""
-        rule = None
+        placement: Placement | None = None
         if match := BY_SPEC.fullmatch(name):
             whole, rows = self._latent_rows(match["kind"]), self.shapes[name][0]
             if whole == rows:
-                rule = TensorRule(name, "replicated", None)
+                placement = Replicated()
             elif whole == rows * len(shapes):
-                rule = TensorRule(name, "0", 0)
+                placement = Cut(0)
         elif WHOLE.fullmatch(name):
-            rule = TensorRule(name, "replicated", None)
+            placement = Replicated()
         elif BY_ROWS.fullmatch(name):
-            gated = is_gated(name, self.shapes)
-            rule = TensorRule(name, "0:2x", 0, equal=2) if gated else TensorRule(name, "0", 0)
+            placement = Cut(0, equal=2 if is_gated(name, self.shapes) else 0)
         elif BY_COLUMNS.fullmatch(name) and len(self.shapes[name]) == 2:
-            rule = TensorRule(name, "1", 1)
-        return None if rule is None else by_rule(rule, name, shapes)
+            placement = Cut(1)
+        return None if placement is None else TensorRule(name, placement).sliced(name, shapes)
 
     def _latent_rows(self, kind: str) -> int | None:
         """The rows of a whole `linear_q_down_proj` or `linear_kv_down_proj`, if they are stated."""
@@ -83,7 +82,7 @@ def cuts_of(
     """
     if tp == 1:
         return {
-            name: Sliced(shape, replicated(shape, 1), "replicated")
+            name: Sliced(shape, replicated(shape, 1), Replicated())
             for name, shape in shapes.items()
         }
     rules: list[TensorRules] = [ModuleRules(shapes, args)]
@@ -91,7 +90,7 @@ def cuts_of(
         rules.insert(0, given)
     decided = decide(folder, {name: [shape] * tp for name, shape in shapes.items()}, rules, tp)
     for name, sliced in decided.items():
-        if sliced.is_sum:
+        if sliced.placement.is_sum:
             raise UnsupportedCheckpoint(
                 "grid-unsupported",
                 f"{folder}: by --tp-rules {name} is a sum over the tensor ranks",

@@ -24,8 +24,8 @@ from typing import Any
 
 from ....core import sources
 from ....core.grouping import by_key
+from ....core.inventory import missing_file
 from ....core.manifest import Entry, Manifest
-from ....core.missing_ranks import missing_file
 from ....core.placement import Sliced
 from ....errors import (
     CorruptCheckpoint,
@@ -202,7 +202,7 @@ class LegacyReader:
                 home = rank.pp, rank.ep if self._is_spread(name) else 0
                 homes.setdefault(name, set()).add(home)
                 fragments = rank.file.fragments(tensor)
-                entry = Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
+                entry = Entry(name, "param", tensor.dtype, tensor.shape, fragments)
                 parts.append((rank.tp, entry))
                 if self.shapes.setdefault(name, tensor.shape) != tensor.shape:
                     raise InconsistentCheckpoint(
@@ -379,8 +379,8 @@ def whole_states(
                         file=file.path,
                         subject=name,
                     )
-                own = f"{name}/{slot_of(slot)}"
-                entries.append(Entry(own, "F32", weight.shape, file.fragments(tensor)))
+                fragments = file.fragments(tensor)
+                entries.append(Entry(name, slot_of(slot), "F32", weight.shape, fragments))
             yield name, entries
 
 

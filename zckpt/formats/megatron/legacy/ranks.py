@@ -14,17 +14,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from msgspec import Struct, field
 
 from ....core import sources
 from ....core.grouping import by_key
-from ....core.missing_ranks import missing_file
+from ....core.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps
 from ....errors import (
     CorruptCheckpoint,
-    IncompleteCheckpoint,
     InconsistentCheckpoint,
     Notice,
     UnsupportedCheckpoint,
@@ -34,7 +32,7 @@ from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....training.faults import OLD_QKV
 from ...ranks import refuse_other_writers
 from ..common_state import arguments
-from ..files import LEGACY, is_of_rank
+from ..files import LEGACY, MODEL, is_of_rank
 from ..manifest import require_groups, size_of, stranger
 from ..names import EXPERT, with_own_expert
 
@@ -123,11 +121,13 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         )
     places: dict[tuple[int, int, int], str] = {}
     for name in names:
-        tp, *numbers = (int(number) for number in name.split("_")[2:])
+        own = known((MODEL,), files[name].path)
+        assert own is not None
+        tp, *numbers = own.numbers
         pp = numbers.pop(0) if numbers and staged else 0
         ep = numbers.pop(0) if numbers and spread else 0
         place = pp, ep, tp
-        if numbers or any(size and own >= size for own, size in zip(place, stated, strict=True)):
+        if numbers or any(size and at >= size for at, size in zip(place, stated, strict=True)):
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{folder} has the folder {name}, but by its arguments the run had no such rank",
@@ -138,15 +138,11 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         places[place] = name
     seen = [1 + max(numbers) for numbers in zip(*places, strict=True)]
     sizes = [size or own for size, own in zip(stated, seen, strict=True)]
-    for pp, ep, tp in product(*map(range, sizes)):
-        if (pp, ep, tp) not in places:
-            of_expert = f", expert rank {ep}" if spread else ""
-            raise IncompleteCheckpoint(
-                "missing-rank-file",
-                f"{folder} has no folder of tensor rank {tp} in stage {pp}{of_expert}",
-                hint=EVERY_RANK,
-                file=folder,
-            )
+    example = f"mp_rank_00{'_000' * (sizes[0] > 1)}{'_000' * (sizes[1] > 1)}/{LEGACY}"
+    there = {_numbers(place, sizes): name for place, name in places.items()}
+    wanted = (_numbers(place, sizes) for place in every(*map(range, sizes)))
+    missing = gaps(MODEL, there, wanted, os.path.join(folder, example))
+    refuse_gaps(folder, missing, hint=EVERY_RANK)
     ranks = [
         RankDirectory(tp, pp, ep, os.path.join(folder, name), files[name])
         for (pp, ep, tp), name in sorted(places.items())
@@ -154,6 +150,12 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     refuse_other_writers(folder, [arguments(rank.file.value).get("rank") for rank in ranks])
     _require_known(folder, args, sizes[2], ranks)
     return ranks
+
+
+def _numbers(place: Numbers, sizes: Sequence[int]) -> Numbers:
+    """The numbers in the name of a rank's folder: of stages and experts only if there are many."""
+    (pp, ep, tp), (stages, experts, _) = place, sizes
+    return (tp, *[pp] * (stages > 1), *[ep] * (experts > 1))
 
 
 def _file(folder: str, name: str, parsed: Parsed) -> TorchFile:

@@ -1,4 +1,4 @@
-"""Whose is a file, by the name under which it was saved?"""
+"""Whose is a file, by its name and that under which it was saved, and which are missing?"""
 
 from __future__ import annotations
 
@@ -7,19 +7,35 @@ import os
 import pytest
 
 from zckpt.core import sources
-from zckpt.core.saved_names import Place, nameless, refuse_others, saved_names
-from zckpt.errors import InconsistentCheckpoint
-from zckpt.formats.deepspeed_states import agreement as deepspeed
-from zckpt.formats.gathered import files as gathered
+from zckpt.core.inventory import (
+    Numbers,
+    Row,
+    every,
+    gaps,
+    missing_file,
+    nameless,
+    refuse_gaps,
+    refuse_others,
+    role,
+    saved_names,
+)
+from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
+from zckpt.formats.deepspeed_states import directories as deepspeed
+from zckpt.formats.gathered import distributed as gathered
 from zckpt.formats.onnxruntime import legacy as onnxruntime
 
 from ..conftest import texts
 
-PLACES = {
-    "deepspeed": deepspeed.place_of,
-    "gathered": gathered.place_of,
-    "onnxruntime": onnxruntime.place_of,
+ROLES = {
+    "deepspeed": deepspeed.ROLES,
+    "gathered": gathered.OF_RANKS,
+    "onnxruntime": (onnxruntime.OF_RANK,),
 }
+OF_LAYERS = (
+    role("layer", r"layer-(\d+)(?:-(\d+))?\.pt", "layer", "part"),
+    role("expert", r"(?P<stem>expert)-(\d+)\.pt", "layer"),
+    role("file", r"None\.pt"),
+)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +70,7 @@ PLACES = {
     ],
 )
 def test_the_file_of_another_rank(kind: str, name: str, saved_as: str) -> None:
-    names = saved_names({f"/run/{name}": saved_as}, PLACES[kind])
+    names = saved_names(ROLES[kind], {f"/run/{name}": saved_as})
     assert texts(nameless(names)) == []
     with pytest.raises(InconsistentCheckpoint, match=f"/run/{name} was saved as") as error:
         refuse_others(names)
@@ -80,7 +96,7 @@ def test_the_file_of_another_rank(kind: str, name: str, saved_as: str) -> None:
     ],
 )
 def test_a_name_of_the_same_rank(kind: str, name: str, saved_as: str) -> None:
-    names = saved_names({f"/run/{name}": saved_as}, PLACES[kind])
+    names = saved_names(ROLES[kind], {f"/run/{name}": saved_as})
     refuse_others(names)
     assert texts(nameless(names)) == []
 
@@ -100,7 +116,7 @@ def test_a_name_of_the_same_rank(kind: str, name: str, saved_as: str) -> None:
 )
 def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) -> None:
     own = {f"/run/{name}": saved_as, f"/other/{name}": os.path.splitext(name)[0]}
-    names = saved_names(own, PLACES[kind])
+    names = saved_names(ROLES[kind], own)
     refuse_others(names)
     assert texts(nameless(names)) == [
         "1 of 2 rank files state no name of their own: if one of these was swapped or copied, no "
@@ -109,7 +125,7 @@ def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) ->
 
 
 def test_files_of_no_rank_are_not_counted() -> None:
-    assert saved_names({"/run/model_2.pt": "model_1", "/run/a.pt": None}, gathered.place_of) == []
+    assert saved_names(ROLES["gathered"], {"/run/model_2.pt": "model_1", "/run/a.pt": None}) == []
 
 
 def test_the_name_of_another_file() -> None:
@@ -117,16 +133,10 @@ def test_the_name_of_another_file() -> None:
     own = {f"/run/layer_0{layer}-model_states.pt": f"layer_0{layer}-model_states" for layer in "12"}
     optimizer = "zero_pp_rank_0_mp_rank_00_optim_states"
     lost = own | {"/run/layer_02-model_states.pt": optimizer}
-    refuse_others(saved_names(lost, deepspeed.place_of))
+    refuse_others(saved_names(deepspeed.ROLES, lost))
     copied = lost | {f"/run/{optimizer}.pt": optimizer}
     with pytest.raises(InconsistentCheckpoint, match=f"layer_02.* was saved as {optimizer}.pt"):
-        refuse_others(saved_names(copied, deepspeed.place_of))
-
-
-def stem_of(name: str) -> Place:
-    """A place of any name: `layer-1-2.pt` is 1, 2 of `layer`."""
-    form, *numbers = os.path.splitext(name)[0].split("-")
-    return form, tuple(map(int, numbers))
+        refuse_others(saved_names(deepspeed.ROLES, copied))
 
 
 @pytest.mark.parametrize(
@@ -142,18 +152,73 @@ def stem_of(name: str) -> Place:
 def test_forms_and_the_numbers_that_both_names_have_are_compared(
     name: str, saved_as: str, is_other: bool
 ) -> None:
-    found = saved_names({f"/run/{name}": saved_as}, stem_of, [f"{saved_as}.pt"])
+    found = saved_names(OF_LAYERS, {f"/run/{name}": saved_as}, [f"{saved_as}.pt"])
     assert [own.is_other for own in found] == [is_other]
 
 
 def test_a_file_without_a_zip_states_no_place() -> None:
     """`None.pt` is a name as any other."""
-    assert [own.stated for own in saved_names({"/run/None.pt": None}, stem_of)] == [None]
+    assert [own.stated for own in saved_names(OF_LAYERS, {"/run/None.pt": None})] == [None]
 
 
 def test_a_file_that_stands_in_for_a_lost_one_states_no_place() -> None:
     own = {"/run/layer-1.pt": "layer-2", "/run/layer-2.pt": "layer-2"}
     with sources.standing_in(["/run/layer-1.pt"]):
-        found = saved_names(own, stem_of)
-    assert [name.stated for name in found] == [None, ("layer", (2,))]
+        found = saved_names(OF_LAYERS, own)
+    assert [name.stated and name.stated.rank for name in found] == [None, (("layer", 2),)]
     refuse_others(found)
+
+
+def test_a_missing_file() -> None:
+    error = missing_file("/run/a.pt", "index.json", "copy it")
+    assert isinstance(error, IncompleteCheckpoint)
+    assert error.message == "/run/a.pt is missing, which index.json names"
+    assert error.hint == "copy it"
+    assert missing_file("/run/a.pt").message == "/run/a.pt is missing"
+
+
+PART = role("part", r"a_(\d+)(?:_of_(\d+))?\.pt", "dp", "of", fixed="of")
+
+
+def test_gaps_have_names_like_those_that_are_there() -> None:
+    there: dict[Numbers, str] = {(0, 4): "/run/a_00_of_4.pt", (2, 4): "/run/a_02_of_4.pt"}
+    rows = gaps(PART, there, every(range(4), range(4, 5)))
+    assert rows == [
+        Row("part", f"a_0{n}_of_4.pt", f"/run/a_0{n}_of_4.pt", (("dp", n), ("of", 4)), "missing")
+        for n in (1, 3)
+    ]
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        refuse_gaps("/run", rows, "it has 2 of 4", "take the other copy")
+    error = caught.value
+    assert error.message == "/run lacks a_01_of_4.pt, a_03_of_4.pt (it has 2 of 4)"
+    assert error.hint.startswith("expected a_01_of_4.pt: copy it again, or take an earlier")
+    assert error.hint.endswith("; take the other copy")
+    assert error.paths == ("/run/a_01_of_4.pt", "/run/a_03_of_4.pt")
+    (row,) = gaps(PART, {}, [(1,)], "/run/a_0.pt")
+    assert (row.path, row.rank) == ("/run/a_1.pt", (("dp", 1),))
+
+
+def test_nothing_is_missing() -> None:
+    refuse_gaps("/run", gaps(PART, {(0,): "/run/a_0.pt"}, every(range(1))))
+
+
+def test_a_huge_number_names_the_first_files() -> None:
+    rows = gaps(PART, {(0, 1): "/run/a_0_of_1.pt"}, every(range(10**18), range(10**18)))
+    assert len(rows) == 64
+
+
+def test_a_missing_file_with_a_name_of_the_programs_own() -> None:
+    rows = [Row("", "", "/run", (("dp", rank),), "missing") for rank in (1, 3)]
+    with pytest.raises(IncompleteCheckpoint, match="/run lacks the file of rank 1, ") as caught:
+        refuse_gaps("/run", rows, hint="its rank is in it")
+    assert (caught.value.hint, caught.value.paths) == ("its rank is in it", ())
+
+
+def test_long_lists_are_cut() -> None:
+    assert listed(range(3)) == "0, 1, 2"
+    assert listed(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
+
+
+def test_a_name_is_no_line_of_its_own() -> None:
+    assert listed(["a\nHint: b"]) == r"a\nHint: b"
