@@ -20,8 +20,9 @@ from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
 from zckpt.core.layout import Layout
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
 from zckpt.core.missing_states import missing_states
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Cut
 from zckpt.errors import (
@@ -186,7 +187,7 @@ def test_states_are_counted_by_name(files: Files) -> None:
         MOMENTS, 2
     )
     own = without(source, 3, "b/exp_avg")
-    bare = changed(own, 3, unsupported=(Unsupported("exp_avg", ("b",), "why"),))
+    bare = changed(own, 3, states=States((StateRow("exp_avg", "unsupported", ("b",), "", "why"),)))
     assert states.states_of(bare)["exp_avg"].form == "unsupported"
     dropped = states.without(replace(source, models=source.ranks[:1]), ["exp_avg"])
     for rank in (*dropped.ranks, *dropped.models):
@@ -356,7 +357,7 @@ def test_objects_of_a_groups_or_a_state_of_any_rank_end_the_run(files: Files, nu
     whole, value = grid(files), Global("own.Schedule")
     for fields, says in (
         ({"groups": ({"lr": 1.0, "plan": value},)}, "cannot have plan of the optimizer's groups"),
-        ({"state": {"optimizer": {"other": {"b": {"plan": value}}}}}, "optimizer's plan of b"),
+        ({"states": States((StateRow("plan", "other", ("b",), value),))}, "optimizer's plan of b"),
     ):
         named = changed(whole, number, **fields)
         looks, _ = keeping(named)
@@ -369,7 +370,7 @@ def test_objects_of_a_groups_or_a_state_of_any_rank_end_the_run(files: Files, nu
 @pytest.mark.parametrize("number", range(4))
 def test_numbers_of_any_rank_that_a_target_lacks(files: Files, number: int) -> None:
     whole = grid(files)
-    named = changed(whole, number, state={"optimizer": {"beside": {"rho": 3}}})
+    named = changed(whole, number, states=States((StateRow("rho", "beside", value=3),)))
     looks, report = keeping(named)
     read_back(looks, named)
     assert report["left_out"] == []

@@ -15,7 +15,7 @@ from .core.facts import StateDictEngine
 from .core.inventory import known
 from .core.manifest import Manifest, fitting_roots, name_of
 from .core.missing_states import missing_states
-from .core.states import entries_in
+from .core.states import entries_in, with_updates
 from .core.times import odd_times
 from .core.unfinished import refuse_unfinished
 from .core.unlisted import unlisted
@@ -69,7 +69,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     if reading.replicas == "mean" and (averaged := format.functions.averaged):
         manifest = averaged(manifest)
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
-    manifest = renamed(manifest, reading.rename)
+    manifest = renamed(with_updates(manifest), reading.rename)
     if reading.family is not None:
         manifest = families.translated(manifest, reading.family)
     lost, stateless = missing_states(manifest)

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from zckpt.core import covering
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, Slices, solid
-from zckpt.core.manifest import Entry, Manifest, Unsupported
+from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint
 
@@ -152,7 +153,7 @@ def test_every_tensor_of_a_manifest_is_asked() -> None:
         replace(sound, ranks=(sound,), models=(rank,)),
         replace(sound, replicas=(hole,)),
         replace(sound, sibling_weights=(hole,)),
-        replace(sound, unsupported=(Unsupported("Q", ("w",), "", "", (hole,)),)),
+        replace(sound, states=States((StateRow("Q", "unsupported", ("w",), tensors=(hole,)),))),
     ):
         with pytest.raises(UnsupportedCheckpoint, match=r"/run: .* reader of halves .* h/param"):
             covering.refuse_holes(wrong, "halves")

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from zckpt.core.description import advice, inspect, tensors
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 
 DTYPES = ("U8", "F64", "BF16", "I64", "F32", "F16", "I8")
@@ -79,11 +80,11 @@ def test_a_slot_lists_its_types_in_order() -> None:
 
 def test_why_a_state_was_not_read() -> None:
     other = {"v": {"momentum": None}, "w": {"momentum": None, "rows": [1, 2]}}
+    unsupported = StateRow("Q", "unsupported", ("w",), "", "it is sparse")
     said = inspect(
         manifest(
             Entry("w", "exp_avg", "F32", (2, 3), Runs([])),
-            state={"optimizer": {"other": other}},
-            unsupported=(Unsupported("Q", ("w",), "it is sparse"),),
+            states=States((*of_parameters("other", other), unsupported)),
         ),
         (),
     )

@@ -23,6 +23,7 @@ from zckpt.core.facts import (
     with_facts,
 )
 from zckpt.core.inert import Scalar
+from zckpt.core.optimizer_states import NO_STATES
 from zckpt.core.placement import Cut, Replicated
 
 FLAT = FlatBufferEngine("flats", "1.2", "Wrapper", "BF16", True, None, {"stage": 2})
@@ -107,10 +108,10 @@ LOSS = {"loss_scale": 8.0}
         (
             DICTS,
             StepPlace("state", "int"),
-            {"optimizer": {"other": {}}},
+            {"optimizer": {"scale": {}}},
             {
                 "engine": DICTS_JSON,
-                "optimizer": {"other": {}, "step": {"in": "state", "type": "int"}},
+                "optimizer": {"scale": {}, "step": {"in": "state", "type": "int"}},
             },
         ),
         (
@@ -177,7 +178,7 @@ def test_facts_have_their_keys_in_a_manifest_and_come_back(
     written = with_facts(state, engine, place)
     assert written == document
     assert list(written) == list(document)
-    assert facts_of(written) == (state, engine, place, None, None)
+    assert facts_of(written) == (state, engine, place, None, None, NO_STATES)
 
 
 def test_a_manifest_of_fewer_keys_is_read() -> None:
@@ -185,7 +186,7 @@ def test_a_manifest_of_fewer_keys_is_read() -> None:
     assert engine == NamedWeightsEngine("graph", None, None, "BF16", None, None)
     assert place is None
     nothing = dict.fromkeys(("engine", "optimizer", "pipeline", "tensor_parallel"))
-    assert facts_of(nothing) == ({"optimizer": None}, None, None, None, None)
+    assert facts_of(nothing) == ({"optimizer": None}, None, None, None, None, NO_STATES)
 
 
 def test_what_fewer_keys_leave_open_is_as_usual() -> None:
@@ -264,7 +265,9 @@ def test_how_a_model_was_cut_stands_last_in_a_manifest_and_comes_back() -> None:
     assert written["tensor_parallel"] == SLICES_JSON
     assert [*written] == ["engine", *state, "pipeline", "tensor_parallel"]
     assert [*written["pipeline"], *written["tensor_parallel"]] == [*STAGES_JSON, *SLICES_JSON]
-    assert facts_of(json.loads(json.dumps(written))) == (state, FLAT, None, STAGES, SLICES)
+    assert facts_of(json.loads(json.dumps(written))) == (
+        state, FLAT, None, STAGES, SLICES, NO_STATES,
+    )  # fmt: skip
     assert with_cuts(state, None, SLICES) == {**state, "tensor_parallel": SLICES_JSON}
     assert with_cuts(state, None, None) == state
 

@@ -12,12 +12,13 @@ from zckpt.core.fragments import Extent, Record, Runs
 from zckpt.core.grid import Grid as Axes
 from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of, name_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of, name_of
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
+from zckpt.core.optimizer_states import StateRow, States, states_in
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Replicated, Sliced, Sum, Table
 from zckpt.core.slicing import replicated
-from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, PLACES
+from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, REASONS
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint, note, warning
 
 from ..conftest import texts
@@ -48,7 +49,9 @@ def with_parameter(rank: Manifest, name: str, **fields: Any) -> Manifest:
 
 
 def with_state(rank: Manifest, **state: Any) -> Manifest:
-    return replace(rank, state={**rank.state, **state})
+    states = states_in(state.get("optimizer", {}))
+    changed = {**rank.state, **state}
+    return replace(rank, state=changed, states=states).with_state(changed)
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
@@ -77,7 +80,9 @@ FAULTS: dict[str, tuple[Any, str]] = {
         "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "other numbers": (
-        lambda rank: with_parameter(rank, "a", scalars={"d": Scalar(2.0, "F32")}),
+        lambda rank: replace(
+            rank, states=States((StateRow("d", "number", ("a",), Scalar(2.0, "F32")),))
+        ),
         "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "a frozen one": (
@@ -167,8 +172,9 @@ def test_one_rank_is_the_whole() -> None:
     made = grid([cut_up("a", (4,), 0, [[4]])])
     optimizer = {"scale": 8, "beside": {"own": 1}}
     whole = merge([with_state(made.ranks[0], optimizer=optimizer)], made.table)
-    assert (whole.parameters, whole.unsupported) == (made.whole.parameters, ())
-    assert whole.state["optimizer"] == optimizer
+    assert whole.parameters == made.whole.parameters
+    assert whole.states == States((StateRow("own", "beside", value=1),))
+    assert whole.state["optimizer"] == {"scale": 8}
 
 
 def test_parameters_of_no_group(made: Grid) -> None:
@@ -380,7 +386,18 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
                 records=(Record(Extent(file, 0, 4), number),),
                 layout={file: {"rank": number}},
                 of_ranks={f"{number}-model_states.pt": {"loss": number}},
-                unsupported=(Unsupported("q", ("a",), "why", "", (rank.entries["a", "param"],)),),
+                states=States(
+                    (
+                        StateRow(
+                            "q",
+                            "unsupported",
+                            ("a",),
+                            "",
+                            "why",
+                            tensors=(rank.entries["a", "param"],),
+                        ),
+                    )
+                ),
                 **lines,
             )
         )
@@ -393,7 +410,7 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     assert whole.inferred == ("inferred 0", "inferred 1")
     own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
     assert texts(whole.omitted) == ["omitted 0", "omitted 1", own]
-    tensors = [tensor for item in whole.unsupported for tensor in item.tensors]
+    tensors = [tensor for item in whole.states for tensor in item.tensors]
     assert [tensor.name for tensor in tensors] == ["rank 0: a/param", "rank 1: a/param"]
 
 
@@ -422,9 +439,10 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
         for number, rank in enumerate(made.ranks)
     ]
     whole = merge(ranks, made.table)
-    assert whole.state["optimizer"] == {"members": [0], "beside": {"same": 3}}
-    (unsupported,) = whole.unsupported
-    assert (unsupported.key, unsupported.parameters, unsupported.reason, unsupported.content) == (
+    assert whole.state["optimizer"] == {"members": [0]}
+    assert whole.states.numbers("beside") == {"same": 3}
+    (unsupported,) = whole.states.of_form("unsupported")
+    assert (unsupported.key, unsupported.parameters, unsupported.reason, unsupported.value) == (
         "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",
     )  # fmt: skip
     alone = [with_state(rank, optimizer={"beside": {"own": n}}) for n, rank in enumerate(ranks)]
@@ -432,10 +450,10 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
     state = merge(alone, made.table).state
     assert (state["optimizer"], state["client_state"]) == ({}, {"of": 0})
     twice = [
-        with_state(rank, optimizer={place: {"own": n} for place in PLACES.values()})
+        with_state(rank, optimizer={place: {"own": n} for place in REASONS})
         for n, rank in enumerate(ranks)
     ]
-    assert len(merge(twice, made.table).unsupported) == len(PLACES) == 2
+    assert len(merge(twice, made.table).states.rows) == len(REASONS) == 2
 
 
 def test_no_optimizer_is_added(made: Grid) -> None:
@@ -453,7 +471,7 @@ def test_other_values_of_parameters_are_united() -> None:
     entries = [Entry(*key_of(name), "I32", (2,), Runs(())) for name in names]
     ranks = [replace(r, entries={e.key: e}) for r, e in zip(ranks, entries, strict=True)]
     whole = merge(ranks, STAGES)
-    assert whole.state["optimizer"] == {"other": {"0.0": {"step": None}, "1.0": {"step": None}}}
+    assert whole.states.others == {"0.0": {"step": None}, "1.0": {"step": None}}
     assert [*map(name_of, whole.entries)] == names
 
 

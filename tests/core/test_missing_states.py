@@ -18,6 +18,7 @@ from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.missing_states import missing_states
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 
 from ..conftest import Result, texts
@@ -185,15 +186,17 @@ def test_a_frozen_parameter_needs_no_state(tmp_path: Path) -> None:
 def kept(*of: str, **changes: Parameter) -> Manifest:
     """Parameters of a group, each as its name, axes and states: `w 2 ab`. The state `s` is the
     step, and `n` a number; all others are tensors of its shape. `changes` are further ones."""
-    entries, parameters = {}, {}
+    entries, parameters, numbers = {}, {}, list[StateRow]()
     for name, axes, keys in ((*each.split(), "")[:3] for each in of):
         shape = (2,) * int(axes)
-        scalars = {"n": Scalar(1, "int")} if "n" in keys else {}
+        if "n" in keys:
+            numbers.append(StateRow("n", "number", (name,), Scalar(1, "int")))
         step = 1 if "s" in keys else None
-        parameters[name] = Parameter(shape, group=0, step=step, scalars=scalars)
+        parameters[name] = Parameter(shape, group=0, step=step)
         for key in set(keys) - {"s", "n"}:
             entries[name, key] = Entry(name, key, "F32", shape, Runs([]))
-    return Manifest("", "x", Origin(), entries, {**parameters, **changes})
+    states = States(tuple(numbers))
+    return Manifest("", "x", Origin(), entries, {**parameters, **changes}, states=states)
 
 
 def of_the_group(names: str, keys: str) -> str:

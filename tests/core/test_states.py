@@ -17,39 +17,40 @@ from zckpt.core.manifest import (
     Sibling,
     Sighting,
     StepPlace,
-    Unsupported,
     key_of,
+)
+from zckpt.core.optimizer_states import (
+    AMONG,
+    BESIDE,
+    OTHER,
+    PARTITIONS,
+    StateRow,
+    States,
+    states_in,
+    unsupported,
 )
 from zckpt.core.origin import Origin
 from zckpt.core.states import (
-    AMONG,
-    BESIDE,
     BOUND,
     FACTORING,
     NO_PARAMETER,
     OF_NUMBERS,
     OF_VECTORS,
     OF_WRAPPER,
-    OTHER,
-    PARTITIONS,
     Selection,
     State,
     as_unsupported,
     harmless,
     in_words,
     missing_in,
-    numbers_of,
     of_numbers,
     of_vectors,
-    others_of,
-    partitions_of,
-    renamed_others,
     require_known,
     states_of,
     tensors_in,
-    unsupported,
     untouched,
     with_frozen,
+    with_updates,
     without,
 )
 from zckpt.errors import WrongOption
@@ -62,8 +63,10 @@ def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
     """Parameters `w` and `v`, and tensors of these names."""
     known = {key_of(name): Entry(*key_of(name), "F32", (2, 3), Runs([])) for name in entries}
     parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
-    plain = Manifest("", "x", Origin(), known, parameters, state=state or {})
-    return replace(plain, **fields)
+    state = state or {}
+    states = fields.pop("states", states_in(state.get("optimizer") or {}))
+    plain = Manifest("", "x", Origin(), known, parameters, state=state, states=states)
+    return replace(plain.with_state(state), **fields)
 
 
 def other(**of: Any) -> dict[str, Any]:
@@ -96,10 +99,13 @@ def every() -> Manifest:
     a, b = TensorName("a"), TensorName("b")
     state = other(w={"list": [a, {"x": b}, a], "none": None, 7: "text"}, v={"none": None})
     state["optimizer"][PARTITIONS] = [part("w", "v", kept=[TensorName("p"), 1])]
-    mu = Parameter((2, 3), group=0, step=1, scalars={"mu": Scalar(1.0, "F32")})
+    mu = StateRow("mu", "number", ("v",), Scalar(1.0, "F32"))
     entries = ("w/param", "w/master", "w/exp_avg", "v/exp_avg", "w/esc__4fdd_2d_4bey", "a/state")
-    whole = manifest(*entries, state=state, unsupported=(Unsupported("lost", ("v",), "why"),))
-    return replace(whole, parameters={**whole.parameters, "v": mu})
+    whole = manifest(*entries, state=state)
+    return replace(
+        whole,
+        states=States((mu, *whole.states, StateRow("lost", "unsupported", ("v",), "", "why"))),
+    )
 
 
 def test_states_of_all_forms(every: Manifest) -> None:
@@ -109,7 +115,7 @@ def test_states_of_all_forms(every: Manifest) -> None:
 def test_a_state_of_several_forms_has_that_of_the_last(every: Manifest) -> None:
     """With the tensors of all, but None is of no form where others have one."""
     state = other(w={"exp_avg": [TensorName("x")], "mu": None, "none": 3}, v={"none": None})
-    mixed = replace(every, state=state, unsupported=())
+    mixed = replace(every, states=States((every.states.rows[0], *manifest(state=state).states)))
     assert states_of(mixed) == {
         "exp_avg": State(
             "exp_avg", {"w": (("w", "exp_avg"), ("x", "state")), "v": (("v", "exp_avg"),)}, "other"
@@ -161,8 +167,7 @@ def test_ranks_that_are_alike_have_the_states_of_one(every: Manifest) -> None:
 @pytest.mark.parametrize("values", [None, [1], {"w": 3}, {"w": [1]}])
 def test_what_is_no_state_of_parameters(values: Any) -> None:
     """The JSON of a manifest may state anything."""
-    assert others_of(manifest(state={"optimizer": {OTHER: values}})) == {}
-    assert others_of(manifest(state={"optimizer": values})) == {}
+    assert states_in({OTHER: values}) == States()
 
 
 GOOD = part("w", k=[1, 2])
@@ -173,8 +178,8 @@ GOOD = part("w", k=[1, 2])
     [
         ([GOOD, GOOD], 2),
         ((GOOD,), 1),
-        ([part("w", k=(1, 2), l=[3, 4])], 1),
-        ([part("w")], 1),
+        ([part("w", k=(1, 2), l=[3, 4])], 2),
+        ([part("w")], 0),
         ({"k": GOOD}, 0),
         ([3, GOOD], 1),
         ([part("w", k=[1])], 0),  # one rank of two
@@ -186,14 +191,13 @@ GOOD = part("w", k=[1, 2])
     ],
 )
 def test_what_is_a_partition(value: Any, count: int) -> None:
-    assert len(partitions_of(manifest(state={"optimizer": {PARTITIONS: value}}))) == count
+    assert len(states_in({PARTITIONS: value}).rows) == count
 
 
 def test_numbers_of_no_parameter() -> None:
-    whole = manifest(state={"optimizer": {BESIDE: {"k": 1}, AMONG: {"l": 2}}})
-    assert (numbers_of(whole, BESIDE), numbers_of(whole, AMONG)) == ({"k": 1}, {"l": 2})
-    assert numbers_of(manifest(state={"optimizer": {BESIDE: 3}}), BESIDE) == {}
-    assert numbers_of(manifest(), AMONG) == {}
+    states = states_in({BESIDE: {"k": 1}, AMONG: {"l": 2}})
+    assert (states.numbers("beside"), states.numbers("among")) == ({"k": 1}, {"l": 2})
+    assert states_in({BESIDE: 3}) == States()
 
 
 def test_tensors_are_named_once() -> None:
@@ -212,9 +216,13 @@ def test_parameters_that_were_never_updated() -> None:
         "kept": Parameter((2,)),
     }
     whole = manifest("kept/exp_avg", parameters=parameters)
-    assert untouched(whole) == ["unused"]
+    assert untouched(with_updates(whole)) == ["unused"]
+    assert untouched(with_updates(manifest(ranks=(whole,))).ranks[0]) == ["unused"]
+    dropped = without(with_updates(whole), ["exp_avg"])  # it was updated all the same
+    assert untouched(dropped) == ["unused"]
     counted = {**parameters, "updated": Parameter((2,))}
-    assert untouched(replace(whole, parameters=counted)) == []  # no step is counted at all
+    uncounted = replace(whole, parameters=counted)
+    assert untouched(with_updates(uncounted)) == []  # no step is counted at all
 
 
 def test_states_that_are_no_loss() -> None:
@@ -237,7 +245,8 @@ def test_what_a_target_lacks() -> None:
     assert lost_of(both, none) == {"a": ["w", "v"]}
     (state,) = missing_in(both, one)
     assert state.tensors == {"v": (("v", "a"),)}
-    unknown = manifest(unsupported=(Unsupported("a", ("w", "v"), "why"),))
+    row = StateRow("a", "unsupported", ("w", "v"), "", "why")
+    unknown = manifest(states=States((row,)))
     assert lost_of(both, unknown) == {"a": ["w", "v"]}
 
 
@@ -375,7 +384,7 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     assert [*a.entries] == [("w", "param"), ("w", "master")]
     assert [copy.name for copy in a.replicas] == ["w/param"]
     assert {*map(str, a.parameters.values())} == {str(Parameter((2, 3)))}
-    assert (a.groups, a.step_place, a.state, a.steps, a.unsupported) == (None, None, {}, (), ())
+    assert (a.groups, a.step_place, a.state, a.steps, a.states) == (None, None, {}, (), States())
     assert (a.siblings, a.omitted_files, a.buffers) == ((), (), ("b",))
     a, b = Selection(drop_state=("a",)).of(every, manifest("w/a"))
     assert (a.entries, b.entries) == (every.entries, {})
@@ -387,7 +396,8 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
 def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     copies = replace(every, replicas=(every.entries["a", "state"], every.entries["w", "exp_avg"]))
     whole = as_unsupported(copies, "why not")
-    assert [(item.key, item.parameters, item.reason) for item in whole.unsupported] == [
+    listed = whole.states.of_form("unsupported")
+    assert [(item.key, item.parameters, item.reason) for item in listed] == [
         ("lost", ("v",), "why"),
         ("list", ("w",), "why not"),
         ("7", ("w",), "why not"),
@@ -396,7 +406,7 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
     assert whole.state == {"optimizer": {"scale": 1}}
     assert [copy.name for copy in whole.replicas] == ["w/exp_avg"]
     assert ("a", "state") not in whole.entries
-    assert [item.content for item in whole.unsupported] == [
+    assert [item.value for item in listed] == [
         "",
         "",
         '["text"]',
@@ -409,12 +419,12 @@ def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
 def test_states_are_listed_with_their_tensors() -> None:
     names = [TensorName("a"), TensorName("b")]
     whole = manifest("a/state", "b/state", state=other(w={"k": names[0]}, v={"k": names[1]}))
-    (item,) = as_unsupported(whole, "why").unsupported
+    (item,) = as_unsupported(whole, "why").states
     assert [entry.name for entry in item.tensors] == ["a/state", "b/state"]
-    assert item.content
+    assert item.value
     only = manifest(state={"optimizer": {PARTITIONS: [part("w", k=[1, 2])]}})
-    (item,) = as_unsupported(only, "why").unsupported
-    assert (item.key, item.content) == ("k", "[[1, 2]]")
+    (item,) = as_unsupported(only, "why").states
+    assert (item.key, item.value) == ("k", "[[1, 2]]")
 
 
 def test_the_order_of_keys_is_no_difference() -> None:
@@ -430,13 +440,12 @@ def test_other_names_of_parameters(every: Manifest) -> None:
     own, alien = TensorName("optimizer.other.w.k"), TensorName("elsewhere")
     state = other(w={"k": [own, alien, 1]}, v={"k": 2})
     state["optimizer"][PARTITIONS] = [part("w", "v", k=[1, 2])]
-    optimizer, tensors = renamed_others(manifest(state=state), {"w": "new"})
-    assert optimizer["scale"] == 1
-    assert [*optimizer[OTHER]] == ["new", "v"]
-    assert optimizer[OTHER]["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
+    states, tensors = manifest(state=state).states.renamed({"w": "new"})
+    assert [*states.others] == ["new", "v"]
+    assert states.others["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
     assert tensors == {"optimizer.other.w.k": "optimizer.other.new.k"}
-    assert optimizer[PARTITIONS][0]["parameters"] == ["new", "v"]
-    assert renamed_others(manifest(), {"w": "new"}) == ({}, {})
+    assert [row.parameters for row in states.of_form("partition")] == [("new", "v")]
+    assert States().renamed({"w": "new"}) == (States(), {})
 
 
 def test_states_in_a_sentence() -> None:

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
+from zckpt.core.optimizer_states import Form, States
 from zckpt.errors import MissingData, UnsupportedState, ZckptError
 from zckpt.proof import unsupported, values
 
@@ -72,7 +73,7 @@ def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> 
 def test_a_state_of_no_parameter(kind: str, place: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, {"mean": torch.ones(2)}, place)
     key = str(key_of(place))
-    (item,) = zckpt.read(run).unsupported
+    (item,) = zckpt.read(run).states.of_form("unsupported")
     assert item.key == key
     assert not zckpt.verify(run, tmp_path / "run")["equal"]
     for to in (PLAIN[0], RUNS[kind]):
@@ -90,13 +91,13 @@ def test_a_number_is_kept(kind: str, place: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind)
     run = changed(run, tmp_path / "strange", lambda own: own[place].update(rho=3))
     assert not zckpt.verify(run, tmp_path / "run")["equal"]
-    where = "among" if place == "state" else "beside"
+    where: Form = "among" if place == "state" else "beside"
     for to in (*PLAIN, RUNS[kind]):
         report = zckpt.convert(run, tmp_path / "new", **to)
         assert not any("rho" in line for line in texts(report["left_out"]))
         report = zckpt.verify(run, tmp_path / "new")
         assert report["equal"], report["states"]
-        assert zckpt.read(tmp_path / "new").state["optimizer"][where] == {"rho": 3}
+        assert zckpt.read(tmp_path / "new").states.numbers(where) == {"rho": 3}
         shutil.rmtree(tmp_path / "new")
 
 
@@ -282,8 +283,7 @@ RECORDED = [
 @pytest.mark.parametrize("run", [*RUNS, *RECORDED], ids=str)
 def test_what_the_engine_itself_writes_is_known(run: str | Path, tmp_path: Path) -> None:
     manifest = zckpt.read(run_of(tmp_path, run) if isinstance(run, str) else run)
-    assert manifest.unsupported == ()
-    assert "beside" not in manifest.state["optimizer"]
+    assert not manifest.states.of_form("unsupported", "beside")
 
 
 @pytest.mark.parametrize("kind", ["stage 1", "stage 3"])
@@ -312,8 +312,8 @@ def test_numbers_that_ranks_have_of_their_own(numbers: tuple[int, ...], tmp_path
     plain = run_of(tmp_path, "stage 2") if is_plain else grid_of(tmp_path)
     run = of_ranks(plain, tmp_path / "own", *numbers)
     manifest = zckpt.read(run)
-    assert {item.key for item in manifest.unsupported} == {"rho"}
-    assert "beside" not in manifest.state["optimizer"]
+    assert {item.key for item in manifest.states.of_form("unsupported")} == {"rho"}
+    assert not manifest.states.of_form("beside")
     with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter") as ended:
         zckpt.convert(run, tmp_path / "new", to="universal")
     assert "--drop-state rho" in str(ended.value.hint)
@@ -338,7 +338,7 @@ def test_a_number_that_all_model_ranks_have(tmp_path: Path) -> None:
     zckpt.convert(run, tmp_path / "new", to="universal")
     zckpt.reshard(run, tmp_path / "dp3", dp=3)
     for path in (run, tmp_path / "new", tmp_path / "dp3"):
-        assert zckpt.read(path).state["optimizer"]["beside"] == {"rho": 3}
+        assert zckpt.read(path).states.numbers("beside") == {"rho": 3}
 
 
 def test_a_target_without_a_place_for_numbers(tmp_path: Path) -> None:
@@ -416,13 +416,13 @@ def test_a_proof_with_another_form(tmp_path: Path, zckpt: Zckpt) -> None:
 def test_ranks_of_which_one_is_not_known(tmp_path: Path) -> None:
     """A stage of a pipeline may lack the tensors of a state: then nobody knows the whole state."""
     manifest = zckpt.read(run_of(tmp_path, "stage 2", {"mean": torch.ones(2)}))
-    (known,) = manifest.unsupported
-    mixed = replace(manifest, unsupported=(known, replace(known, content="", tensors=())))
+    (known,) = manifest.states.of_form("unsupported")
+    mixed = replace(manifest, states=States((known, replace(known, value="", tensors=()))))
     for a, b in ((mixed, mixed), (manifest, mixed), (mixed, manifest)):
         assert unsupported.pairs(a, b) == []
         assert unsupported.rest(a, b) == (a, b, [], [])
     assert len(values.missing_states(mixed, mixed, ())[0]) == 2
-    assert unsupported.rest(manifest, manifest)[0].unsupported == ()
+    assert unsupported.rest(manifest, manifest)[0].states == States()
 
 
 def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:
@@ -637,7 +637,7 @@ def test_a_state_that_is_none(to: dict[str, Any], tmp_path: Path) -> None:
     report = zckpt.verify(source, tmp_path / "new")
     assert report["equal"], report
     assert any("nil of 4 parameters" in note for note in texts(report["notes"])) == (to in FLAT)
-    assert ("nil" in str(zckpt.read(tmp_path / "new").state["optimizer"])) == (to not in FLAT)
+    assert ("nil" in str(zckpt.read(tmp_path / "new").states)) == (to not in FLAT)
 
 
 def test_two_keys_of_one_text(tmp_path: Path) -> None:

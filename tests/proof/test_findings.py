@@ -17,7 +17,8 @@ from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unsupported, key_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, key_of
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying
@@ -163,7 +164,7 @@ def test_what_one_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         tmp_path,
         {**both, **tensors},
         unused=(Extent(str(tmp_path / "f"), 24, 8),),
-        unsupported=(Unsupported("shards", ("w",), "no kind that is known", "", ()),),
+        states=States((StateRow("shards", "unsupported", ("w",), "", "no kind that is known"),)),
     )
     report = verify_alone(own)
     assert not report["equal"]
@@ -228,15 +229,15 @@ def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     tensors, unsupported = (
         {"w/param": ("F32", [1.0])},
-        Unsupported("shards", ("w",), "why", "content", ()),
+        StateRow("shards", "unsupported", ("w",), "content", "why"),
     )
     group = {"scale_parameter": True}
     a = checkpoint(
         tmp_path / "a",
         tensors,
-        parameters={"w": Parameter((1,), group=0, scalars={"RMS": Scalar(1.0, "F32")})},
+        parameters={"w": Parameter((1,), group=0)},
         groups=({**group, "fused": None},),
-        unsupported=(unsupported,),
+        states=States((StateRow("RMS", "number", ("w",), Scalar(1.0, "F32")), unsupported)),
         siblings=(Sibling("config.json", str(tmp_path / "config.json"), 2),),
     )
     b = checkpoint(
@@ -244,7 +245,7 @@ def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
         tensors,
         parameters={"w": Parameter((1,), group=0)},
         groups=(group,),
-        unsupported=(unsupported,),
+        states=States((unsupported,)),
     )
     report = verify_against(a, b)
     assert report["equal"]

@@ -267,7 +267,7 @@ class Shown:
 
 def test_progress_names_what_is_measured(manifest: Manifest) -> None:
     shown = Shown()
-    alone = replace(manifest, entries={"a/param": manifest.entries["a", "param"]})
+    alone = replace(manifest, entries={("a", "param"): manifest.entries["a", "param"]})
     measure_all(alone, begin=lambda total: shown)
     assert {*shown.texts} == {"measuring a/param"}
 

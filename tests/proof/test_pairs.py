@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.errors import WrongOption
@@ -41,7 +42,7 @@ def test_each_tensor_of_one_checkpoint_is_read_once() -> None:
     whole = manifest(
         PARAM, MASTER, MOMENT, RANDOM,
         replicas=copies,
-        unsupported=(Unsupported("thing", ("w",), "", tensors=(state,)),),
+        states=States((StateRow("thing", "unsupported", ("w",), "", tensors=(state,)),)),
     )  # fmt: skip
     assert pairs.own_matches(whole) == [
         Match(MASTER, PARAM, "rounded"),
@@ -171,8 +172,8 @@ def test_what_should_be_there(name: str, has: list[Entry], is_missing: bool) -> 
 
 def state(
     content: str, *tensors: Entry, key: str = "q", owners: tuple[str, ...] = ("w",)
-) -> Unsupported:
-    return Unsupported(key, owners, "why", content, tensors)
+) -> StateRow:
+    return StateRow(key, "unsupported", owners, content, "why", tensors=tensors)
 
 
 @pytest.mark.parametrize(
@@ -192,14 +193,14 @@ def state(
     ],
 )  # fmt: skip
 def test_states_that_are_not_read_are_compared_as_they_are(
-    ours: Unsupported, theirs: Unsupported, compared: bool, line: dict[str, str] | None
+    ours: StateRow, theirs: StateRow, compared: bool, line: dict[str, str] | None
 ) -> None:
-    a, b = manifest(unsupported=(ours,)), manifest(unsupported=(theirs,))
+    a, b = manifest(states=States((ours,))), manifest(states=States((theirs,)))
     is_equal = compared and line is None
     assert unsupported.pairs(a, b) == [
         Match(*both) for both in zip(ours.tensors, theirs.tensors, strict=True) if is_equal
     ]
     *rest, lines, notes = unsupported.rest(a, b)
-    assert [side.unsupported for side in rest] == ([(), ()] if compared else [(ours,), (theirs,)])
+    assert [side.states.rows for side in rest] == ([(), ()] if compared else [(ours,), (theirs,)])
     assert lines == ([] if line is None else [line])
     assert texts(notes) == (["q of w: not read, and compared as it is"] if is_equal else [])

@@ -8,9 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Entry, Key, Manifest, Parameter, Unsupported, key_of
+from zckpt.core.manifest import Entry, Key, Manifest, Parameter, key_of
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
-from zckpt.core.states import NO_PARAMETER, OTHER
+from zckpt.core.states import NO_PARAMETER
 from zckpt.errors import AmbiguousCheckpoint, WrongOption
 from zckpt.proof.roots import of_root, refuse_several
 
@@ -41,9 +42,9 @@ def proven() -> Manifest:
     state = {
         "module": ["critic.w", "actor.w", "actor.v"],
         "module_extra": {"actor.extra": 1, "critic.extra": 2},
-        "optimizer": {"scale": 4, OTHER: {"actor.w": {"k": 1}, "critic.w": {"k": 2}}},
+        "optimizer": {"scale": 4},
         "random": "of all",
-        "client_state": {OTHER: {"critic.w": 5}},
+        "client_state": {"other": {"critic.w": 5}},
     }
     return Manifest(
         "proof",
@@ -55,10 +56,14 @@ def proven() -> Manifest:
         groups=({"lr": 0.0}, {"lr": 1.0}, {"lr": 2.0}),
         optimizer="SGD, AdamW",
         state=state,
-        unsupported=(
-            Unsupported("a", ("actor.w",), "of the actor"),
-            Unsupported("b", ("actor.w", "critic.w"), "of both"),
-            Unsupported("c", (NO_PARAMETER,), "of none"),
+        states=States(
+            (
+                StateRow("k", "other", ("actor.w",), 1),
+                StateRow("k", "other", ("critic.w",), 2),
+                StateRow("a", "unsupported", ("actor.w",), "", "of the actor"),
+                StateRow("b", "unsupported", ("actor.w", "critic.w"), "", "of both"),
+                StateRow("c", "unsupported", (NO_PARAMETER,), "", "of none"),
+            )
         ),
     )
 
@@ -77,11 +82,12 @@ def test_the_chosen_model_stands_alone(proven: Manifest) -> None:
     assert own.state == {
         "module": ["w", "v"],
         "module_extra": {"extra": 1},
-        "optimizer": {"scale": 4, OTHER: {"w": {"k": 1}}},
+        "optimizer": {"scale": 4},
         "random": "of all",
-        "client_state": {OTHER: {"critic.w": 5}},  # the program's own
+        "client_state": {"other": {"critic.w": 5}},  # the program's own
     }
-    assert [(item.key, item.parameters) for item in own.unsupported] == [
+    assert [(item.key, item.parameters) for item in own.states] == [
+        ("k", ("w",)),
         ("a", ("w",)),
         ("c", (NO_PARAMETER,)),
     ]

@@ -16,10 +16,11 @@ from zckpt.core.description import Report
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Begin
-from zckpt.core.states import EVERYTHING, OTHER, Selection
+from zckpt.core.states import EVERYTHING, Selection
 from zckpt.errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -55,7 +56,7 @@ def manifest() -> Manifest:
         "x",
         Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
         {("w", "param"): entry("w/param", 17)},
-        {"w": Parameter((2, 3), True, 0, 3, {"d": Scalar(2.0, "F32")}, ("tied",))},
+        {"w": Parameter((2, 3), True, 0, 3, ("tied",))},
         buffers=("b",),
         groups=({"lr": 0.5, "betas": [0.9, 0.99]},),
         optimizer="AdamW",
@@ -64,17 +65,26 @@ def manifest() -> Manifest:
         state={"client_state": {"seed": 1}},
         of_ranks={"rank_1": {"client_state.seed": 2}},
         layout={"rank_1": {"offset": 4}},
-        unsupported=(
-            Unsupported(
-                "key", ("w",), "why", "content", (entry("t/state", 5), entry("u/state", 6))
-            ),
-            Unsupported("other", ("w",), "why", "content", (entry("gone/state", 7),)),
+        states=States(
+            (
+                StateRow("d", "number", ("w",), Scalar(2.0, "F32")),
+                unsupported("key", entry("t/state", 5), entry("u/state", 6)),
+                unsupported("other", entry("gone/state", 7)),
+            )
         ),
     )
 
 
+def unsupported(key: str, *tensors: Entry) -> StateRow:
+    return StateRow(key, "unsupported", ("w",), "content", "why", tensors=tensors)
+
+
+def others(**values: Any) -> States:
+    return States(tuple(of_parameters("other", {"w": values})))
+
+
 def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
-    entries = [*manifest.entries.values(), *manifest.unsupported[0].tensors]
+    entries = [*manifest.entries.values(), *manifest.states.rows[1].tensors]
     digests = {e.name: {"dtype": "F32", "shape": [2, 3], "a": f"{e.digest:08x}"} for e in entries}
     digests["read/param"] = {"dtype": "F32", "shape": [1], "b": "00000001"}
     report = {
@@ -92,20 +102,20 @@ def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
 def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) -> None:
     path = proof(manifest, tmp_path / "proof.json")
     proven, contents = read_proof(str(path), manifest)
-    first, second = manifest.unsupported
+    number, first, second = manifest.states
     plain = replace(manifest.origin, others={})
     expected = replace(
         manifest,
         root=str(path),
         origin=plain,
-        unsupported=(first, replace(second, content="", tensors=())),
+        states=States((number, first, replace(second, value="", tensors=()))),
         states_inferred=False,
     )
     for field in manifest.__struct_fields__:
-        if field not in ("entries", "unsupported"):
+        if field not in ("entries", "states"):
             assert getattr(proven, field) == getattr(expected, field), field
     assert {name: own.digest for name, own in proven.entries.items()} == {("w", "param"): 17}
-    kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unsupported]
+    kept = [(own.value, [e.name for e in own.tensors]) for own in proven.states.rows[1:]]
     assert kept == [("content", ["t/state", "u/state"]), ("", [])]
     assert contents == ""
 
@@ -120,7 +130,7 @@ def test_a_proof_with_inferred_names_keeps_the_digest_of_the_files(
 
 def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
     """As SGD's momentum before the first step: there is nothing that could be lost."""
-    own = replace(manifest, state={"optimizer": {OTHER: {"w": {"momentum": None, "k": [1]}}}})
+    own = replace(manifest, states=others(momentum=None, k=[1]))
     assert about(own)["held"]["states"] == {"k": ["w"]}
     moment = {("w", "exp_avg"): entry("w/exp_avg", 8)}  # it is among the tensors
     own = replace(own, entries={**own.entries, **moment})
@@ -134,14 +144,14 @@ def test_an_older_proof_has_the_states_of_the_other_side(
     held = about(manifest)["held"]
     for key in ("state", "source", "format", "optimizer", "of_ranks", "layout", "unread"):
         del held[key]
-    own = replace(manifest, unsupported=(), state={"optimizer": {OTHER: {"w": {"k": [1, 2]}}}})
+    own = replace(manifest, states=others(k=[1, 2]))
     path = proof(manifest, tmp_path / "p", held={**held, "states": {"k": ["w"], "l": ["w"]}})
     proven, _ = read_proof(str(path), own)
-    assert proven.state == {"optimizer": {OTHER: {"w": {"k": True, "l": True}}}}
+    assert proven.states.without_form("number", "unsupported") == others(k=True, l=True)
     assert (proven.format, proven.source) == ("proof", {"format": "of an older proof"})
     del held["states"]
     proven, _ = read_proof(str(proof(manifest, tmp_path / "p", held=held)), own)
-    assert proven.state == {"optimizer": {OTHER: {"w": {"k": True}}}}
+    assert proven.states.without_form("number", "unsupported") == others(k=True)
 
 
 def test_what_is_no_proof_is_refused(

@@ -315,10 +315,10 @@ def test_sizes_of_a_run_are_named_where_programs_keep_them() -> None:
 
 def test_names_of_tensors_that_one_side_lacks_are_compared_as_tensors() -> None:
     entry = Entry("w", "param", "F32", (1,), Runs([]))
-    a = replace(manifest({"module": ["v", "w"]}), entries={"w/param": entry})
+    a = replace(manifest({"module": ["v", "w"]}), entries={("w", "param"): entry})
     assert differences(a, manifest({"module": ["v"]})) == {}
     assert differences(a, manifest({"module": ["w"]})) == {"names.v": "a"}
-    moment = replace(a, entries={"v/exp_avg": replace(entry, parameter="v", slot="exp_avg")})
+    moment = replace(a, entries={("v", "exp_avg"): replace(entry, parameter="v", slot="exp_avg")})
     assert differences(moment, manifest({"module": ["w"]})) == {"names.v": "a"}
 
 

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Unsupported, key_of
+from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
-from zckpt.core.states import FACTORING
+from zckpt.core.states import FACTORING, with_updates
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 
@@ -55,9 +56,16 @@ def test_a_parameter_by_its_other_name() -> None:
     assert values.steps(tied, alone)[0]["b"] == 9
 
 
+def numbers(**of: dict[str, Scalar]) -> States:
+    return States(tuple(of_parameters("number", of)))
+
+
 def test_scalars() -> None:
     manifests = [
-        manifest(parameters={"w": Parameter((2,), scalars={"mu_product": Scalar(value, "F32")})})
+        manifest(
+            parameters={"w": Parameter((2,))},
+            states=numbers(w={"mu_product": Scalar(value, "F32")}),
+        )
         for value in (0.5, 0.25)
     ]
     assert values.scalars(manifests[0], manifests[0]) == []
@@ -67,7 +75,9 @@ def test_scalars() -> None:
 
 def test_a_scalar_that_one_parameter_of_several_lacks() -> None:
     both, one = (
-        manifest(parameters={name: Parameter((2,), scalars=scalars) for name, scalars in items})
+        manifest(
+            parameters={name: Parameter((2,)) for name, _ in items}, states=numbers(**dict(items))
+        )
         for known in ({"mu": Scalar(3, "F32")},)
         for items in ([("w", known), ("v", known)], [("w", known), ("v", {})])
     )
@@ -78,16 +88,19 @@ def test_a_scalar_that_one_parameter_of_several_lacks() -> None:
 def test_scalars_of_a_parameter_are_in_the_order_of_their_names() -> None:
     names = [f"beta{number}" for number in range(9)]
     sides = (
-        manifest(parameters={"w": Parameter((2,), scalars=dict.fromkeys(names, Scalar(n, "F32")))})
+        manifest(
+            parameters={"w": Parameter((2,))},
+            states=numbers(w=dict.fromkeys(names, Scalar(n, "F32"))),
+        )
         for n in (1, 2)
     )
     assert [line["scalar"] for line in values.scalars(*sides)] == names
 
 
 def test_a_scalar_that_one_side_has_of_no_parameter() -> None:
-    own = {"w": Parameter((2,), scalars={"mu": Scalar(3, "F32")})}
-    assert values.scalars(manifest(parameters=own), manifest()) == []
-    assert values.scalars(manifest(), manifest(parameters=own)) == []
+    own = manifest(parameters={"w": Parameter((2,))}, states=numbers(w={"mu": Scalar(3, "F32")}))
+    assert values.scalars(own, manifest()) == []
+    assert values.scalars(manifest(), own) == []
 
 
 def test_what_one_side_trains() -> None:
@@ -106,8 +119,11 @@ def test_untouched_parameters_are_frozen_where_the_other_side_has_them_so(swappe
         parameters={**trained, "v": Parameter((2,), group=0), "u": Parameter((2,), group=0)},
         engine=keys_of(None),
     )
+    plain = with_updates(plain)
     frozen = Parameter((2,), trainable=False)
-    flats = manifest(parameters={**trained, "v": frozen, "u": Parameter((2,), group=0)})
+    flats = with_updates(
+        manifest(parameters={**trained, "v": frozen, "u": Parameter((2,), group=0)})
+    )
     a, b = values.with_trained_alike(*((flats, plain) if swapped else (plain, flats)))
     assert a.parameters == b.parameters == flats.parameters
     assert values.with_trained_alike(plain, plain) == (plain, plain)
@@ -125,7 +141,7 @@ def test_untouched_parameters_are_frozen_where_the_other_side_has_them_so(swappe
 )
 def test_scalars_of_another_kind(other: Scalar, kinds: list[object]) -> None:
     sides = [
-        manifest(parameters={"w": Parameter((2,), scalars={"count": scalar})})
+        manifest(parameters={"w": Parameter((2,))}, states=numbers(w={"count": scalar}))
         for scalar in (Scalar(3, "F32"), other)
     ]
     keys = ("a_type", "b_type", "a_shape", "b_shape")
@@ -425,14 +441,17 @@ def test_a_step_that_one_side_has_of_no_parameter() -> None:
 
 
 def test_states_that_were_not_read_say_why() -> None:
-    unsupported = Unsupported("shards", ("w",), "a kind of tensor that zckpt does not read")
-    (line,), _ = values.missing_states(manifest(unsupported=(unsupported,)), manifest(), ())
+    unsupported = StateRow(
+        "shards", "unsupported", ("w",), "", "a kind of tensor that zckpt does not read"
+    )
+    (line,), _ = values.missing_states(manifest(states=States((unsupported,))), manifest(), ())
     assert (line["state"], line["reason"]) == ("shards", unsupported.reason)
 
 
 def test_a_state_that_is_computed_afresh_is_a_note() -> None:
-    own = {name: Parameter((2,), scalars={"RMS": Scalar(1.0, "F32")}) for name in ("w", "v")}
-    a = manifest(parameters=own, groups=({next(iter(FACTORING)): True},), root="a")
+    own = {name: Parameter((2,)) for name in ("w", "v")}
+    states = numbers(**{name: {"RMS": Scalar(1.0, "F32")} for name in own})
+    a = manifest(parameters=own, states=states, groups=({next(iter(FACTORING)): True},), root="a")
     b = manifest(groups=a.groups, parameters=moments().parameters)
     said = "RMS of 2 parameters: only in a; the optimizer computes it afresh"
     lines, notes = values.missing_states(a, b, ())

@@ -25,7 +25,7 @@ from zckpt import api
 from zckpt.core import description
 from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
-from zckpt.core.manifest import Unsupported
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor, TorchFile
@@ -349,9 +349,8 @@ def _proof(root: Path) -> Target:
     moment = next(key for key in entries if key[1] == "exp_avg")
     entry = entries.pop(moment)  # as if it were not read
     item: dict[str, Any] = {"key": "rho", "parameters": ("no parameter",), "reason": ""}
-    manifest = structs.replace(
-        manifest, entries=entries, unsupported=(Unsupported(**item, content="1", tensors=(entry,)),)
-    )
+    row = StateRow(**item, form="unsupported", value="1", tensors=(entry,))
+    manifest = structs.replace(manifest, entries=entries, states=States((row,)))
     like = f"1 {entry.dtype} {list(entry.shape)}"  # a text that looks like a tensor's
     for content, tensors in (("1", [entry.name]), (like, [])):
         report["held"]["unread"] = [{**item, "content": content, "tensors": tensors}]

@@ -26,6 +26,7 @@ import zckpt
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.inert import ITSELF, Foreign, Global, Size
 from zckpt.core.manifest import Manifest
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
@@ -193,8 +194,9 @@ HOSTILE = {
     "data_sampler": SYSTEM,
     "random_ltd": Foreign(Global("builtins.eval"), ("1",)),
     "user_dict": {"x": SYSTEM},
-    "optimizer": {"loss_scaler": SYSTEM, "other": {"fc1.weight": {"odd": SYSTEM}}},
+    "optimizer": {"loss_scaler": SYSTEM},
 }
+ODD = States((StateRow("odd", "other", ("fc1.weight",), SYSTEM),))
 TARGETS = [
     {"to": "deepspeed", "stage": 2, "dp": 2},
     {"to": "deepspeed", "stage": 3, "dp": 2},
@@ -266,7 +268,7 @@ def test_every_pickle_of_a_target_names_what_is_on_the_list_alone(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = zckpt.read(EXAMPLE)
-    hostile = replace(source, state={**source.state, **HOSTILE})
+    hostile = replace(source, state={**source.state, **HOSTILE}, states=ODD)
     monkeypatch.setattr("zckpt.writing.conversion.read", lambda *_: hostile)
     report = zckpt.convert(EXAMPLE, tmp_path / "target", **options, drop_state=["odd"])
     written = [names(pickle) for pickle in pickles(tmp_path / "target")]
@@ -281,7 +283,7 @@ def test_the_user_admits_an_object_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = zckpt.read(EXAMPLE)
-    hostile = replace(source, state={**source.state, **HOSTILE})
+    hostile = replace(source, state={**source.state, **HOSTILE}, states=ODD)
     monkeypatch.setattr("zckpt.writing.conversion.read", lambda *_: hostile)
     allowed = ("my.module.Flavour",)
     zckpt.convert(

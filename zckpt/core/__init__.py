@@ -10,7 +10,9 @@ What a checkpoint is:
     placement.py      what the ranks of an axis have of a whole: by it, merge.py and split.py work
     facts.py          which engine wrote a checkpoint, where its step stands, how it cut the model
     weights.py        what stands for a weight
-    states.py         which states an optimizer keeps, and which of them another checkpoint lacks
+    entries.py        one whole tensor, wherever its pieces are
+    states.py         which states an optimizer keeps, and which of them another checkpoint lacks;
+                      optimizer_states.py: the table of those that are no such tensors
     agreement.py      which step is true, if several places state one
     wrapper.py        tensors around its state dict
     missing_states.py which parameters lack a state that others have

@@ -46,7 +46,7 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
         yield from part.entries.values()
         yield from part.replicas
         yield from part.sibling_weights
-        yield from chain.from_iterable(state.tensors for state in part.unsupported)
+        yield from chain.from_iterable(row.tensors for row in part.states)
 
 
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:

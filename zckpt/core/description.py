@@ -191,5 +191,7 @@ def state(manifest: Manifest) -> Any:
             manifest.step_place,
             manifest.pipeline,
             manifest.tensor_parallel,
+            manifest.states,
+            len(manifest.groups or ()),
         )
     )

@@ -20,6 +20,7 @@ from msgspec.structs import fields, replace
 
 from .dtypes import Dtype
 from .inert import Scalar
+from .optimizer_states import KEYS, NO_STATES, States, states_in, with_states
 from .placement import Placement, from_text
 
 MAX_DP = 1 << 16
@@ -310,12 +311,15 @@ def with_facts(
     place: StepPlace | None,
     pipeline: Pipeline | None = None,
     tensor_parallel: TensorParallel | None = None,
+    states: States = NO_STATES,
+    groups: int = 0,
 ) -> dict[str, Any]:
     """The `state` of a manifest's JSON: what the program saved, and the facts of its run.
 
-    A number in the groups of a state dict is written by its type alone.
+    `groups` is the number of the optimizer's groups. A number in the groups of a state dict is
+    written by its type alone.
     """
-    state = with_cuts(state, pipeline, tensor_parallel)
+    state = with_cuts(with_states(state, states, groups), pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):
         in_group = place is not None and place.where == "group"
         facts = engine.to_state(place.kind if place is not None and in_group else None)
@@ -344,6 +348,7 @@ class Facts(NamedTuple):
     step_place: StepPlace | None
     pipeline: Pipeline | None
     tensor_parallel: TensorParallel | None
+    states: States
 
 
 def facts_of(state: Mapping[str, Any]) -> Facts:
@@ -369,15 +374,16 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
     kind = stated.get("group_step")
     if place is None and isinstance(engine, StateDictEngine) and kind is not None:
         place = _record(StepPlace, {"in": "group", "type": kind})
-    if optimizer.keys() & {"step", "group_step"}:
-        kept = {key: item for key, item in optimizer.items() if key not in ("step", "group_step")}
+    apart = {"step", "group_step", *KEYS}
+    if optimizer.keys() & apart:
+        kept = {key: item for key, item in optimizer.items() if key not in apart}
         if kept or not isinstance(engine, StateDictEngine):
             rest["optimizer"] = kept
         else:
             del rest["optimizer"]
     pipeline = Pipeline.of_state(stages) if stages else None
     tensor_parallel = TensorParallel.of_state(slices) if slices else None
-    return Facts(rest, engine, place, pipeline, tensor_parallel)
+    return Facts(rest, engine, place, pipeline, tensor_parallel, states_in(optimizer))
 
 
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def with_texts(manifest: Manifest) -> Manifest:
             return item
         return changed(item, inside(path, key), is_below or _is_text_of_number(str(key)))
 
-    state = {key: changed(value, key) for key, value in manifest.state.items()}
+    state = {key: changed(value, key) for key, value in manifest.state_with_states.items()}
     groups = manifest.groups and tuple(changed(list(manifest.groups), "groups"))
     entries = [
         replace(entry, parameter=names[entry.parameter])
@@ -84,8 +84,7 @@ def with_texts(manifest: Manifest) -> Manifest:
     ]
     count = len(manifest.entries)
     return replace(
-        manifest,
-        state=state,
+        manifest.with_state(state),
         groups=groups,
         entries={entry.key: entry for entry in entries[:count]},
         replicas=tuple(entries[count:]),

@@ -1,26 +1,29 @@
 """What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
 
-Manifest    one checkpoint: entries, parameters, groups, and everything that is not a tensor
-Entry       one whole tensor, a parameter's slot, wherever its pieces are
+Manifest     one checkpoint: entries, parameters, groups, states, and everything else
+Parameter    what is said of one parameter
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
-from sys import intern
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert, field
 from msgspec.structs import replace
 
 from ..errors import Notice, brief
-from .dtypes import NUMBERS, SIZES
+from .dtypes import NUMBERS
 from .elsewhere import Fingerprint
+from .entries import Entry as Entry
+from .entries import Key as Key
+from .entries import key_of as key_of
+from .entries import name_of as name_of
 from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
-from .fragments import Extent, Fragments, Record
+from .fragments import Extent, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .optimizer_states import KEYS, StateRow, States, states_in, with_states
 from .origin import Origin
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
@@ -29,83 +32,35 @@ Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
 Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
-Key = tuple[str, str]
-"""An entry's parameter and slot."""
-
-
-def key_of(name: str) -> Key:
-    """The key in a name: files, documents and users write `parameter/slot`."""
-    parameter, _, slot = name.rpartition("/")
-    return intern(parameter), intern(slot)
-
-
-def name_of(key: Key) -> str:
-    """The inverse of `key_of`."""
-    return f"{key[0]}/{key[1]}"
-
-
-class Entry(Struct, frozen=True):
-    """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
-
-    If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
-    to its type, and not the bytes of `fragments`. Of a further copy, `axis` says what those are
-    called that have one each, such as `stage`.
-    """
-
-    parameter: str
-    slot: str
-    dtype: str
-    shape: tuple[int, ...]
-    fragments: Fragments
-    digest: int | None = None
-    mean: "tuple[Entry, ...]" = ()
-    axis: str = ""
-
-    @property
-    def key(self) -> Key:
-        return self.parameter, self.slot
-
-    @property
-    def name(self) -> str:
-        """What sentences and documents call it."""
-        return name_of(self.key)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def length(self) -> int:
-        """Bytes."""
-        return self.numel * SIZES[self.dtype]
-
-
 class Parameter(Struct, frozen=True):
-    """What a checkpoint says about a parameter beside its tensors.
+    """What a checkpoint says about a parameter beside its tensors and states.
 
-    `step` counts completed updates; it is None if the optimizer keeps no step. `scalars` are the
-    optimizer states that are one number, except the step: Python numbers, or tensors of one element
-    whose shape is not the parameter's. `group` is the parameter's place in the manifest's groups;
-    it is None if the parameter is frozen or the manifest has no groups.
+    `step` counts completed updates; it is None if the optimizer keeps no step. `group` is the
+    parameter's place in the manifest's groups; it is None if the parameter is frozen or the
+    manifest has no groups. `updated` is false of one that is trainable, and has no state though
+    the optimizer counts the updates of others.
     """
 
     shape: tuple[int, ...]
     trainable: bool = True
     group: int | None = None
     step: float | int | None = None
-    scalars: dict[str, Scalar] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    updated: bool = True
 
 
-def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters as JSON, as a universal manifest and a proof write them."""
+def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
+    """Parameters with their numbers as JSON, as a universal manifest and a proof write them."""
+    scalars = states.scalars
     return {
         name: {
             "shape": list(item.shape),
             "trainable": item.trainable,
             "group": item.group,
             "step": item.step,
-            "scalars": {key: _scalar_to_json(scalar) for key, scalar in item.scalars.items()},
+            "scalars": {
+                key: _scalar_to_json(scalar) for key, scalar in scalars.get(name, {}).items()
+            },
             "aliases": list(item.aliases),
         }
         for name, item in parameters.items()
@@ -123,17 +78,20 @@ class _Stated(Struct):
     aliases: tuple[str, ...] = ()
 
 
-def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
+def parameters_from_json(
+    document: Mapping[str, Any],
+) -> tuple[dict[str, Parameter], list[StateRow]]:
     """The inverse of `parameters_to_json`; raises one of MALFORMED for other documents."""
-    parameters = {}
+    parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():
         stated = convert(item, _Stated)
-        scalars = {key: _scalar_from_json(scalar) for key, scalar in stated.scalars.items()}
+        for key, scalar in stated.scalars.items():
+            numbers.append(StateRow(key, "number", (name,), _scalar_from_json(scalar)))
         step = step_from_json(stated.step)
         parameters[name] = Parameter(
-            stated.shape, stated.trainable, stated.group, step, scalars, stated.aliases
+            stated.shape, stated.trainable, stated.group, step, stated.aliases
         )
-    return parameters
+    return parameters, numbers
 
 
 class _Field(Struct):
@@ -211,20 +169,6 @@ class Sibling(Struct, frozen=True):
     size: int
 
 
-class Unsupported(Struct, frozen=True):
-    """A state of the optimizer that the files have, and that the manifest does not.
-
-    It has the `key` for these parameters; `reason` says why it was not read. It is only compared:
-    `content` is its value as a text of JSON, in which `tensors` are named; "" if it is not known.
-    """
-
-    key: str
-    parameters: tuple[str, ...]
-    reason: str
-    content: str = ""
-    tensors: tuple[Entry, ...] = ()
-
-
 class Manifest(Struct, frozen=True):
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
@@ -242,6 +186,8 @@ class Manifest(Struct, frozen=True):
     """The hyper-parameters of each group; None if the files have none."""
     optimizer: str | None = None
     """The optimizer's class, as the engine calls it, or as its states show it."""
+    states: States = States()
+    """The optimizer's states that are no tensors of a parameter's shape."""
     engine: Engine | None = None
     """The facts of the engine that trained."""
     step_place: StepPlace | None = None
@@ -288,8 +234,6 @@ class Manifest(Struct, frozen=True):
     """Files that a target does not get: they are only compared."""
     omitted: tuple[Notice, ...] = ()
     """What has no meaning outside the source."""
-    unsupported: tuple[Unsupported, ...] = ()
-    """States of the optimizer that the files have, and that are not here in any form."""
     warnings: tuple[Notice, ...] = ()
     """What the user must know."""
     notes: tuple[Notice, ...] = ()
@@ -342,9 +286,33 @@ class Manifest(Struct, frozen=True):
         return replace(self, ranks=ranks, models=models)
 
     @property
-    def state_with_cuts(self) -> dict[str, Any]:
-        """Its `state`, and how the run cut the model: what a target of another engine may lack."""
-        return with_cuts(self.state, self.pipeline, self.tensor_parallel)
+    def whole_state(self) -> dict[str, Any]:
+        """Its `state` with the optimizer's, and how the run cut the model.
+
+        That is what a target of another engine may lack.
+        """
+        return with_cuts(self.state_with_states, self.pipeline, self.tensor_parallel)
+
+    @property
+    def state_with_states(self) -> dict[str, Any]:
+        """Its `state` with the optimizer's, as a universal checkpoint has both."""
+        return with_states(self.state, self.states, len(self.groups or ()))
+
+    def with_state(self, state: Mapping[str, Any]) -> "Manifest":
+        """With a changed `state_with_states`."""
+        optimizer = state.get("optimizer") or {}
+        rest = {key: value for key, value in state.items() if key != "optimizer"}
+        if "optimizer" in self.state:
+            kept = {key: value for key, value in optimizer.items() if key not in KEYS}
+            rest = {**state, "optimizer": kept}
+        states = States(
+            (
+                *self.states.of_form("number"),
+                *states_in(optimizer),
+                *self.states.of_form("unsupported"),
+            )
+        )
+        return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:
         """What a sentence calls a parameter or a tensor, with the words of its model rank."""

@@ -8,7 +8,7 @@ be those of one save. What a program keeps per rank is the first one's, and the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from math import prod
 from typing import Any
@@ -21,14 +21,22 @@ from .agreement import KEEP, Step, agree
 from .dtypes import SIZES
 from .grouping import by_key
 from .inert import alike, to_json
-from .manifest import Entry, Key, Manifest, Parameter, Unsupported, name_of
+from .manifest import Entry, Key, Manifest, Parameter, name_of
+from .optimizer_states import (
+    OF_NO_PARAMETER,
+    OF_OTHERS,
+    StateRow,
+    States,
+    of_parameters,
+    unsupported,
+    with_states,
+)
 from .placement import Table
-from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, tensors_in, unsupported
+from .states import NO_PARAMETER, REASONS, tensors_in
 from .weights import WEIGHTS
 
 Groups = tuple[dict[str, Any], ...] | None
 OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Manifest.rank_keys
-OF_ONE_RANK = ("members", OTHER, *PLACES.values())  # of the optimizer
 
 
 def merge(
@@ -52,21 +60,20 @@ def merge(
     for key, held in _held(every, ranks[0]).items():
         entries[key], *further = tensor(key, held, table, whole.root)
         copies += further
+    parameters, numbers = _parameters(every, table, whole.root)
     fullest = max(ranks, key=lambda rank: len(rank.groups or ()))  # others may have dropped some
     state = {**whole.state, "module": _names(rank.state["module"] for rank in every)}
     if (scheduler := fullest.state.get("lr_scheduler")) is not None:
         state["lr_scheduler"] = scheduler
-    if other := {name: own for rank in ranks for name, own in others_of(rank).items()}:
-        state["optimizer"] = {**state["optimizer"], OTHER: other}
     return replace(
         whole,
         entries=entries,
-        parameters=_parameters(every, table, whole.root),
+        parameters=parameters,
         buffers=tuple(_names(rank.buffers for rank in every)),
         groups=groups,
         state=state,
         replicas=tuple(copies),
-        unsupported=(*_unsupported(ranks, table.word), *whole.unsupported),
+        states=States((*numbers, *_states(ranks, table.word), *_of_run(whole))),
         files=(*whole.files, *(() if beside is None else beside.files)),
         records=(*whole.records, *(() if beside is None else beside.records)),
     )
@@ -137,7 +144,7 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
     held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):
         for entry in chain(rank.entries.values(), rank.replicas):
-            if entry.slot == "state" and not entry.parameter.startswith(f"optimizer.{OTHER}."):
+            if entry.slot == "state" and not entry.parameter.startswith(f"{OF_OTHERS}."):
                 own = first.entries.get(entry.key)
                 if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
                     continue
@@ -148,16 +155,22 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
 # -- parameters, their groups and steps
 
 
-def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str, Parameter]:
-    """The parameters of the whole: the trained ones by group, then the frozen ones."""
-    parameters = {}
-    held = by_key(item for rank in ranks for item in rank.parameters.items())
+def _parameters(
+    ranks: Sequence[Manifest], table: Table, root: str
+) -> tuple[dict[str, Parameter], list[StateRow]]:
+    """The parameters of the whole, trained ones by group, then frozen ones; and their numbers."""
+    parameters, numbers = {}, {}
+    held = by_key(
+        (name, (item, rank.states.scalars.get(name, {})))
+        for rank in ranks
+        for name, item in rank.parameters.items()
+    )
     for name, copies in held.items():
         cut = table.cuts.get(name)
-        shape = copies[0].shape if cut is None else cut.shape
+        shape = copies[0][0].shape if cut is None else cut.shape
         wholes = [
-            replace(each, shape=each.shape if cut is None else shape)
-            for each in copies
+            (replace(each, shape=each.shape if cut is None else shape), scalars)
+            for each, scalars in copies
             if 0 in shape or 0 not in each.shape  # no optimizer owns an empty slice
         ]
         if any(each != wholes[0] for each in wholes):
@@ -168,9 +181,9 @@ def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str,
                 file=root,
                 subject=name,
             )
-        parameters[name] = wholes[0]
+        parameters[name], numbers[name] = wholes[0]
     order = sorted(parameters.items(), key=lambda item: (not item[1].trainable, item[1].group or 0))
-    return dict(order)
+    return dict(order), of_parameters("number", numbers)
 
 
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
@@ -260,13 +273,13 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank, with what all of them have together, whatever the axis.
 
-    Its tensors and parameters are its own still. Its state lacks numbers that ranks have of their
+    Its tensors and parameters are its own still. Its states lack numbers that ranks have of their
     own: these are not read. Raises InconsistentCheckpoint for mixed saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
-        for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
-            if _of_all(other.state.get(key)) != _of_all(first.state.get(key)):
+        for what, of_all in (("its counters", _counters), ("its loss scale", _of_optimizer)):
+            if of_all(other) != of_all(first):
                 raise InconsistentCheckpoint(
                     "ranks-disagree", f"{_file_of(other)} differs from {_file_of(first)} in {what}"
                 )
@@ -276,46 +289,60 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
     }
     of_ranks, omitted = _own_values(ranks)
     once["omitted"] = tuple(dict.fromkeys([*once["omitted"], *omitted]))
-    state, numbers = _without_own_numbers(ranks)
     return replace(
         first,
         place=None,
-        state=state,
+        states=_of_first(ranks),
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},
-        unsupported=tuple(numbers),
         **once,
     )
 
 
-def _unsupported(ranks: Sequence[Manifest], word: str) -> Iterator[Unsupported]:
-    """What ranks have that is not read: tensors of each, under names that no other rank's have."""
+def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
+    """Other values of parameters of all ranks, and what is not read.
+
+    Its tensors have names that no other rank's have.
+    """
+    others = {name: own for rank in ranks for name, own in rank.states.others.items()}
+    rows = of_parameters("other", others)
     for number, rank in enumerate(ranks):
-        for item in rank.unsupported:
+        for row in rank.states.of_form("unsupported"):
             rank_word = f"{word} {number}"
-            own = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in item.tensors)
-            yield replace(item, tensors=tuple(own))
+            own = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in row.tensors)
+            rows.append(replace(row, tensors=tuple(own)))
+    return rows
 
 
-def _of_all(values: Mapping[str, Any] | None) -> object:
+def _of_run(whole: Manifest) -> States:
+    return whole.states.without_form("number", "other")
+
+
+def _counters(manifest: Manifest) -> object:
+    return to_json(manifest.state.get("counters") or {})
+
+
+def _of_optimizer(manifest: Manifest) -> object:
     """Without what is of single parameters, of which each stage has others, or of no parameter."""
-    return to_json({k: v for k, v in (values or {}).items() if k not in OF_ONE_RANK})
+    kept = manifest.states.of_form("partition", "estimate")
+    state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
+    own = state.get("optimizer") or {}
+    return to_json({key: value for key, value in own.items() if key != "members"})
 
 
-def _without_own_numbers(ranks: Sequence[Manifest]) -> tuple[dict[str, Any], list[Unsupported]]:
-    """The first rank's state without the numbers that ranks have of their own; and these."""
-    optimizer = dict(ranks[0].state.get("optimizer") or {})
-    gone: list[Unsupported] = []
-    for why, place in PLACES.items():
-        stated = [numbers_of(rank, place) for rank in ranks]
-        values = {key: [own.get(key) for own in stated] for key in chain.from_iterable(stated)}
-        differ = {k: own for k, own in values.items() if not all(alike(v, own[0]) for v in own)}
-        gone += [unsupported(key, (NO_PARAMETER,), why, own, ()) for key, own in differ.items()]
-        if kept := {key: value for key, value in stated[0].items() if key not in differ}:
-            optimizer[place] = kept
-        else:
-            optimizer.pop(place, None)
-    return ({**ranks[0].state, "optimizer": optimizer} if gone else ranks[0].state), gone
+def _of_first(ranks: Sequence[Manifest]) -> States:
+    """The first rank's states; numbers of no parameter in which ranks differ are not read."""
+    rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
+    gone: list[StateRow] = []
+    for form in OF_NO_PARAMETER:
+        stated = [rank.states.numbers(form) for rank in ranks]
+        for key in dict.fromkeys(chain.from_iterable(stated)):
+            values = [own.get(key) for own in stated]
+            if not all(alike(value, values[0]) for value in values):
+                gone.append(unsupported(key, (NO_PARAMETER,), REASONS[form], values, ()))
+            elif key in stated[0]:
+                rows.append(StateRow(key, form, value=values[0]))
+    return States((*rows, *gone))
 
 
 def _file_of(manifest: Manifest) -> str:

@@ -20,7 +20,6 @@ from msgspec import Struct
 from ..errors import Notice, listed, warning
 from .grouping import by_key
 from .manifest import Manifest, slot_key
-from .states import others_of
 from .weights import is_optimizers
 
 STEP = "step"
@@ -94,16 +93,17 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     for rank in manifest.each if key_of else ():
         entries = rank.entries.values()
         shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
-        others = others_of(rank)
-        unsupported = by_key(
-            (name, item.key) for item in rank.unsupported for name in item.parameters
+        scalars = rank.states.scalars
+        others = by_key(
+            (name, str(row.key))
+            for row in rank.states.of_form("other", "unsupported")  # those too are in the files
+            for name in row.parameters
         )
         for name, parameter in rank.parameters.items():
             if not parameter.trainable or not prod(parameter.shape):
                 continue
             own = tuple(shaped.get(name, ()))
-            keys = (*own, *parameter.scalars, *map(str, others.get(name, ())))
-            keys += tuple(unsupported.get(name, ()))  # they are in the files
+            keys = (*own, *scalars.get(name, ()), *others.get(name, ()))
             if own_steps and parameter.step is not None:
                 keys += (STEP,)
             title, axes = rank.titled(name), len(parameter.shape)

@@ -39,6 +39,7 @@ def part(whole: Manifest, row: Row) -> Manifest:
         if 0 in own.shape and 0 not in whole.parameters[name].shape
     ]
     parameters |= {n: Parameter(parameters[n].shape, trainable=False) for n in empty}
+    trained = {name: name for name in parameters if name not in empty}
 
     def as_held(entry: Entry) -> Entry:
         if entry.slot == "state" or (shape := shapes.get(entry.parameter)) is None:
@@ -58,6 +59,7 @@ def part(whole: Manifest, row: Row) -> Manifest:
         whole,
         entries={key: as_held(entry) for key, entry in whole.entries.items() if has(entry)},
         parameters=parameters,
+        states=whole.states.with_numbers_of(trained),
         buffers=tuple(name for name in whole.buffers if name in names),
         replicas=(),
         state={**whole.state, "module": [n for n in whole.state.get("module") or () if n in names]},

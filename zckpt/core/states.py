@@ -1,22 +1,22 @@
 """Which states does an optimizer keep, of which parameters, and which of them does a target lack?
 
-    slot         a tensor of the parameter's shape: the entry `parameter/slot`
-    number       one number: `Parameter.scalars`
-    none         None for all parameters that have it: in `state.optimizer.other` too
-    other        any other value of a parameter: `state.optimizer.other`, by parameter and key
-    partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
-    wrapper      tensors around the optimizer's state dict: in `state.client_state`
-    unsupported  what is in the files, and has none of these forms: `Manifest.unsupported`
+    slot         a tensor of the parameter's shape: an entry
+    number       one number
+    none         None for all parameters that have it
+    other        any other value of a parameter
+    partition    what a rank keeps of its part of a flat buffer
+    wrapper      tensors around the optimizer's state dict: see wrapper.py
+    unsupported  what is in the files, and has none of these forms
 
-A state has the same key in all of these forms, so that a manifest and another one are compared
-whatever their formats are. The step is no such state: see training/steps.py.
+Entries are the first, and the table of optimizer_states.py has the others. A state has the same key
+in all of these forms, so that a manifest and another one are compared whatever their formats are.
+The step is no such state: see training/steps.py.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -25,21 +25,21 @@ from msgspec.structs import replace
 from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
 from .grouping import by_key
-from .inert import TensorName, inside, map_values, to_json
+from .inert import TensorName, map_values
 from .keys import has_texts_alone, in_doubt
-from .manifest import Entry, Key, Manifest, Unsupported, slot_key
+from .manifest import Key, Manifest, slot_key
+from .optimizer_states import Form, StateRow, States, unsupported
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
-OTHER, PARTITIONS, BESIDE, AMONG = "other", "partitions", "beside", "among"
-"""Keys of `Manifest.state["optimizer"]`; the last two have numbers of no parameter."""
 FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
 """What a state may be: of several, the last one says what can be done with it."""
 NO_PARAMETER = "no parameter"
 """Whose a state is that stands beside those of parameters."""
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
-PLACES = {OF_NO_GROUP: AMONG, BESIDE_STATE: BESIDE}
+REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
+"""Why what is no parameter's is not read, unless it is a number or a text."""
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
 """Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
@@ -106,29 +106,29 @@ def states_of(manifest: Manifest) -> dict[str, State]:
             state = states[key] = State(key, known, form, reason)
         state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
 
-    for name, parameter in manifest.parameters.items():
-        for key in parameter.scalars:
+    for name in manifest.parameters:
+        for key in manifest.states.scalars.get(name, ()):
             add(key, name, (), "number")
-    for name, values in others_of(manifest).items():
-        for key, value in values.items():
-            tensors = entries_in(value)
-            known = states.get(str(key))
-            if value is not None:
-                add(str(key), name, tensors, "other")
-            elif known is None or known.form == "none":  # a momentum_buffer of torch's SGD
-                add(str(key), name, tensors, "none")
-    for part in partitions_of(manifest):
-        for key, values in part["states"].items():
-            tensors = entries_in(values)
-            for name in part["parameters"]:
-                add(str(key), name, tensors, "partition", BOUND)
-                tensors = []
-    for key, value in wrapped(manifest).items():
-        add(key, NO_PARAMETER, entries_in(value), "wrapper", OF_WRAPPER)
-    for item in manifest.unsupported:
-        for name in item.parameters:
-            add(item.key, name, (), "unsupported", item.reason)
+    around = [
+        StateRow(key, "wrapper", (NO_PARAMETER,), value, OF_WRAPPER)
+        for key, value in wrapped(manifest).items()
+    ]
+    of_form = manifest.states.of_form
+    for row in (*of_form("other", "partition"), *around, *of_form("unsupported")):
+        key, is_none = str(row.key), row.form == "other" and row.value is None
+        if is_none and key in states and states[key].form != "none":
+            continue  # a momentum_buffer of torch's SGD that some parameters have
+        tensors = entries_in(row.value)
+        reason = BOUND if row.form == "partition" else row.reason
+        for name in row.parameters:
+            add(key, name, tensors, "none" if is_none else row.form, reason)
+            tensors = []  # of several parameters, the first one has them
     return states
+
+
+def entries_in(value: Any) -> list[Key]:
+    """The keys of the tensors in a value of the state, each once."""
+    return [(name, "state") for name in tensors_in(value)]
 
 
 def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
@@ -139,49 +139,6 @@ def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
         held = own if own[-1].form == "none" else [s for s in own if s.form != "none"]
         united[key] = replace(own[-1], tensors={n: t for s in held for n, t in s.tensors.items()})
     return united
-
-
-def others_of(manifest: Manifest) -> dict[str, dict[Any, Any]]:
-    """`state.optimizer.other`: by parameter, the values that are no slots and no numbers."""
-    values = _optimizer(manifest).get(OTHER)
-    if not isinstance(values, Mapping):
-        return {}
-    return {str(name): dict(own) for name, own in values.items() if isinstance(own, Mapping)}
-
-
-def partitions_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """`state.optimizer.partitions`: see docs/format-v1.md."""
-    values = _optimizer(manifest).get(PARTITIONS)
-    parts = values if isinstance(values, (list, tuple)) else ()
-    return [dict(part) for part in parts if _is_partition(part)]
-
-
-def _is_partition(value: Any) -> bool:
-    """Whether a value has what partitions have; a manifest's JSON may state anything."""
-    if not isinstance(value, Mapping):
-        return False
-    states, parameters = value.get("states"), value.get("parameters")
-    if not isinstance(states, Mapping) or not isinstance(parameters, (list, tuple)):
-        return False
-    ranks = [own for own in states.values() if isinstance(own, (list, tuple))]
-    return len(ranks) == len(states) and all(len(own) == value.get("dp") for own in ranks)
-
-
-def _optimizer(manifest: Manifest) -> Mapping[str, Any]:
-    values = manifest.state.get("optimizer")
-    return values if isinstance(values, Mapping) else {}
-
-
-def numbers_of(manifest: Manifest, place: str) -> dict[str, Any]:
-    """`state.optimizer.beside`, numbers and texts beside an optimizer's `state`, if `place` is
-    BESIDE; `state.optimizer.among`, those in it among the states of parameters, if it is AMONG."""
-    values = _optimizer(manifest).get(place)
-    return dict(values) if isinstance(values, Mapping) else {}
-
-
-def entries_in(value: Any) -> list[Key]:
-    """The keys of the tensors in a value of the state, each once."""
-    return [(name, "state") for name in tensors_in(value)]
 
 
 def tensors_in(value: Any) -> list[str]:
@@ -197,20 +154,27 @@ def tensors_in(value: Any) -> list[str]:
     return list(names)
 
 
-def untouched(manifest: Manifest) -> list[str]:
-    """Parameters that an optimizer lists and never updated: they are frozen, or never used.
+def with_updates(manifest: Manifest) -> Manifest:
+    """The manifest whose parameters say whether they were ever updated.
 
-    It keeps nothing of them, though it counts the updates of others.
+    An optimizer keeps nothing of one that it only lists, though it counts the updates of others: it
+    is frozen, or never used.
     """
-    parameters = manifest.parameters.items()
-    if all(own.step is None for _, own in parameters):
-        return []
-    owners = {name for state in states_of(manifest).values() for name in state.tensors}
-    return [
-        name
-        for name, own in parameters
-        if own.trainable and own.step is None and name not in owners
-    ]
+    manifest = manifest.with_each(with_updates)
+    parameters = manifest.parameters
+    unused = {name for name, own in parameters.items() if own.trainable and own.step is None}
+    if not unused or all(own.step is None for own in parameters.values()):
+        return manifest
+    unused = unused.difference(*(state.tensors for state in states_of(manifest).values()))
+    changed = {name: replace(parameters[name], updated=False) for name in unused}
+    return replace(
+        manifest, parameters={name: changed.get(name, own) for name, own in parameters.items()}
+    )
+
+
+def untouched(manifest: Manifest) -> list[str]:
+    """Parameters that an optimizer lists and never updated."""
+    return [n for n, own in manifest.parameters.items() if own.trainable and not own.updated]
 
 
 def harmless(state: State, manifest: Manifest) -> str:
@@ -280,7 +244,7 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
     if not names:
         return manifest
     parameters = {
-        name: replace(own, trainable=False, group=None) if name in names else own
+        name: replace(own, trainable=False, group=None, updated=True) if name in names else own
         for name, own in manifest.parameters.items()
     }
     return replace(manifest, parameters=parameters)
@@ -290,13 +254,9 @@ def of_numbers(source: Manifest, target: Manifest) -> list[State]:
     """The states whose keys were numbers or texts: `target` cannot have both."""
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
-    others, states = others_of(source), states_of(source)
-    doubtful = {
-        str(key)
-        for own in others.values()
-        for key, value in own.items()
-        if any(in_doubt(value, OTHER))
-    }
+    states = states_of(source)
+    others = source.states.of_form("other")
+    doubtful = {str(row.key) for row in others if any(in_doubt(row.value, str(row.key)))}
     return [replace(states[key], reason=OF_NUMBERS) for key in states if key in doubtful]
 
 
@@ -313,15 +273,6 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
     if not keys:
         return manifest
     gone = {*keys}
-    optimizer = dict(_optimizer(manifest))
-    if values := others_of(manifest):
-        rest = {name: _rest(own, gone) for name, own in values.items()}
-        optimizer[OTHER] = {name: own for name, own in rest.items() if own}
-    parts = [{**p, "states": _rest(p["states"], gone)} for p in partitions_of(manifest)]
-    optimizer[PARTITIONS] = [part for part in parts if part["states"]]
-    for key in (OTHER, PARTITIONS):
-        if not optimizer.get(key):
-            optimizer.pop(key, None)
     states = states_of(manifest)
     tensors = {
         tensor
@@ -329,26 +280,13 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         for own in states[key].tensors.values()
         for tensor in own
     }
-    state = without_wrapped(manifest, gone)
-    if "optimizer" in state:
-        state = {**state, "optimizer": optimizer}
     return replace(
         manifest.with_each(lambda rank: without(rank, keys)),
         entries={key: entry for key, entry in manifest.entries.items() if key not in tensors},
         replicas=tuple(entry for entry in manifest.replicas if entry.key not in tensors),
-        parameters={
-            name: replace(parameter, scalars=_rest(parameter.scalars, gone))
-            if not gone.isdisjoint(parameter.scalars)
-            else parameter
-            for name, parameter in manifest.parameters.items()
-        },
-        state=state,
-        unsupported=tuple(item for item in manifest.unsupported if item.key not in gone),
+        state=without_wrapped(manifest, gone),
+        states=manifest.states.without(gone),
     )
-
-
-def _rest(values: Mapping[Any, Any], gone: Collection[str]) -> dict[Any, Any]:
-    return {key: value for key, value in values.items() if str(key) not in gone}
 
 
 def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
@@ -367,43 +305,29 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     """The manifest whose states that are neither slots nor numbers are listed as not read."""
-    others, parts = others_of(manifest), partitions_of(manifest)
-    if not others and not parts:
-        return manifest
-    of_names = [((name,), own) for name, own in others.items()]
-    of_parts = [(part["parameters"], part["states"]) for part in parts]
     held = by_key(
-        (str(key), (names, value))
-        for names, own in (*of_names, *of_parts)
-        for key, value in own.items()
-        if value is not None
+        (str(row.key), row)
+        for row in manifest.states.of_form("other", "partition")
+        if row.value is not None
     )
+    if not held:
+        return manifest
     entries, states = dict(manifest.entries), []
-    for key, pairs in held.items():
-        names = dict.fromkeys(name for names, _ in pairs for name in names)
-        values = [value for _, value in pairs]
-        tensors = [entries.pop(tensor, None) for tensor in entries_in(values)]
+    for key, rows in held.items():
+        names = dict.fromkeys(name for row in rows for name in row.parameters)
+        values = [row.value for row in rows]
+        tensors = [entries.pop(name, None) for name in entries_in(values)]
         if None in tensors:  # a stage of a pipeline lacks those of others
-            states.append(Unsupported(key, tuple(names), reason))
+            states.append(StateRow(key, "unsupported", tuple(names), "", reason))
         else:
             states.append(unsupported(key, names, reason, values, filter(None, tensors)))
-    optimizer = _rest(_optimizer(manifest), {OTHER, PARTITIONS})
     gone = manifest.entries.keys() - entries.keys()
     return replace(
         manifest,
         entries=entries,
         replicas=tuple(entry for entry in manifest.replicas if entry.key not in gone),
-        state={**manifest.state, "optimizer": optimizer},
-        unsupported=(*manifest.unsupported, *states),
+        states=manifest.states.without_form("other", "partition") + states,
     )
-
-
-def unsupported(
-    key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
-) -> Unsupported:
-    """A state that is compared as it is; `tensors` are those in its inert value."""
-    content = json.dumps(to_json(value), sort_keys=True)
-    return Unsupported(str(key), tuple(parameters), reason, content, tuple(tensors))
 
 
 def weights_alone(manifest: Manifest) -> Manifest:
@@ -413,7 +337,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
         entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
         parameters={
-            name: replace(parameter, step=None, scalars={}, group=None)
+            name: replace(parameter, step=None, group=None, updated=True)
             for name, parameter in manifest.parameters.items()
         },
         groups=None,
@@ -421,8 +345,8 @@ def weights_alone(manifest: Manifest) -> Manifest:
         pipeline=None,
         tensor_parallel=None,
         state={},
+        states=States(),
         steps=(),
-        unsupported=(),
         siblings=(),
         omitted_files=(),
     )
@@ -459,33 +383,6 @@ class Selection(Struct, frozen=True):
 
 
 EVERYTHING = Selection()
-
-
-def renamed_others(
-    manifest: Manifest, names: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """`state.optimizer` with other names of parameters, and the new names of its tensors."""
-    optimizer = dict(_optimizer(manifest))
-    tensors: dict[str, str] = {}
-    path = f"optimizer.{OTHER}"
-
-    def moved(value: Any, old: str, new: str) -> Any:
-        if isinstance(value, TensorName) and value.name.startswith(old):
-            tensors[value.name] = new + value.name[len(old) :]
-            return TensorName(tensors[value.name])
-        return map_values(value, lambda item, _: moved(item, old, new))
-
-    if values := others_of(manifest):
-        optimizer[OTHER] = {}
-        for name, own in values.items():
-            new = names.get(name, name)
-            optimizer[OTHER][new] = moved(own, inside(path, name), inside(path, new))
-    if parts := partitions_of(manifest):
-        optimizer[PARTITIONS] = [
-            {**part, "parameters": [names.get(name, name) for name in part["parameters"]]}
-            for part in parts
-        ]
-    return optimizer, tensors
 
 
 def in_words(states: Iterable[State]) -> str:

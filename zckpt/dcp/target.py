@@ -126,11 +126,12 @@ class LoadTarget:
 
     def _number(self, meaning: KeyMeaning) -> Scalar | None:
         """A 0-d state."""
-        parameter = self.source.manifest.parameters[meaning.name]
+        manifest = self.source.manifest
+        parameter = manifest.parameters[meaning.name]
         if meaning.slot == "step":
             place = WRITTEN["torch"]
             return None if parameter.step is None else place.number(parameter.step)
-        return parameter.scalars.get(meaning.slot)
+        return manifest.states.scalars.get(meaning.name, {}).get(meaning.slot)
 
     # -- hyper-parameters
 

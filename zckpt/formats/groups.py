@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import states
+from ..core import optimizer_states, states
 from ..core.facts import FlatBufferEngine
 from ..core.layout import Shell
 from ..core.manifest import Manifest, Sibling
@@ -153,12 +153,17 @@ def regrouped(
         name: replace(parameter, group=members.get(name, parameter.group))
         for name, parameter in manifest.parameters.items()
     }
+    estimates = manifest.states.by_rank(count)
+    states = manifest.states.without_form("estimate")
+    if estimates:
+        states += optimizer_states.estimates([estimates[number] for number in origins])
     order = sorted(parameters, key=lambda name: members.get(name, len(groups)))
     return replace(
         manifest,
         groups=groups,
         parameters={name: parameters[name] for name in order},
         state=state,
+        states=states,
     ), shells
 
 

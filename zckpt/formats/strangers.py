@@ -1,8 +1,7 @@
 """What does an optimizer's state dict have beside the states of its parameters?
 
-A number or a text is kept where it stands, in `state.optimizer.beside` or `among`, and a target
-may lack it: the report says so. Anything else is a state of no parameter, which is not read: a
-target would lack it.
+A number or a text is kept, and a target may lack it: the report says so. Anything else is a state
+of no parameter, which is not read: a target would lack it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from typing import Any
 from msgspec import Struct
 
 from ..core.inert import PLAIN, inside
-from ..core.manifest import Entry, Key, Unsupported
-from ..core.states import NO_PARAMETER, PLACES, unsupported
+from ..core.manifest import Entry, Key
+from ..core.optimizer_states import StateRow, unsupported
+from ..core.states import NO_PARAMETER, REASONS
 
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 
@@ -31,25 +31,24 @@ class Stranger(Struct, frozen=True):
     parameters: tuple[str, ...] = (NO_PARAMETER,)
 
 
-def sorted_out(
-    strangers: Iterable[Stranger], keep: Keep
-) -> tuple[dict[str, Any], list[Unsupported]]:
-    """The numbers and texts by their places and keys, and what is not read.
+def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> list[StateRow]:
+    """Rows of what is kept, and of what is not read.
 
     A key that is no text could be a parameter's; and of two that are equal, only one has the place.
     """
-    numbers: dict[str, dict[Any, Any]] = {place: {} for place in PLACES.values()}
-    states = []
+    forms = {reason: form for form, reason in REASONS.items()}
+    rows: dict[Any, StateRow] = {}
     for item in strangers:
-        own = numbers.get(PLACES.get(item.reason, ""))
-        is_named = type(item.key) is str and own is not None and item.key not in own
-        if own is not None and is_named and is_plain(item.value):
-            own[item.key] = item.value
+        form = forms.get(item.reason)
+        is_named = type(item.key) is str and form is not None and (form, item.key) not in rows
+        if form is not None and is_named and is_plain(item.value):
+            rows[form, item.key] = StateRow(item.key, form, value=item.value)
             continue
         tensors: dict[Key, Entry] = {}
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
-        states.append(unsupported(item.key, item.parameters, item.reason, value, tensors.values()))
-    return numbers, states
+        own = unsupported(item.key, item.parameters, item.reason, value, tensors.values())
+        rows[len(rows)] = own
+    return [*rows.values()]
 
 
 def is_plain(value: Any) -> bool:

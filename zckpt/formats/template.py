@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ..core.grouping import by_key
 from ..core.inert import by_value
 from ..core.manifest import Entry, Key, Manifest, Parameter
+from ..core.optimizer_states import States
 from ..core.weights import states_by_weight
 from ..errors import InconsistentCheckpoint, MissingData, Notice, WrongOption, listed
 from ..training.hyperparameters import given_groups
@@ -114,6 +115,13 @@ class Template:
                 own, trainable=like.trainable, group=like.group, aliases=like.aliases
             )
         return parameters
+
+    @property
+    def own_states(self) -> States:
+        """Those of the source; numbers have the run's names."""
+        return self.source.states.with_numbers_of(
+            {name: self.owners[name] for name in self.run.parameters}
+        )
 
     def check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless both train the same weights with an optimizer of the same states."""

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
-from ..core.states import renamed_others
 from ..errors import MissingData, Notice, WrongOption, joined, listed, note
 from ..training.options import Renames
 from .patterns import INFO, under_names
@@ -398,9 +397,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     client = state.get("client_state")
     if isinstance(client, dict) and isinstance(info := client.get(INFO), dict):
         state["client_state"] = {**client, INFO: under_names(info, names)}
-    tensors: dict[str, str] = {}
-    if isinstance(state.get("optimizer"), dict):
-        state["optimizer"], tensors = renamed_others(manifest, names)
+    states, tensors = manifest.states.renamed(names)
 
     def under_new_name(entry: Entry) -> Entry:
         if entry.slot == "state":
@@ -438,8 +435,5 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         pipeline=pipeline and pipeline.renamed(names),
         tensor_parallel=slices and slices.renamed(names),
         state=state,
-        unsupported=tuple(
-            replace(item, parameters=tuple(names.get(name, name) for name in item.parameters))
-            for item in manifest.unsupported
-        ),
+        states=states,
     )

@@ -23,7 +23,7 @@ def own_matches(manifest: Manifest) -> list[Match]:
     matches = list(with_masters(entries))
     paired = {id(entry) for item in matches for entry in (item.a, item.b)}
     matches += [Match(entry) for entry in entries.values() if id(entry) not in paired]
-    matches += [Match(entry) for item in manifest.unsupported for entry in item.tensors]
+    matches += [Match(entry) for row in manifest.states for entry in row.tensors]
     return matches + copies(manifest, entries)
 
 

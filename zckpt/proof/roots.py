@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core.manifest import Manifest, fitting_roots
-from ..core.states import OTHER
+from ..core.optimizer_states import States
 from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
@@ -54,11 +54,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
         groups=groups or None,
         optimizer=manifest.optimizer if "," in (proven.optimizer or "") else proven.optimizer,
         state={key: _own_part(key, value, front) for key, value in proven.state.items()},
-        unsupported=tuple(
-            replace(item, parameters=tuple(key.removeprefix(front) for key in item.parameters))
-            for item in proven.unsupported
-            if not others.intersection(item.parameters)
-        ),
+        states=_own_states(proven.states, front, others),
     )
 
 
@@ -84,9 +80,15 @@ def _own_part(key: str, value: Any, front: str) -> Any:
         return [name.removeprefix(front) for name in value if name.startswith(front)]
     if key == "module_extra":
         return _of_names(value, front)
-    if key == "optimizer" and isinstance(value, dict) and OTHER in value:
-        return {**value, OTHER: _of_names(value[OTHER], front)}
     return value
+
+
+def _own_states(states: States, front: str, others: set[str]) -> States:
+    """Those of this model's parameters, and of none."""
+    rows = states.where(lambda row: not others.intersection(row.parameters))
+    return rows.renamed(
+        {name: name.removeprefix(front) for row in rows for name in row.parameters}
+    )[0]
 
 
 def _of_names(values: dict[str, Any], front: str) -> dict[str, Any]:

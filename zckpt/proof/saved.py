@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, convert, field
-from msgspec.structs import asdict
 
 from ..core import compare, description, keys, sources
 from ..core.compare import Result
@@ -22,15 +21,15 @@ from ..core.manifest import (
     Manifest,
     Parameter,
     Sizes,
-    Unsupported,
     key_of,
     parameters_from_json,
     parameters_to_json,
 )
+from ..core.optimizer_states import StateRow, States, of_parameters
 from ..core.origin import Origin
 from ..core.plan import Match, match
 from ..core.resources import Begin, Copying
-from ..core.states import Selection, State, states_of
+from ..core.states import Selection, State, states_of, with_updates
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -95,7 +94,7 @@ def about(manifest: Manifest) -> Report:
         "step": manifest.step,
         "warnings": description.said(manifest.warnings),
         "held": {
-            "parameters": parameters_to_json(manifest.parameters),
+            "parameters": parameters_to_json(manifest.parameters, manifest.states),
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
             "format": manifest.format,
@@ -110,8 +109,14 @@ def about(manifest: Manifest) -> Report:
             "of_ranks": manifest.of_ranks,
             "layout": manifest.layout,
             "unread": [
-                {**asdict(item), "tensors": [entry.name for entry in item.tensors]}
-                for item in manifest.unsupported
+                {
+                    "key": row.key,
+                    "parameters": row.parameters,
+                    "reason": row.reason,
+                    "content": row.value,
+                    "tensors": [entry.name for entry in row.tensors],
+                }
+                for row in manifest.states.of_form("unsupported")
             ],
             **({"contents": digest(manifest)} if manifest.inferred else {}),
         },
@@ -256,14 +261,16 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         if "state" not in report["held"]:  # a proof of an older zckpt
             known = {state.key: state.parameters for state in _others(manifest)}
             stated = known if held.states is None else held.states
-            facts = facts._replace(state={"optimizer": {"other": _by_parameter(stated)}})
+            rows = of_parameters("other", _by_parameter(stated))
+            facts = facts._replace(states=States(tuple(rows)))
         entries = {
             key: Entry(*key, item.dtype, item.shape, Runs([]), int(item.a, 16))
             for key, item in ((key_of(name), item) for name, item in digests.items())
             if item.a is not None
         }
-        unsupported_states = [_with_tensors(item, entries) for item in held.unsupported]
-        parameters = parameters_from_json(held.parameters)
+        parameters, numbers = parameters_from_json(held.parameters)
+        rows = [_with_tensors(item, entries) for item in held.unsupported]
+        facts = facts._replace(states=States((*numbers, *facts.states, *rows)))
         _check_groups(parameters, held.groups)
         proven = Manifest(
             root=path,
@@ -277,10 +284,9 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             **facts._asdict(),
             of_ranks=held.of_ranks,
             layout=held.layout,
-            unsupported=tuple(unsupported_states),
             states_inferred=False,
         )
-        return proven, held.contents
+        return with_updates(proven), held.contents
     except MALFORMED as error:
         raise CorruptCheckpoint(
             "option-invalid",
@@ -299,11 +305,12 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
             raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
-def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> Unsupported:
+def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
     """The state with its tensors, which are no entries then."""
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
-    return Unsupported(item.key, item.parameters, item.reason, content, tensors)
+    own, reason = item.parameters, item.reason
+    return StateRow(item.key, "unsupported", own, content, reason, tensors=tensors)
 
 
 def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class _Comparison:
 
     def run(self) -> None:
         ours, theirs = (  # where the optimizer keeps its step is compared by itself
-            {key: value for key, value in manifest.state_with_cuts.items() if key != MODULE}
+            {key: value for key, value in manifest.whole_state.items() if key != MODULE}
             for manifest in self.sides.values()
         )
         for key in dict.fromkeys((*ours, *theirs)):

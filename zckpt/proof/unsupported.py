@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from ..core.description import Report
 from ..core.grouping import by_key
-from ..core.manifest import Manifest, Unsupported
+from ..core.manifest import Manifest
+from ..core.optimizer_states import StateRow
 from ..core.plan import Match
 from ..errors import Notice, listed, note
 
@@ -44,37 +45,36 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
             notes.append(note("state-unsupported", message, subject=key))
         else:
             lines.append({"key": name, "a": _text(ours), "b": _text(theirs)})
-    a, b = (
-        replace(
-            side,
-            unsupported=tuple(i for i in side.unsupported if (i.key, i.parameters) not in shared),
-        )
-        for side in (a, b)
-    )
+
+    def is_alone(row: StateRow) -> bool:
+        return row.form != "unsupported" or (row.key, row.parameters) not in shared
+
+    a, b = (replace(side, states=side.states.where(is_alone)) for side in (a, b))
     return a, b, lines, notes
 
 
-def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[Unsupported], list[Unsupported]]]:
+def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[StateRow]]]:
     """The states of both whose values are known; each model rank has its own."""
     ours, theirs = _by_owner(a), _by_owner(b)
     return {
         key: (own, theirs[key])
         for key, own in ours.items()
-        if key in theirs and all(item.content for item in (*own, *theirs[key]))
+        if key in theirs and all(item.value for item in (*own, *theirs[key]))
     }
 
 
-def _by_owner(manifest: Manifest) -> dict[Owned, list[Unsupported]]:
-    return by_key(((item.key, item.parameters), item) for item in manifest.unsupported)
+def _by_owner(manifest: Manifest) -> dict[Owned, list[StateRow]]:
+    rows = manifest.states.of_form("unsupported")
+    return by_key(((row.key, row.parameters), row) for row in rows)
 
 
-def _form(states: list[Unsupported]) -> Form:
+def _form(states: list[StateRow]) -> Form:
     return tuple(
-        (item.content, tuple((each.dtype, each.shape) for each in item.tensors)) for item in states
+        (item.value, tuple((each.dtype, each.shape) for each in item.tensors)) for item in states
     )
 
 
-def _text(states: list[Unsupported]) -> str:
+def _text(states: list[StateRow]) -> str:
     """How a report shows it."""
     return ", ".join(
         " ".join([content, *(f"{dtype} {list(shape)}" for dtype, shape in tensors)])

@@ -18,10 +18,16 @@ from .states import by_keys, engine_name
 
 def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
     """Parameters of both, by the name in `a`; a tied weight may have another name in `b`."""
-    theirs = b.parameters | {alias: b.parameters[owner] for alias, owner in b.owners.items()}
+    for owner, name in shared_names(a, b):
+        yield owner, a.parameters[owner], b.parameters[name]
+
+
+def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
+    """The names of parameters of both, in `a` and in `b`."""
+    theirs = {name: name for name in b.parameters} | b.owners
     for owner, parameter in a.parameters.items():
         if name := next(filter(theirs.__contains__, (owner, *parameter.aliases)), None):
-            yield owner, parameter, theirs[name]
+            yield owner, theirs[name]
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:
@@ -83,14 +89,12 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
     A line has `a_type`, `a_shape` and so on if these differ. A state that one side has for no
     parameter at all is not a difference.
     """
-    keys = [
-        {key for parameter in side.parameters.values() for key in parameter.scalars}
-        for side in (a, b)
-    ]
+    keys = [{row.key for row in side.states.of_form("number")} for side in (a, b)]
     lines = []
-    for name, ours, theirs in shared_parameters(a, b):
-        for key in sorted(keys[0] & keys[1] & {*ours.scalars, *theirs.scalars}):
-            one, other = ours.scalars.get(key), theirs.scalars.get(key)
+    for name, other_name in shared_names(a, b):
+        ours, theirs = a.states.scalars.get(name, {}), b.states.scalars.get(other_name, {})
+        for key in sorted(keys[0] & keys[1] & {*ours, *theirs}):
+            one, other = ours.get(key), theirs.get(key)
             values = [None if each is None else to_json(each.value) for each in (one, other)]
             line = {"parameter": name, "scalar": key, "a": values[0], "b": values[1]}
             kinds = _kinds(one, other)
@@ -145,10 +149,10 @@ def unsupported_states(manifest: Manifest) -> list[Notice]:
     return [
         note(
             "state-unsupported",
-            f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}",
-            subject=item.key,
+            f"not read: {row.key} of {listed(row.parameters, 4)}: {row.reason}",
+            subject=row.key,
         )
-        for item in manifest.unsupported
+        for row in manifest.states.of_form("unsupported")
     ]
 
 

@@ -141,7 +141,7 @@ def without_others(
     dictionary. Raises CorruptCheckpoint for a value within itself.
     """
     filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
-    state = filtered.dictionary(manifest.state, "")
+    state = filtered.dictionary(manifest.state_with_states, "")
     groups = manifest.groups
     if groups is not None:
         groups = tuple(
@@ -152,8 +152,7 @@ def without_others(
     if isinstance(engine, FlatBufferEngine):
         engine = replace(engine, config=filtered.dictionary(engine.config, "config"))
     return replace(
-        manifest.with_each(lambda rank: without_others(rank, needed, admitted)),
-        state=state,
+        manifest.with_each(lambda own: without_others(own, needed, admitted)).with_state(state),
         groups=groups,
         engine=engine,
         omitted=(*manifest.omitted, *filtered.omitted),
@@ -166,7 +165,7 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
     A pickle may call a function and drop what it gives: such a name counts, too.
     """
     names = _Names()
-    values = (manifest.state, manifest.groups, _config(manifest))
+    values = (manifest.state_with_states, manifest.groups, _config(manifest))
     kept = frozenset().union(*map(names.of, values)) - COMMON
     return _sorted((kept | (manifest.objects - DESCRIBING)) - {ITSELF.name, *needed})
 

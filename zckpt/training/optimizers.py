@@ -207,9 +207,7 @@ def likely_optimizer(source: Manifest) -> str:
         return plain_name(source.optimizer)
     own = {"amsgrad", "bias_correction"}  # of torch's Adam; of DeepSpeed's and Apex's
     is_adam = all("lr" not in group or own & group.keys() for group in source.groups or ())
-    has_states = any(map(is_optimizers, source.slots)) or any(
-        parameter.scalars for parameter in source.parameters.values()
-    )
+    has_states = any(map(is_optimizers, source.slots)) or bool(source.states.of_form("number"))
     return "adamw" if is_adam and not has_states else ""
 
 

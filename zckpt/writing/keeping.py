@@ -77,9 +77,9 @@ def _numbers(manifest: Manifest) -> dict[str, Any]:
     """Numbers of no parameter, those in the optimizer's `state` as `state.n`."""
     numbers: dict[str, Any] = {}
     for own in manifest.each:
-        numbers |= states.numbers_of(own, states.BESIDE)
-        among = states.numbers_of(own, states.AMONG)
-        numbers |= {f"state.{key}": value for key, value in among.items()}
+        numbers |= own.states.numbers("beside")
+        among = own.states.numbers("among").items()
+        numbers |= {f"state.{key}": value for key, value in among}
     return numbers
 
 
@@ -258,10 +258,8 @@ class Keeping(Struct, frozen=True):
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
         """The classes and functions that the values of states name, and that may be admitted."""
-        parts = [part["states"] for own in self.named.each for part in states.partitions_of(own)]
-        others = [value for own in self.named.each for value in states.others_of(own).values()]
-        values = [*others, *parts]
-        own = [value[key] for key in keys for value in values if key in value]
+        rows = [row for m in self.named.each for row in m.states.of_form("other", "partition")]
+        own = [row.value for row in rows if row.key in keys]
         return objects.admissible(own, formats.engine_objects())
 
 

@@ -13,7 +13,6 @@ import zckpt
 from zckpt.core.facts import StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Sighting, name_of
-from zckpt.core.states import PARTITIONS
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 
 from ...conftest import texts
@@ -55,7 +54,7 @@ def test_a_state_of_one_element_is_a_number(cut: Cut, tmp_path: Path) -> None:
         each["d"] = torch.tensor([0.5])
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
     assert {entry.slot for entry in manifest.entries.values()} - {"param"} == {*made.SLOTS}
-    assert [manifest.parameters[name].scalars["d"].value for name in ("weight", "one")] == [0.5] * 2
+    assert [manifest.states.scalars[name]["d"].value for name in ("weight", "one")] == [0.5] * 2
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -248,8 +247,7 @@ def slots(manifest: Manifest) -> set[str]:
 
 def of_partitions(manifest: Manifest) -> list[str]:
     """The keys of states that no parameter has a part of."""
-    partitions = manifest.state["optimizer"].get(PARTITIONS, ())
-    return sorted(str(key) for each in partitions for key in each["states"])
+    return sorted(str(row.key) for row in manifest.states.of_form("partition"))
 
 
 def half(part: torch.Tensor) -> torch.Tensor:
@@ -284,7 +282,7 @@ def test_what_is_no_number_of_all_ranks(cut: Cut, tmp_path: Path) -> None:
     first |= {"d": torch.tensor(0.5), "only": torch.tensor(2.0), "nothing": None, 7: 1.0}
     second |= {"d": torch.tensor(0.25), "late": torch.tensor(2.0), "nothing": None, 7: 1.0}
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
-    assert manifest.parameters["weight"].scalars == {}
+    assert manifest.states.scalars == {}
     assert slots(manifest) == {"exp_avg", "exp_avg_sq"}
     assert of_partitions(manifest) == ["7", "d", "late", "only"]
 
@@ -426,7 +424,7 @@ def test_a_number_that_an_elastic_save_has_cut_off(
     elastic(ranks)
     run = made.saved(tmp_path / "run", (model, ranks))
     manifest = zckpt.read(run)
-    scalars = {key: each.value for key, each in manifest.parameters["weight"].scalars.items()}
+    scalars = {key: each.value for key, each in manifest.states.scalars.get("weight", {}).items()}
     assert scalars == ({} if expected is None else {"d": expected})
     assert zckpt.load(run, "weight/exp_avg").tolist() == [*range(101, 108)]
 
@@ -437,7 +435,7 @@ def test_numbers_that_an_elastic_save_keeps(tmp_path: Path) -> None:
     for rank in ranks:
         kept(rank)[0] |= {"a": 0.5, "b": torch.tensor(0.25)}
     elastic(ranks)
-    scalars = zckpt.read(made.saved(tmp_path / "run", (model, ranks))).parameters["weight"].scalars
+    scalars = zckpt.read(made.saved(tmp_path / "run", (model, ranks))).states.scalars["weight"]
     assert scalars == {"a": Scalar(0.5, "float"), "b": Scalar(0.25, "F32")}
 
 
@@ -461,7 +459,7 @@ def test_a_step_of_one_element(cut: Cut, tmp_path: Path) -> None:
             each["step"] = torch.tensor([3.0])
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
     assert manifest.step_place == StepPlace("state", "F32", (1,))
-    assert all(each.scalars == {} for each in manifest.parameters.values())
+    assert manifest.states.scalars == {}
     assert (manifest.step, of_partitions(manifest)) == (3, [])
 
 

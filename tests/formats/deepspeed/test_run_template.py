@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import zckpt
 from zckpt.core.facts import FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.manifest import Manifest, Sighting
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption, ZckptError
 from zckpt.formats.deepspeed.run_template import as_in_run
 from zckpt.formats.options import options_of
@@ -145,7 +146,10 @@ def with_a_tie(source: Manifest, run: Manifest) -> tuple[Manifest, Manifest]:
     parameters = {name: own for name, own in source.parameters.items() if name != "embed"}
     parameters["twin"] = replace(source.parameters["embed"], aliases=("embed",))
     tied = {"embed": "twin"}
-    renamed = [replace(e, parameter=tied.get(*[e.parameter] * 2)) for e in source.entries.values()]
+    renamed = [
+        replace(entry, parameter=tied.get(entry.parameter, entry.parameter))
+        for entry in source.entries.values()
+    ]
     entries = {entry.key: entry for entry in renamed}
     more = {"twin": run.parameters["embed"]}
     return (
@@ -262,12 +266,14 @@ def test_what_counts_the_batches_of_the_run(source: Manifest, run: Manifest) -> 
     """The members of groups are counted anew, and the loss scale stays the run's."""
     assert isinstance(run.engine, FlatBufferEngine)
     run = replace(run, engine=replace(run.engine, dtype="F16"))
-    optimizer = {"members": [[0]], "other": {"a": 1}, "clip_grad": 1.0}
+    optimizer = {"members": [[0]], "clip_grad": 1.0}
     run = with_state(run, optimizer=optimizer, random_ltd={"seen": 4})
-    source = with_state(source, optimizer={"members": [[1]], "other": {"b": 2}})
+    source = with_state(source, optimizer={"members": [[1]]})
+    states = [States((StateRow("k", "other", (name,), 1),)) for name in "ab"]
+    run, source = replace(run, states=states[0]), replace(source, states=states[1])
     result = in_run(source, run)
     assert result.engine == run.engine
-    assert result.state["optimizer"] == {"clip_grad": 1.0, "other": {"b": 2}}
+    assert (result.state["optimizer"], result.states) == ({"clip_grad": 1.0}, states[1])
     assert "the loss scale is that of --like; random_ltd is as in --like" in said(result, run)
     result = in_run(with_state(source, optimizer={}), run)
     assert result.state["optimizer"] == {"clip_grad": 1.0}

@@ -330,7 +330,7 @@ class TestNamesOfNumbers:
         optim = self.stepped(model)
         optim["state"][7] = {"exp_avg": torch.ones(3)}
         manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
-        assert [item.key for item in manifest.unsupported] == ["7"]
+        assert [item.key for item in manifest.states.of_form("unsupported")] == ["7"]
 
 
 class TestStepsOfRanks:

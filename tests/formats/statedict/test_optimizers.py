@@ -362,7 +362,7 @@ def test_a_text_among_the_numbers_of_parameters(tmp_path: Path) -> None:
     state = optimizer.state_dict()
     state["state"]["global"] = {"count": 3}
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
-    (unsupported,) = zckpt.read(tmp_path / "run.pt").unsupported
+    (unsupported,) = zckpt.read(tmp_path / "run.pt").states.of_form("unsupported")
     assert unsupported.key == "global"
     with pytest.raises(errors.UnsupportedState, match="optimizer's global of no parameter"):
         zckpt.convert(tmp_path / "run.pt", tmp_path / "universal")

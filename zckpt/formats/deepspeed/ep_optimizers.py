@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.manifest import Manifest
 from ...core.merge import merge
+from ...core.optimizer_states import OF_OTHERS, OTHER, States, of_parameters
 from ...core.placement import EP_RANK, Table
-from ...core.states import OTHER
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -295,7 +295,7 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
             hint="files of different saves seem to be mixed",
             file=whole.file.path,
         )
-    other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
+    others = tensors.kept(states.first.get(OTHER) or {}, OF_OTHERS, whole.file)
     return replace(
         first,
         entries=tensors.entries,
@@ -304,6 +304,8 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
-        unsupported=tuple(strangers_of(states)[1]),
-        state={**first.state, "optimizer": {**first.state["optimizer"], OTHER: other}},
+        states=first.states.without_form("number", "other", "unsupported")
+        + tensors.numbers
+        + of_parameters("other", others)
+        + States(tuple(strangers_of(states))).of_form("unsupported"),
     )

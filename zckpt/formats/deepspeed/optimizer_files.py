@@ -10,13 +10,11 @@ from typing import Any
 from ...core.inert import PYTHON_NUMBERS, Foreign
 from ...core.layout import Shell
 from ...core.manifest import slot_key
-from ...core.states import partitions_of
 from ...errors import Notice, listed, warning
 from ...files.torchshell import Contents, Storages
 from ...training.hyperparameters import are_given, are_inferred
 from ...training.options import GROUP_DEFAULTS
 from .. import zero
-from ..deepspeed_states.estimates import stated
 from ..deepspeed_states.experts import parameter_of
 from ..deepspeed_states.optimizer_values import (
     base_state,
@@ -35,7 +33,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 
     In stage 3 they differ only in tensors, in states of partitions, and in estimates of ranks.
     """
-    differs = partitions_of(target.source) or stated(target.source)
+    differs = target.source.states.of_form("partition", "estimate")
     alike = target.engine.partitioned and not differs
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):

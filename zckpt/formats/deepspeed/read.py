@@ -185,7 +185,7 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
         parameters={},
         buffers=(),
         replicas=(),
-        unsupported=(),
+        states=whole.states.without_form("number", "unsupported"),
         omitted=tuple(dict.fromkeys(chain.from_iterable(m.omitted for m in manifests))),
     )
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from ...core.facts import UNCUT, FlatBufferEngine
 from ...core.manifest import Manifest
+from ...core.optimizer_states import Form
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, warning
 from ...naming.patterns import INFO
 from ...training.options import Options
@@ -31,7 +32,8 @@ from ..template import Group, Template
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in the client state of Megatron-DeepSpeed
-OF_MEMBERS = ("members", "other")  # of the optimizer's state
+OF_SOURCE: tuple[Form, ...] = ("number", "other", "unsupported")
+"""The states of the source's own optimizer that a target gets; all others are the run's."""
 OF_RANKS = ("args", INFO)  # of the client state: they are about the grid
 
 
@@ -89,6 +91,7 @@ class _Run(Template):
             tensor_parallel=like.tensor_parallel,
             replicas=(),
             state=self._state(),
+            states=like.states.without_form(*OF_SOURCE) + self.own_states.of_form(*OF_SOURCE),
             warnings=(*source.warnings, *self.warnings),
             fingerprints={**like.fingerprints, **source.fingerprints},
         )
@@ -140,9 +143,8 @@ class _Run(Template):
         """The run's state, with the source's scheduler and client state; its own counters go."""
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
-        theirs, ours = (m.state.get("optimizer") or {} for m in (like, source))
-        optimizer = {key: value for key, value in theirs.items() if key not in OF_MEMBERS}
-        optimizer |= {"other": ours["other"]} if ours.get("other") else {}
+        own = like.state.get("optimizer") or {}
+        optimizer = {key: value for key, value in own.items() if key != "members"}
         assert isinstance(like.engine, FlatBufferEngine)
         if like.engine.dtype == "F16":
             message = "the loss scale is that of --like"

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
+from ...core.optimizer_states import BY_RANK
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint, brief, listed, warning
 from ...files.torchshell import Storages, thawed
 from .states import EngineStates
@@ -21,11 +22,9 @@ KEYS = {
     *("numerator_weighted", "gsq_weighted", "sk_sq_weighted"),
 }
 """Of prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1."""
-BY_RANK = "by_rank"
-"""The key of the estimates in the manifest's state of the optimizer: for each group the values of
-all ranks, by the name of the hyper-parameter."""
 
 Estimates = Sequence[Mapping[str, Sequence[Any]]]
+"""For each group the values of all ranks, by the name of the hyper-parameter."""
 
 
 def estimates_of(ranks: EngineStates) -> Estimates:
@@ -58,23 +57,22 @@ def warnings(estimates: Estimates) -> list[Notice]:
 
 def stated(source: Manifest) -> Estimates:
     """What a manifest states of ranks' estimates; raises CorruptCheckpoint for another form."""
-    groups = (source.state.get("optimizer") or {}).get(BY_RANK) or []
-    if not isinstance(groups, list) or not all(_is_of_ranks(each, source.dp) for each in groups):
+    rows = source.states.of_form("estimate")
+    if not all(_is_of_ranks(row.value, source.dp) for row in rows):
         raise CorruptCheckpoint(
             "file-damaged",
             f"{source.root}: optimizer.{BY_RANK} has not the values of ranks",
             file=source.root,
         )
-    return groups
+    return source.states.by_rank(len(source.groups or ()))
 
 
-def _is_of_ranks(group: Any, dp: int) -> bool:
-    """Whether each hyper-parameter has a number for every rank."""
-    return isinstance(group, dict) and all(
+def _is_of_ranks(values: Any, dp: int) -> bool:
+    """Whether there is a number for every rank."""
+    return (
         isinstance(values, list)
         and len(values) == dp
         and all(isinstance(value, (int, float, Scalar)) for value in values)
-        for values in group.values()
     )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core import optimizer_states
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
 from ...core.manifest import Manifest, Parameter, Sighting
+from ...core.optimizer_states import OTHER, States, of_parameters
 from ...core.origin import Origin
-from ...core.states import PARTITIONS
 from ...errors import Notice, listed, note, warning
 from ...files.torchfile import TorchFile
 from ...training import steps
@@ -65,8 +66,10 @@ def manifest_of(
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside, around = siblings(ranks.directory), trainer_around(ranks.directory)
     place = step_place(ranks, buffers)
-    partitions, unsupported = states_of_partitions(ranks, buffers, tensors.entries)
-    numbers, strange = strangers_of(ranks)
+    state = _state(ranks, tensors)
+    others = state["optimizer"].pop(OTHER, None) or {}
+    of_partitions = states_of_partitions(ranks, buffers, tensors.entries)
+    estimated = estimates.estimates_of(ranks)
     differing_values = of_ranks(ranks)
     return Manifest(
         root=ranks.directory.path,
@@ -84,7 +87,16 @@ def manifest_of(
             config,
         ),
         step_place=place,
-        state=_state(ranks, tensors, {PARTITIONS: partitions, **numbers}),
+        state=state,
+        states=States(
+            (
+                *tensors.numbers,
+                *of_parameters("other", others),
+                *of_partitions,
+                *optimizer_states.estimates(estimated),
+                *strangers_of(ranks),
+            )
+        ),
         replicas=tuple(tensors.replicas),
         of_ranks=differing_values,
         rank_keys=RANK_KEYS,
@@ -97,7 +109,6 @@ def manifest_of(
         records=tuple(record for file in _files(ranks) for record in file.records.values()),
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
-        unsupported=(*unsupported, *strange),
         omitted=(
             *own_client_state(differing_values),
             *beside.omitted,
@@ -108,7 +119,7 @@ def manifest_of(
             *_frozen_warnings(ranks, lost),
             *_buffer_warnings(differing),
             *_elastic_warnings(ranks, groups),
-            *estimates.warnings(estimates.estimates_of(ranks)),
+            *estimates.warnings(estimated),
             *_config_warnings(ranks),
             *_trainer_warnings(around),
             *_scaler_warnings(ranks.first),
@@ -188,18 +199,12 @@ def _elastic_groups(
     return tuple(groups) if any(groups) else None
 
 
-def _state(
-    ranks: EngineStates, tensors: ManifestTensors, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten.
-
-    `more` is of the optimizer.
-    """
+def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
+    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
     }
-    by_rank = estimates.estimates_of(ranks)
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in model_values(ranks.model, ranks.module).items()
@@ -214,9 +219,7 @@ def _state(
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": optimizer
-        | {key: value for key, value in more.items() if value}
-        | ({estimates.BY_RANK: by_rank} if by_rank else {}),
+        "optimizer": optimizer,
     }
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from ...core.checksum import crc32
 from ...core.inert import Foreign, alike, to_json
-from ...core.manifest import Entry, Key, Unsupported
+from ...core.manifest import Entry, Key
+from ...core.optimizer_states import StateRow
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import Notice, note
 from ...naming.names import plain
@@ -151,8 +152,8 @@ OF_ZCKPT = frozenset(("members", "other"))
 """What the reader adds in stage 0; keys that begin with `zckpt` are in files of zckpt's."""
 
 
-def strangers_of(ranks: EngineStates) -> tuple[dict[str, Any], list[Unsupported]]:
-    """The numbers of no parameter by their places, and the states that are not read.
+def strangers_of(ranks: EngineStates) -> list[StateRow]:
+    """The numbers of no parameter, and the states that are not read.
 
     Each has the values of all ranks, unless they are one number.
     """

@@ -7,7 +7,6 @@ from typing import Any
 
 from ...core import agreement
 from ...core.inert import Foreign, Global
-from ...core.states import AMONG, BESIDE, numbers_of
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training.options import OPTIMIZER
@@ -60,9 +59,9 @@ def base_state(
         own = estimates.of_rank(target.source, number, rank, storages)
         groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
     return {
-        **numbers_of(target.source, BESIDE),
+        **target.source.states.numbers("beside"),
         "state": {place: state for place, state in states.items() if state}
-        | numbers_of(target.source, AMONG),
+        | target.source.states.numbers("among"),
         "param_groups": groups,
     }
 

@@ -15,8 +15,8 @@ from ...core import agreement
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
-from ...core.manifest import Entry, Key, Sighting, Unsupported
-from ...core.states import unsupported
+from ...core.manifest import Entry, Key, Sighting
+from ...core.optimizer_states import Part, StateRow, unsupported
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
@@ -409,41 +409,31 @@ class FlatBuffer(Struct, frozen=True):
 
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
-) -> tuple[list[dict[str, Any]], list[Unsupported]]:
+) -> list[StateRow]:
     """States of the ranks' parts of flat buffers that no parameter has a part of.
 
     SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
     off them, and ranks that share experts have parts of other buffers each: these are not read.
     `entries` gets the tensors of the others.
     """
-    partitions: list[dict[str, Any]] = []
-    others: list[Unsupported] = []
+    rows: list[StateRow] = []
+    parts = 0
     kind = "a run with experts" if ranks.model.get("num_experts") else ""
     kind = "an elastic save" if ranks.elastic else kind
     reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
     for number, buffer in enumerate(buffers):
-        path = f"optimizer.partitions.{number if kind else len(partitions)}"
-        states = {}
+        path = f"optimizer.partitions.{number if kind else parts}"
+        parts += bool(buffer.own)
+        of_ranks = Part(ranks.stage, ranks.dp, tuple(buffer.starts.values()))
         for key, values in buffer.own.items():
             tensors: dict[Key, Entry] = {}
-            states[key] = [
+            own = [
                 file.kept(value, inside(f"{path}.{rank}", key), tensors)
                 for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))
             ]
             if kind:
-                others.append(
-                    unsupported(key, buffer.starts, reason, states[key], tensors.values())
-                )
+                rows.append(unsupported(key, buffer.starts, reason, own, tensors.values()))
             else:
                 entries |= tensors
-        if states and not kind:
-            partitions.append(
-                {
-                    "stage": ranks.stage,
-                    "dp": ranks.dp,
-                    "parameters": list(buffer.starts),
-                    "starts": list(buffer.starts.values()),
-                    "states": states,
-                }
-            )
-    return partitions, others
+                rows.append(StateRow(key, "partition", (*buffer.starts,), own, part=of_ranks))
+    return rows

@@ -22,8 +22,8 @@ from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar
-from ...core.manifest import Manifest, Parameter, Sibling, slot_key
-from ...core.states import others_of, partitions_of, states_of, untouched
+from ...core.manifest import Manifest, Sibling, slot_key
+from ...core.states import states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import (
     InconsistentCheckpoint,
@@ -205,7 +205,7 @@ class DeepSpeedTarget:
             paddings,
             zero.offsets(numels, paddings),
             self._shared("step", members, [parameter.step for parameter in parameters]),
-            self._shared_scalars(members, parameters),
+            self._shared_scalars(members),
             slots,
             masters.pop() if len(masters) == 1 else "F32",
             ep,
@@ -262,9 +262,7 @@ class DeepSpeedTarget:
             )
         return values[0] if values else None
 
-    def _shared_scalars(
-        self, names: Sequence[str], parameters: Sequence[Parameter]
-    ) -> dict[str, Scalar]:
+    def _shared_scalars(self, names: Sequence[str]) -> dict[str, Scalar]:
         """Numbers of the optimizer that are equal for all parameters of a flat buffer.
 
         Others have no place, unless the optimizer needs them: then they raise.
@@ -273,8 +271,9 @@ class DeepSpeedTarget:
             return {}
         shared: dict[str, Scalar] = {}
         needed = known_optimizer(optimizer_name(self.engine, self.source)).numbers
-        for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
-            values = [parameter.scalars.get(key) for parameter in parameters]
+        scalars = [self.source.states.scalars.get(name, {}) for name in names]
+        for key in dict.fromkeys(key for own in scalars for key in own):
+            values = [own.get(key) for own in scalars]
             if key in needed:
                 shared[key] = self._shared(key, names, values)
             elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):
@@ -332,7 +331,7 @@ class DeepSpeedTarget:
         """States that are neither numbers nor of a parameter's shape, where they have a place."""
         if self.options.weights_only or not self._by_itself:
             return {}
-        return others_of(self.source)
+        return self.source.states.others
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
         """States of a rank's part of a flat buffer, if the source's ranks had the same parts."""
@@ -340,16 +339,15 @@ class DeepSpeedTarget:
         if self.options.weights_only or engine.whole or buffer.ep > 1:
             return {}
         lengths = [-(-numel // parts) for numel in buffer.numels]
-        alike = {
-            "dp": self.dp,
-            "parameters": list(buffer.names),
-            "starts": zero.offsets(lengths, buffer.paddings)[:-1],
+        starts = tuple(zero.offsets(lengths, buffer.paddings)[:-1])
+        return {
+            row.key: row.value[rank]
+            for row in self.source.states.of_form("partition")
+            if row.parameters == (*buffer.names,)
+            and row.part is not None
+            and (row.part.stage == 3) == engine.partitioned
+            and (row.part.dp, row.part.starts) == (self.dp, starts)
         }
-        for part in partitions_of(self.source):
-            same_kind = (part.get("stage") == 3) == engine.partitioned
-            if same_kind and all(part.get(key) == value for key, value in alike.items()):
-                return {key: values[rank] for key, values in part["states"].items()}
-        return {}
 
     def _client_state(self) -> dict[Any, Any]:
         """The user's keys, without those that DeepSpeed itself uses."""

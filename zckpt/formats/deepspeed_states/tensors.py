@@ -13,6 +13,7 @@ from ...core.dtypes import SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import inside, map_values
 from ...core.manifest import Entry, Key, Parameter
+from ...core.optimizer_states import StateRow, of_parameters
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from .states import EngineStates, FlatBuffer
@@ -27,6 +28,7 @@ class ManifestTensors:
         self.entries: dict[Key, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
+        self.numbers: list[StateRow] = []
         self.buffer_names = tuple(
             name for name in ranks.buffer_names if isinstance(self.module.get(name), Tensor)
         )
@@ -46,9 +48,8 @@ class ManifestTensors:
                     file=self.ranks.models[0].path,
                     subject=name,
                 )
-            self.parameters[name] = Parameter(
-                shape, group=buffer.group, step=buffer.step, scalars=dict(buffer.scalars)
-            )
+            self.parameters[name] = Parameter(shape, group=buffer.group, step=buffer.step)
+            self.numbers += of_parameters("number", {name: buffer.scalars})
             if not self.ranks.partitioned:  # stage 3 leaves placeholders, of one element before 0.6
                 self._add_weight(name, shape)
             for slot in buffer.slots:

@@ -35,7 +35,6 @@ from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.states import AMONG, BESIDE, numbers_of
 from ...errors import listed, literal, note, warning
 from ...files import safefile
 from ...files.torchshell import Storages, seal_records, shell
@@ -269,7 +268,7 @@ class StateDictWriter(StateDicts):
 
     def _optimizer_state(self) -> dict[str, Any]:
         members = [self.members(place) for place in range(len(self.groups))]
-        states, others = dict(self._states()), numbers_of(self.source, AMONG)
+        states, others = dict(self._states()), self.source.states.numbers("among")
         own: list[dict[str, Any]]
         if self.file_names.by_name:
             state, own = others | states, [{"params": names} for names in members]
@@ -279,7 +278,7 @@ class StateDictWriter(StateDicts):
             state = dict(sorted(numbered.items())) | others
             own = [{"param_names": names, "params": [ids[n] for n in names]} for names in members]
         groups = [{**group, **each} for group, each in zip(self.groups, own, strict=True)]
-        return {**numbers_of(self.source, BESIDE), "state": state, "param_groups": groups}
+        return {**self.source.states.numbers("beside"), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of one file with the program's own state, and the state dicts among it."""

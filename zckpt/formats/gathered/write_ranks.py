@@ -22,7 +22,6 @@ from ...core.fragments import row_major
 from ...core.inert import Foreign, Global, Size
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.states import others_of
 from ...errors import WrongOption, counted, literal
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, shell
@@ -88,7 +87,7 @@ class RanksWriter(StateDictWriter):
             if key != STATED:
                 self.trees[key] = value
         self.omitted = [line for line in self.omitted if line.subject != CONFIG]
-        if others_of(source):
+        if source.states.of_form("other"):
             raise WrongOption(
                 "option-not-applicable",
                 f"--dp does not apply to {source.root}: its optimizer has states of other shapes "

@@ -28,6 +28,7 @@ from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Key, Manifest, Parameter, Sibling
 from ...core.masters import results_of
+from ...core.optimizer_states import NO_STATES
 from ...core.plan import Match
 from ...core.siblings import SiblingList
 from ...core.weights import agreement, weight_of
@@ -241,6 +242,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             replicas=(),
             inferred=(),
             state={"module": names},
+            states=NO_STATES,
         )
         return model if self.adapter else saving.as_saved(model, self.config)
 

@@ -128,6 +128,7 @@ class RunTemplate(Template):
             replicas=(),
             siblings=(*source.siblings, *beside),
             state=state,
+            states=self.own_states,
             omitted=(*source.omitted, *omitted),
             warnings=(*source.warnings, *self.warnings),
             fingerprints={**like.fingerprints, **source.fingerprints},

@@ -159,7 +159,7 @@ class MegatronWriter:
         self.program = program if program in LOADING else None
         self.folder = WEIGHTS if self.program == NEMO else self._folder(common)
         self._text: bytes | None = None
-        everything = source.state_with_cuts.items()
+        everything = source.whole_state.items()
         others = {key for key, value in everything if key != "megatron" and value}
         self.omitted += [
             note("state-omitted", f"{key}: Megatron-Core has no place for it", subject=key)

@@ -245,7 +245,7 @@ class OnnxRuntimeWriter:
     # -- reports
 
     def _report(self) -> None:
-        source, state = self.source, self.source.state_with_cuts
+        source, state = self.source, self.source.whole_state
         if source.groups and self.states:
             message = (
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "

@@ -17,6 +17,7 @@ from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
 from ...core.manifest import Entry, Key, Manifest, Parameter, Sighting, slot_name
+from ...core.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties
 from ...training import steps
@@ -61,6 +62,7 @@ class ManifestBuilder:
         self.entries: dict[Key, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
+        self.numbers: list[StateRow] = []
         self.buffers: list[str] = []
         self.other: dict[str, dict[str, Any]] = {}
         self.in_pieces: dict[tuple[str, str], dict[str, InPieces]] = {}
@@ -83,8 +85,9 @@ class ManifestBuilder:
             )
             for (key, kind), own in self.in_pieces.items()
         )
-        numbers, unsupported = sorted_out([*saved.strangers, *in_pieces], self._kept)
-        state, engine = self._state(numbers)
+        strangers = sorted_out([*saved.strangers, *in_pieces], self._kept)
+        state, engine = self._state()
+        others = of_parameters("other", self._kept(self.other, OF_OTHERS))
         return Manifest(
             root=saved.root,
             format=str(saved.origin.format),
@@ -97,6 +100,7 @@ class ManifestBuilder:
             engine=engine,
             step_place=self.step_place,
             state=state,
+            states=States((*self.numbers, *others, *strangers)),
             steps=tuple(self.sightings),
             records=tuple(saved.records),
             replicas=tuple(self.replicas),
@@ -111,7 +115,6 @@ class ManifestBuilder:
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
             else {},
-            unsupported=tuple(unsupported),
             unused=tuple(saved.unused),
             buffers_named=saved.buffers_named,
             uncompared=saved.uncompared,
@@ -259,7 +262,7 @@ class ManifestBuilder:
             if _is_missing(value) and not is_slot:
                 continue
             if is_named and key in scalars and is_number(value, Leaf):
-                parameter.scalars[key] = _number(value)
+                self.numbers.append(StateRow(key, "number", (name,), _number(value)))
             elif is_named and is_slot:
                 self._add_entry(name, slot_name(key), value)
             elif isinstance(value, InPieces):
@@ -337,7 +340,7 @@ class ManifestBuilder:
         ]
         return None if groups is None else name_of_groups(keys, groups)
 
-    def _state(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], StateDictEngine]:
+    def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
@@ -380,9 +383,6 @@ class ManifestBuilder:
             schedulers = state["client_state"].get(LISTED)
             for place, each in enumerate(schedulers if isinstance(schedulers, list) else ()):
                 self._sight_scheduler(f"{LISTED}.{place}", each)
-        own = {"other": self._kept(self.other, "optimizer.other"), **numbers}
-        if any(own.values()):
-            state["optimizer"] = {key: values for key, values in own.items() if values}
         return state, engine
 
     def _sight_scheduler(self, where: str, scheduler: Any) -> None:

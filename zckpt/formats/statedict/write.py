@@ -15,7 +15,7 @@ from msgspec import Struct
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
-from ...core.states import AMONG, BESIDE, OTHER, numbers_of
+from ...core.optimizer_states import AMONG, BESIDE, OTHER
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import Notice, WrongOption, brief, counted, listed, note
 from ...naming import peft
@@ -222,7 +222,7 @@ class StateDicts:
             for key, value in state.items():
                 yield from flattened(self._state_path(name, key), value)
         if self.layout != "flat":  # torch finds there what begins with a parameter's name
-            for key, value in numbers_of(self.source, AMONG).items():
+            for key, value in self.source.states.numbers("among").items():
                 if key not in self.names:
                     yield (*self.optimizer, "state", key), value
         for place, group in enumerate(self.groups):
@@ -244,7 +244,7 @@ class StateDicts:
             ]
             yield (*self.optimizer, "param_groups", place, "params"), params
         if self.optimizer:  # else its keys stand among the program's own
-            for key, value in numbers_of(self.source, BESIDE).items():
+            for key, value in self.source.states.numbers("beside").items():
                 if not is_optimizers_key(key):
                     yield (*self.optimizer, key), value
 
@@ -271,19 +271,19 @@ class StateDicts:
         """Every trainable parameter's state, as torch's optimizers keep it."""
         source = self.source
         slots = list(filter(is_optimizers, source.slots))
-        kept = source.state.get("optimizer") or {}
         place = self.step_place if self.step_place.where == "state" else WRITTEN["torch"]
-        other = kept.get("other") or {}
+        others = source.states.others
         for name, parameter in source.parameters.items():
             state: dict[str, Any] = {}
             if parameter.step is not None and not self.step_in_group:
                 state["step"] = place.number(parameter.step).unwrapped()
-            state |= {key: scalar.unwrapped() for key, scalar in parameter.scalars.items()}
+            numbers = source.states.scalars.get(name, {})
+            state |= {key: scalar.unwrapped() for key, scalar in numbers.items()}
             for slot in slots:
                 entry = source.entries.get((name, slot))
                 if entry is not None:
                     state[slot_key(slot)] = BlankTensor(entry.dtype, entry.shape)
-            state |= other.get(name) or {}
+            state |= others.get(name, {})
             if state:
                 yield name, state
 
@@ -329,7 +329,8 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
     """The parts of the source's state that torch's programs have no place for."""
     if options.weights_only:
         return []
-    kept = source.state.get("optimizer") or {}
+    everything = source.whole_state
+    kept = everything.get("optimizer") or {}
     clipping = _clipping(source, kept.get("clip_grad"))
     written = {OTHER, BESIDE, AMONG, *(["clip_grad"] if clipping else [])}
     lost = [
@@ -337,8 +338,7 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
         for key, value in kept.items()
         if key not in written and value is not None
     ]
-    everything = source.state_with_cuts.items()
-    others = {key: value for key, value in everything if value and key not in OF_TORCH}
+    others = {key: value for key, value in everything.items() if value and key not in OF_TORCH}
     lost += [name for key, value in others.items() for name in own_names(key, value)]
     engine = source.engine.name if source.engine else None
     message = f"of {engine} alone: {', '.join(lost)}"

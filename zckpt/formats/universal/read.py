@@ -30,6 +30,7 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
+from ...core.optimizer_states import States
 from ...core.origin import Origin
 from ...core.siblings import SiblingList, leads_out
 from ...core.states import tensors_in
@@ -150,15 +151,18 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     _require_room(path, entries, [*files, *_listed_files(entries)])
     records = _records(path, document.get("files", {}))
     facts = facts_of(from_json(document["state"]))
-    if lost := [name for name in tensors_in(facts.state) if (name, "state") not in entries]:
+    values = [facts.state, *(row.value for row in facts.states)]
+    if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
         raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
     siblings = _siblings(path)
+    parameters, numbers = parameters_from_json(document["parameters"])
+    facts = facts._replace(states=States((*numbers, *facts.states)))
     return Manifest(
         root=path,
         format="universal",
         origin=origin,
         entries=entries,
-        parameters=parameters_from_json(document["parameters"]),
+        parameters=parameters,
         buffers=texts_from_json(document["buffers"]),
         groups=_groups(document),
         optimizer=convert(document.get("optimizer"), str | None),

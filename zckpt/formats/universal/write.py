@@ -19,6 +19,7 @@ from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Key, Manifest, name_of, parameters_to_json, steps_to_json
+from ...core.optimizer_states import NO_STATES
 from ...core.sources import pread
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note
 from ...files import safefile
@@ -56,19 +57,20 @@ def select(source: Manifest, options: Options) -> Manifest:
             source,
             entries=entries,
             parameters={
-                name: replace(parameter, step=None, scalars={})
-                for name, parameter in source.parameters.items()
+                name: replace(parameter, step=None) for name, parameter in source.parameters.items()
             },
             groups=None,
             step_place=None,
             pipeline=None,
             tensor_parallel=None,
             state={key: value for key, value in source.state.items() if key in kept},
+            states=NO_STATES,
         )
     engine = source.engine
     if options.module_dtype and engine is not None:
         engine = replace(engine, dtype=options.module_dtype)
-    return replace(source, entries=entries, engine=engine)
+    states = source.states.without_form("unsupported")
+    return replace(source, entries=entries, engine=engine, states=states)
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
@@ -207,7 +209,7 @@ def describe(manifest: Manifest, digests: Mapping[Key, int | None]) -> dict[str,
         "optimizer": manifest.optimizer,
         "groups": None if manifest.groups is None else [plain_group(group) for group in groups],
         "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
-        "parameters": parameters_to_json(manifest.parameters),
+        "parameters": parameters_to_json(manifest.parameters, manifest.states),
         "buffers": list(manifest.buffers),
         "entries": {
             name_of(key): _entry(entry, digests.get(key)) for key, entry in manifest.entries.items()

@@ -17,6 +17,7 @@ from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
 from ...core.grouping import by_key
 from ...core.manifest import Entry, Key, Manifest, Parameter
+from ...core.optimizer_states import OF_OTHERS
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -101,11 +102,13 @@ class _Translation(Struct, eq=False, dict=True):
         """The manifest of the target."""
         source = self.source
         parameters: dict[str, Parameter] = {}
+        owners: dict[str, str] = {}
         entries: dict[Key, Entry] = {}
         for group in self.groups:
             shapes, fact = self._shapes(group), self._fact(group)
             for name, shape in zip(group.targets, shapes, strict=True):
                 parameters[name] = replace(fact, shape=shape)
+                owners[name] = group.sources[0]
             for entry in self._entries(group):
                 if entry.key in entries:
                     raise InconsistentCheckpoint(
@@ -118,7 +121,7 @@ class _Translation(Struct, eq=False, dict=True):
             entry.key: entry
             for entry in source.entries.values()
             if entry.slot == "state"
-            and not entry.parameter.startswith(("module_extra.", "optimizer.other."))
+            and not entry.parameter.startswith(("module_extra.", f"{OF_OTHERS}."))
         }
         order = list(parameters)
         if self.target == HUGGING_FACE:
@@ -134,9 +137,7 @@ class _Translation(Struct, eq=False, dict=True):
         ]
         state = {k: v for k, v in source.state.items() if k not in MODULE}
         extra = source.state.get("module_extra") or {}
-        optimizer = dict(state.get("optimizer") or {})
-        if other := optimizer.pop("other", None):
-            state["optimizer"] = optimizer
+        if other := source.states.others:
             message = f"{listed(list(other), 4)}: states that are no tensors"
             self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
         return replace(
@@ -148,6 +149,7 @@ class _Translation(Struct, eq=False, dict=True):
             inferred=tuple(inferred),
             engine=None if source.engine is None else replace(source.engine, ordered=False),
             state=state,
+            states=source.states.without_form("other").with_numbers_of(owners),
             omitted=(*source.omitted, *self._omitted(list(extra))),
         )
 
@@ -199,12 +201,12 @@ class _Translation(Struct, eq=False, dict=True):
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]
         first = parameters[0]
-        groups = source.groups
+        groups, scalars = source.groups, source.states.scalars
         for name, other in zip(names, parameters, strict=True):
             for what, a, b in (
                 ("is trained", first.trainable, other.trainable),
                 ("has made so many steps:", first.step, other.step),
-                ("has the numbers", first.scalars, other.scalars),
+                ("has the numbers", *(scalars.get(each, {}) for each in (names[0], name))),
                 ("has the hyper-parameters", _of(groups, first), _of(groups, other)),
             ):
                 if a != b:

@@ -71,6 +71,7 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
     )
     places.pop(ZEROS, None)
     parameters: dict[str, Parameter] = {}
+    owners: dict[str, str] = {}
     buffers: list[str] = []
     entries: dict[Key, Entry] = {}
     taken, moved = set[str](), set[Key]()
@@ -87,6 +88,7 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
         else:
             aliases = tuple(spelled.get(alias, alias) for alias in about.aliases)
             parameters[name] = replace(about, shape=shape, aliases=aliases)
+            owners[name] = own[0].name
         for slot in saved.slots:
             keys = [(place.name, slot) for place in own]
             parts = [saved.entries[key] for key in keys if key in saved.entries]
@@ -101,6 +103,7 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
         saved,
         entries=entries | others,
         parameters=parameters | rest,
+        states=saved.states.with_numbers_of(owners | {name: name for name in rest}),
         buffers=(*buffers, *(name for name in saved.buffers if name not in taken)),
         replicas=(),
         inferred=(),

@@ -75,6 +75,7 @@ class _Translation(Struct, eq=False, dict=True):
     entries: dict[Key, Entry] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
+    owners: dict[str, str] = field(default_factory=dict)  # parameters of the source by new names
     new: dict[str, list[str]] = field(default_factory=dict)  # by a name of the source
 
     def __post_init__(self) -> None:
@@ -104,6 +105,7 @@ class _Translation(Struct, eq=False, dict=True):
             replicas=(),
             inferred=tuple(new for name in source.inferred for new in self.new[name]),
             state=state if order else source.state,
+            states=source.states.with_numbers_of(self.owners),
         )
 
     def _enter(self, entry: Entry) -> None:
@@ -118,6 +120,7 @@ class _Translation(Struct, eq=False, dict=True):
             about = self.source.parameters[old]
             aliases = tuple(map(self.rules.renamed, about.aliases))
             self.parameters[new] = replace(about, aliases=aliases)
+            self.owners[new] = old
         elif old in self.source.buffers:
             self.buffers.append(new)
         for entry in self.of.get(old, ()):
@@ -160,11 +163,13 @@ class _Translation(Struct, eq=False, dict=True):
         names = dict.fromkeys(group.names.values())
         for name, view in self._views(group, rule, parts).items():
             self._enter(Entry(name, slot, dtype, view.shape, view.fragments))
-            first = next((self.source.parameters.get(old) for old in names), None)
+            owner = next(iter(names))
+            first = self.source.parameters.get(owner)
             if first is None:
                 self.buffers += [name] * (name not in self.buffers)
             else:
                 self.parameters[name] = replace(first, shape=view.shape, aliases=())
+                self.owners[name] = owner
             for old in names:
                 new = self.new.setdefault(old, [])
                 new += [name] * (name not in new)

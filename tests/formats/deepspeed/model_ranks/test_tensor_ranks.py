@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Cut, Replicated
-from zckpt.core.states import OTHER
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
 
@@ -180,17 +180,16 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
 
 def test_one_tensor_rank_is_the_whole(tmp_path: Path) -> None:
     """It keeps its states of other shapes, which several ranks could not join."""
-    states = {"module": [], "optimizer": {OTHER: {"norm": {"factors": [1, 2]}}}}
-    first, second = (replace(each, state=states) for each in ranks(tmp_path))
+    states = States((StateRow("factors", "other", ("norm",), [1, 2]),))
+    first, second = (replace(each, states=states) for each in ranks(tmp_path))
     rules = rules_in(tmp_path, "norm = replicated\nembed = 0")
     whole = joined_slices([first], rules, None)
     assert {name: own.shape for name, own in whole.parameters.items()} == {
         "embed": (2,), "norm": (1,),
     }  # fmt: skip
-    assert (whole.unsupported, whole.state["optimizer"]) == ((), states["optimizer"])
+    assert whole.states == states
     both = joined_slices([first, second], rules, None)
-    assert both.state["optimizer"] == {}
-    assert {item.key for item in both.unsupported} == {"factors"}
+    assert {(row.key, row.form) for row in both.states} == {("factors", "unsupported")}
 
 
 def test_each_rank_states_how_it_was_cut(tmp_path: Path) -> None:
@@ -264,7 +263,9 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
         replace(each.entries["norm", "exp_avg_sq"], slot="master") for each in (first, second)
     ]
     model = replace(
-        first, entries={"norm/master": masters[0]}, replicas=(replace(masters[1], axis="stage"),)
+        first,
+        entries={("norm", "master"): masters[0]},
+        replicas=(replace(masters[1], axis="stage"),),
     )
     apart = Manifest("run", "deepspeed", Origin(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)

@@ -184,11 +184,11 @@ def test_states_of_other_shapes(masters: str, tmp_path: Path) -> None:
 
     run = saved(tmp_path, masters, edit)
     manifest = zckpt.read(run)
-    numbers = {name: about.scalars["product"] for name, about in manifest.parameters.items()}
+    numbers = {name: own["product"] for name, own in manifest.states.scalars.items()}
     first = [*GROUPS[0]] if masters == FLAT else ["a"]
     assert all(isinstance(number, Scalar) for number in numbers.values())
     assert {name for name, number in numbers.items() if number.value == 0.5} == {*first}
-    other = manifest.state["optimizer"]["other"]
+    other = manifest.states.others
     assert other.keys() == ({"a", "c"} if masters == FLAT else {*"abcd"})
     assert {key for states in other.values() for key in states} == {"rows"}
     if masters == WHOLE:  # a flat group has no place for rows
@@ -204,7 +204,7 @@ def test_one_element_is_a_slot_where_all_parameters_have_one(tmp_path: Path) -> 
         state["average"] = torch.tensor([0.5])
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, [])))
     assert ("a", "average") in manifest.entries
-    assert "average" not in manifest.parameters["a"].scalars
+    assert "average" not in manifest.states.scalars.get("a", {})
 
 
 # -- parameters without a state

@@ -26,7 +26,7 @@ from ....core.grouping import by_key
 from ....core.inert import Scalar, is_number
 from ....core.layout import Shell
 from ....core.manifest import Manifest, slot_key, slot_name
-from ....core.states import OTHER
+from ....core.optimizer_states import OTHER
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
