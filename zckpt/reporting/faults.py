@@ -69,8 +69,7 @@ def warnings(manifest: Manifest) -> Iterator[Report]:
 
 def of_files(found: Found) -> Iterator[Report]:
     """Files that are missing or damaged beside the engine's, or of another save."""
-    assert found.manifest is not None
-    own = verdict.of(found.manifest)
+    own = verdict.of(found.known)
     for notice in own.missing:
         # the optimizer of a checkpoint that lacks a file was left out by this command
         if not (found.faults and notice.code == "optimizer-missing"):

@@ -6,17 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.description import Report, line_of
 from ..core.difference import ULPS
-from ..core.layers import Places
-from ..core.manifest import Entry
 from ..errors import counted, problem
 from .lost import Found
 from .measuring import Distance, original, place_of
 
 
-def section(
-    distances: Mapping[str, Distance], places: Places, numbers: Mapping[str, int]
-) -> Report | None:
-    """The distances by layer; `numbers` are those of tensors in the table."""
+def section(found: Found, distances: Mapping[str, Distance]) -> Report | None:
+    """The distances by layer."""
+    places = found.places
     rows: dict[int, Report] = {}
     for name, (elements, difference) in distances.items():
         layer = places.row(name.rpartition("/")[0])
@@ -28,7 +25,7 @@ def section(
         row["counts"] = [a + b for a, b in zip(row["counts"], difference.ulps, strict=True)]
         worst = difference.max_ulp or 0
         if worst > row["worst"]:
-            row |= {"worst": worst, "tensor": numbers.get(name)}
+            row |= {"worst": worst, "tensor": found.numbers.get(name)}
     if not rows:
         return None
     return {
@@ -45,12 +42,10 @@ def faults(
     ranges: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Iterator[Report]:
     """Masters that do not round to their weights."""
-    assert found.manifest is not None
-    entries: Mapping[str, Entry] = found.manifest.entries
     for name, (elements, difference) in distances.items():
         if not difference.count:
             continue
-        entry = entries[name]
+        entry = found.known.entries[name]
         first = original(difference.first or 0, ranges.get(name))
         place = place_of(entry, first)
         stale = problem(

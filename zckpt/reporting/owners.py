@@ -10,7 +10,6 @@ from typing import Any
 from ..core.description import Report
 from ..core.fragments import boxes_of
 from ..core.inventory import Row, State
-from ..core.layers import Places
 from ..core.manifest import Entry, slot_key
 from ..core.origin import Origin
 from ..judging.inventory import of_engine, of_folder
@@ -26,12 +25,9 @@ Piece = tuple[str, int, int, int, int]
 """The file, elements [start, stop), the first byte and how many bytes."""
 
 
-def section(
-    found: Found, places: Places, entries: Sequence[Entry], problems: Sequence[Report]
-) -> Report:
+def section(found: Found, problems: Sequence[Report]) -> Report:
     """Files, pieces of tensors, and damaged bytes."""
-    manifest = found.manifest
-    assert manifest is not None
+    manifest, entries, places = found.known, found.entries, found.places
     damaged = [line for line in problems if line.get("file") and "offset" in line]
     numbers = {path: number for number, path in enumerate(manifest.files)}
     states = {line["file"]: "damaged" for line in damaged} | {
@@ -40,7 +36,6 @@ def section(
     rows = of_engine(manifest)
     sizes = {row.path: row.size for row in rows}
     sizes |= {path: _bytes(found.real(path)) for path in found.lost}
-    names = {entry.name: number for number, entry in enumerate(entries)}
     groups = [places.row(entry.parameter) for entry in entries]
     return {
         "files": [
@@ -55,7 +50,7 @@ def section(
                 "file": numbers.get(line["file"]),
                 "offset": line["offset"],
                 "length": line["length"],
-                "tensor": names.get(line["tensor"] or ""),
+                "tensor": found.numbers.get(line["tensor"] or ""),
             }
             for line in damaged
         ],
