@@ -69,7 +69,8 @@ def _layers(found: Found, lines: Mapping[str, Report]) -> tuple[list[Report], li
         rows.append(_layer(found.places.rows[layer], weights, lines))
         counts = Counter[int]()
         for _, entry in weights:
-            counts.update(_powers(lines.get(entry.name, {}).get("histogram")))
+            if histogram := lines.get(entry.name, {}).get("histogram"):
+                counts.update(dict(enumerate(histogram["counts"], histogram["first"])))
         histograms.append(counts)
     return rows, histograms
 
@@ -94,12 +95,6 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
         "changed": sum(line["count"] for _, _, line in changed),
         "layer": name,
     }
-
-
-def _powers(histogram: Report | None) -> dict[int, int]:
-    if histogram is None:
-        return {}
-    return {histogram["first"] + place: count for place, count in enumerate(histogram["counts"])}
 
 
 def _place(found: Found, line: Report) -> Report:

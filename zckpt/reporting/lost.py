@@ -219,9 +219,8 @@ def _link(real: str, shadow: str, inside: str, other: str) -> None:
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):
         os.mkdir(shadow)
-        for each in (
-            os.scandir(real) if os.path.isdir(real) else ()
-        ):  # links to files such as `latest` are not followed
+        # links to files such as `latest` are not followed
+        for each in os.scandir(real) if os.path.isdir(real) else ():
             if each.is_file() and each.stat().st_size <= SMALL:
                 shutil.copy2(each.path, shadow)
             else:

@@ -112,7 +112,7 @@ def _document(
         if found.manifest is None:
             return _not_read(found)
         document = _begun(found)
-        lines: list[Report] = [*faults.warnings(found.manifest), *faults.of_files(found)]
+        lines = [*faults.of_files(found)]
         try:
             with unchanged(found.manifest.fingerprints):
                 document |= _read(found, copying, begin, lines)

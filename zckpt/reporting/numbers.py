@@ -55,19 +55,23 @@ def section(found: Found, lines: Mapping[str, Report], updates: Mapping[str, flo
         cell = [*places.of[entry.parameter], value, number]
         by_slot.setdefault("param" if slot == "master" else slot, []).append(cell)
     titles = {"param": "RMS of weights", "exp_avg_sq": "root of the mean of exp_avg_sq"}
-    measures = []
-    for slot, cells in by_slot.items():
-        title = titles.get(slot, f"RMS of {slot_key(slot)}")
-        measures.append({"key": slot_key(slot), "title": title, "unit": "", "cells": cells})
-    cells = [
+    measures = [
+        (slot_key(slot), titles.get(slot, f"RMS of {slot_key(slot)}"), cells)
+        for slot, cells in by_slot.items()
+    ]
+    of_updates = [
         [*places.of[name], finite(rms), found.numbers.get(f"{name}/exp_avg")]
         for name, rms in updates.items()
     ]
-    measures.append({"key": "update", "title": "RMS of Adam's update", "unit": "", "cells": cells})
+    measures.append(("update", "RMS of Adam's update", of_updates))
     return {
         "rows": list(places.rows),
         "columns": list(places.columns),
-        "measures": [measure for measure in measures if measure["cells"]],
+        "measures": [
+            {"key": key, "title": title, "unit": "", "cells": cells}
+            for key, title, cells in measures
+            if cells
+        ],
     }
 
 

@@ -28,7 +28,7 @@ from ...errors import (
     listed,
 )
 from ...files.beginning import number_in
-from ...files.dcpfile import names_any
+from ...files.dcpfile import OF_MEGATRON, OF_MEGATRON_FSDP, names_any
 from .saving_program import WEIGHTS, small_file
 
 MARKER = "metadata.json"
@@ -38,7 +38,6 @@ COMMON, COUNTERS = "common.pt", ("iteration", "global_step")
 BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
-KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
 OF_RANK = r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?"
 MODEL = role("model", rf"{OF_RANK}/model_optim_rng\.pt", "tp", "pp", "ep")
 ROLES = (
@@ -50,7 +49,6 @@ ROLES = (
     role("metadata", r"\.metadata", is_last=True),
 )
 """What its files are for."""
-KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 
 
 def detect(path: str) -> list[str]:
@@ -67,8 +65,7 @@ def iterations(path: str) -> list[str]:
     """The folders of a run that have a checkpoint each, the oldest first."""
     if not sources.is_folder(path) or kind_of(path):
         return []
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if not entry.name.startswith(".")]
+    names = (name for name in os.listdir(path) if not name.startswith("."))
     return by_counting(name for name in names if _is_one_of_run(path, name))
 
 
@@ -79,8 +76,7 @@ def counter(path: str) -> int | None:
     """
     for folder in (path, os.path.join(path, WEIGHTS)):
         if sources.is_folder(folder):
-            with os.scandir(folder) as entries:
-                ranks = sorted(entry.name for entry in entries if is_of_rank(entry.name))
+            ranks = sorted(filter(is_of_rank, os.listdir(folder)))
             names = [COMMON, *(os.path.join(rank, LEGACY) for rank in ranks[:1])]
             files = filter(sources.is_file, (os.path.join(folder, name) for name in names))
             if (file := next(files, None)) is not None:
@@ -118,16 +114,15 @@ def kind_of(path: str) -> str | None:
     """
     if not sources.is_folder(path):
         return None
-    with os.scandir(path) as entries:
-        ranks = [entry.path for entry in entries if is_of_rank(entry.name)]
-    if any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks):
+    ranks = filter(is_of_rank, os.listdir(path))
+    if any(sources.is_file(os.path.join(path, rank, LEGACY)) for rank in ranks):
         return OF_RANKS
     marker = _marker(path)
-    if not marker and names_any(path, KEYS_OF_FSDP):
+    if not marker and names_any(path, OF_MEGATRON_FSDP):
         return OF_FSDP
     if "sharded_backend" in marker:
         return str(marker["sharded_backend"])[:80]
-    return UNMARKED if names_any(path, KEYS_OF_ITEMS) else None
+    return UNMARKED if names_any(path, OF_MEGATRON) else None
 
 
 def locate(path: str, tag: str | None) -> str:
@@ -169,13 +164,12 @@ def _require_latest(run: str, tag: str) -> None:
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
-    with os.scandir(run) as entries:
-        others = by_counting(e.name for e in entries if _is_one_of_run(run, e.name))
+    others = listed(iterations(run))
     raise IncompleteCheckpoint(
         "pointer-dangling",
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",
-        hint=f"copy the whole directory, or choose one with --tag: {run} has {listed(others)}",
+        hint=f"copy the whole directory, or choose one with --tag: {run} has {others}",
         file=os.path.join(run, LATEST),
     )
 
