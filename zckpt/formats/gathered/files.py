@@ -126,7 +126,7 @@ def detect(path: str) -> list[str]:
     whole = _whole(names)
     if "optim" in whole and "model" in whole:
         return [""]
-    return [""] if any(_is_part(path, name) for name in names) or _items(path, names) else []
+    return [""] if any(_is_part(path, name) for name in names) or items.parts(path, names) else []
 
 
 def detect_weak(path: str) -> list[str]:
@@ -308,16 +308,9 @@ def whole_of(path: str) -> str | None:
     names = _seen(folder or ".")
     whole = _whole(names)
     kind = next((kind for kind, own in whole.items() if own == name), None)
-    of_item = counted(name, ".pt") is not None and _items(folder or ".", names)
+    of_item = counted(name, ".pt") is not None and items.parts(folder or ".", names)
     of_optimizer = kind is not None and kind.startswith("optim") and "model" in whole
     return (folder or ".") if of_optimizer or of_item else None
-
-
-def _items(folder: str, names: Sequence[str]) -> dict[str | None, dict[int, str]]:
-    """Files of ranks' items, by item and rank; empty if there are none."""
-    if not any(counted(name, ".pt") for name in names):
-        return {}
-    return items.parts(folder, names)
 
 
 def slices(path: str) -> list[str]:
@@ -338,17 +331,13 @@ def locate(path: str) -> StateDictFiles:
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """
     if not sources.is_folder(path):
-        own = _of_rank(os.path.basename(path))
-        if own is None:
-            return _of_item(path) or StateDictFiles({None: path})
-        folder = os.path.dirname(path) or "."
-        names = [
-            name
-            for name in _names(folder)
-            if (other := _of_rank(name))
-            and (other.stem, other.at("world")) == (own.stem, own.at("world"))
-        ]
-        return _of_ranks(folder, names, {})
+        folder, name = os.path.split(path)
+        if _of_rank(name):
+            names = [other for other in _names(folder or ".") if _are_of_ranks([name, other])]
+            return _of_ranks(folder or ".", names, {})
+        of_item = counted(name, ".pt") is not None
+        paths = items.parts(folder, [name, *_seen(folder or ".")], name) if of_item else None
+        return StateDictFiles(ranks=paths, items=True) if paths else StateDictFiles({None: path})
     names = _names(path)
     whole: dict[str | None, str] = {}
     whole |= {kind: os.path.join(path, name) for kind, name in _whole(names).items()}
@@ -356,7 +345,7 @@ def locate(path: str) -> StateDictFiles:
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
     is_whole = "model" in whole and "optim" in whole
-    if not is_whole and (of_items := _items(path, names)):
+    if not is_whole and (of_items := items.parts(path, names)):
         kinds = {_kind(str(item)) for item in of_items}
         rest = {kind: path for kind, path in whole.items() if kind not in kinds}
         return StateDictFiles(rest, of_items, items=True)
@@ -377,15 +366,6 @@ def locate(path: str) -> StateDictFiles:
             "not-a-checkpoint", f"{path} has no file with a model's state", file=path
         )
     return StateDictFiles({None: os.path.join(path, single[0])})
-
-
-def _of_item(path: str) -> StateDictFiles | None:
-    """The files of all ranks of an item, of which one file is given; None if it is no such file."""
-    folder, name = os.path.split(path)
-    if counted(name, ".pt") is None:
-        return None
-    paths = items.parts(folder, [name, *_seen(folder or ".")], name)
-    return StateDictFiles(ranks=paths, items=True) if paths else None
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
