@@ -16,7 +16,6 @@ which slots and types its files have; it does not say where the values come from
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from msgspec import Struct
 
@@ -37,13 +36,6 @@ FP64 = ("param", "F64")
 def is_optimizers(slot: str) -> bool:
     """Whether a slot is a state of the optimizer, such as `exp_avg`."""
     return slot not in WEIGHTS and slot != "state"
-
-
-def has_groups(value: Any, depth: int) -> bool:
-    """Whether the state dict of an optimizer is in so many levels of dictionaries."""
-    if not isinstance(value, dict) or not depth:
-        return False
-    return "param_groups" in value or any(has_groups(item, depth - 1) for item in value.values())
 
 
 def is_rounded(wide: str, narrow: str) -> bool:

@@ -151,11 +151,6 @@ class ItemTable(Struct, frozen=True):
 # -- the pickle
 
 
-OF_MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
-OF_MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
-"""Parts of keys that only Megatron-Core's items have, for `names_any`."""
-
-
 def names_any(folder: str, texts: Sequence[bytes]) -> bool:
     """Whether the `.metadata` of a folder has one of the texts, which are parts of keys.
 

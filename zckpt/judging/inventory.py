@@ -16,8 +16,9 @@ from .. import formats
 from ..core import sources
 from ..core.inventory import Role, Row, State, known, nearest
 from ..core.manifest import Manifest
-from ..core.weights import has_groups, is_optimizers
+from ..core.weights import is_optimizers
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ZckptError
+from ..formats.statedict.finding import has_groups
 from ..training import needs
 from ..training.trainers import STATE, counter
 from .file_state import state_of

@@ -47,14 +47,13 @@ def faults(
             continue
         entry = found.known.entries[name]
         first = original(difference.first or 0, ranges.get(name))
-        place = place_of(entry, first)
+        file, offset = place_of(entry, first) or (None, None)
         stale = problem(
             "master-differs",
             f"{name} is stale: {difference.count:,} of {counted(elements, 'element')} do not "
             f"round to {entry.parameter}/param, by up to {difference.max_ulp:,} ULP; the first is "
             f"element {first}",
             subject=name,
-            file=None if place is None else place[0],
+            file=file,
         )
-        offset = None if place is None else place[1]
         yield line_of(stale, kind="stale", fault=True, tensor=name, offset=offset)

@@ -24,7 +24,7 @@ from ...core.grouping import by_key
 from ...core.inventory import role
 from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...files.beginning import number_in
-from ...files.dcpfile import ITEMS, METADATA, OF_MEGATRON, OF_MEGATRON_FSDP, names_any
+from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...files.dcpnumbers import numbers_in
 from ...naming import peft
 from ...training.lightning import META
@@ -33,6 +33,8 @@ from . import hf
 STEP = re.compile(r"step-\d+")
 MAX_MARKER = 1 << 16  # bytes
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
+MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
+MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
 COUNTER = "global_step"
 GROUPS, STATE, STEP_OF = "param_groups", "state.", ".step"
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
@@ -201,7 +203,7 @@ def _is_megatrons(folder: str) -> bool:
         with sources.opened(path) as file:
             if b'"sharded_backend"' in file.read(MAX_MARKER):
                 return True
-    return names_any(folder, (*OF_MEGATRON_FSDP, *OF_MEGATRON))
+    return names_any(folder, (*MEGATRON_FSDP, *MEGATRON))
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:

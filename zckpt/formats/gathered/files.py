@@ -26,7 +26,6 @@ from ...core import sources
 from ...core.filenames import by_counting, counted, number_of, numbered
 from ...core.inert import Scalar
 from ...core.inventory import Known, known, role
-from ...core.weights import has_groups
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -39,6 +38,7 @@ from ...errors import (
 from ...files.beginning import number_in
 from ...files.torchfile import Tensor, TorchFile, is_torch, peek
 from ...naming import peft
+from ..statedict.finding import has_groups
 from . import distributed, items
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -270,7 +270,7 @@ def _is_part(folder: str, name: str) -> bool:
         value = peek(path)
     except ZckptError:
         return False
-    return next(distributed.distributed_in(value), None) is not None or has_groups(value, DEPTH)
+    return next(distributed.distributed_in(value), None) is not None or has_groups(value)
 
 
 def _has_state_dicts(path: str) -> bool:

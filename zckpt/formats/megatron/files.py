@@ -28,7 +28,7 @@ from ...errors import (
     listed,
 )
 from ...files.beginning import number_in
-from ...files.dcpfile import OF_MEGATRON, OF_MEGATRON_FSDP, names_any
+from ...files.dcpfile import names_any
 from .saving_program import WEIGHTS, small_file
 
 MARKER = "metadata.json"
@@ -38,6 +38,8 @@ COMMON, COUNTERS = "common.pt", ("iteration", "global_step")
 BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
+KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 OF_RANK = r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?"
 MODEL = role("model", rf"{OF_RANK}/model_optim_rng\.pt", "tp", "pp", "ep")
 ROLES = (
@@ -118,11 +120,11 @@ def kind_of(path: str) -> str | None:
     if any(sources.is_file(os.path.join(path, rank, LEGACY)) for rank in ranks):
         return OF_RANKS
     marker = _marker(path)
-    if not marker and names_any(path, OF_MEGATRON_FSDP):
+    if not marker and names_any(path, KEYS_OF_FSDP):
         return OF_FSDP
     if "sharded_backend" in marker:
         return str(marker["sharded_backend"])[:80]
-    return UNMARKED if names_any(path, OF_MEGATRON) else None
+    return UNMARKED if names_any(path, KEYS_OF_ITEMS) else None
 
 
 def locate(path: str, tag: str | None) -> str:
