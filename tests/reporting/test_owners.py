@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
-from zckpt.core.layers import places_of
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.origin import Origin
 from zckpt.judging.inventory import of_engine
@@ -62,18 +61,17 @@ def test_ranks_in_names(
 def test_neighbours_are_one_piece(tmp_path: Path) -> None:
     runs = Runs([Fragment(n, n + 1, Extent("a", 10 + 4 * n, 4)) for n in range(3)])
     entry = Entry("w", "param", "F32", (3,), runs)
-    made = owners.section(*found(tmp_path, [entry], ["a"]))
+    made = owners.section(found(tmp_path, [entry], ["a"]), ())
     assert made["pieces"] == {
         "file": [0], "tensor": [0], "group": [0], "slot": ["param"],
         "start": [0], "stop": [3], "offset": [10], "length": [12],
     }  # fmt: skip
 
 
-def found(folder: Path, entries: list[Entry], files: list[str]) -> tuple[Any, ...]:
+def found(folder: Path, entries: list[Entry], files: list[str]) -> Found:
     entries_by_name = {entry.key: entry for entry in entries}
     manifest = Manifest(str(folder), "dcp", Origin(), entries_by_name, {}, files=tuple(files))
-    places = places_of(entry.parameter for entry in entries)
-    return Found(str(folder), manifest), places, entries, ()
+    return Found(str(folder), manifest)
 
 
 def test_many_pieces_are_summed(tmp_path: Path) -> None:
@@ -83,7 +81,7 @@ def test_many_pieces_are_summed(tmp_path: Path) -> None:
         for place in range(300)
         for cut in (Slices(flats, 10 * place, 950, 4),)
     ]
-    made = owners.section(*found(tmp_path, entries, [flat.file for flat in flats]))
+    made = owners.section(found(tmp_path, entries, [flat.file for flat in flats]), ())
     pieces = made["pieces"]
     assert pieces["tensor"] is None
     assert len(pieces["file"]) == 10 * 95
@@ -104,11 +102,11 @@ def test_a_document_of_50_000_tensors_is_small(tmp_path: Path) -> None:
         entry.name: dict.fromkeys(numbers.NUMBERS, 1 / (7 + number))
         for number, entry in enumerate(entries)
     }
-    found_, places, _, _ = found(tmp_path, entries, [f"f{number}" for number in range(64)])
+    own = found(tmp_path, entries, [f"f{number}" for number in range(64)])
     made = {
-        "tensors": numbers.table(entries, lines),
-        "numbers": numbers.section(entries, places, lines, {}),
-        "map": owners.section(found_, places, entries, ()),
+        "tensors": numbers.table(own, lines),
+        "numbers": numbers.section(own, lines, {}),
+        "map": owners.section(own, ()),
     }
     assert len(entries) > 50_000
     assert made["map"]["pieces"]["tensor"] is None

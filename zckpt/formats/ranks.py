@@ -34,15 +34,21 @@ def require_all(
         raise CorruptCheckpoint(
             "file-damaged", f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}"
         )
-    own = known(roles, some)
-    if own is None:  # the program's own names
+    if known(roles, some) is None:  # the program's own names
         missing = [rank for rank in range(world) if rank not in paths]
         rows = [Row("", "", where, (("dp", rank),), "missing") for rank in missing]
     else:
-        numbers = [own.numbers_with("dp", rank) for rank in range(world)]
-        there = {numbers[rank]: path for rank, path in paths.items()}
-        rows = gaps(own.role, there, numbers, some)
+        rows = gaps_along("dp", roles, paths, world)
     refuse_gaps(where, rows, reason, hint)
+
+
+def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
+    """Rows of the files that are missing of `count` ranks of one axis; `paths` are by rank."""
+    some = paths[min(paths)]
+    own = known(roles, some)
+    assert own is not None
+    there = {own.numbers_with(axis, rank): path for rank, path in paths.items()}
+    return gaps(own.role, there, (own.numbers_with(axis, n) for n in range(count)), some)
 
 
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:

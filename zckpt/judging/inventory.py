@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Any
 
 from .. import formats
 from ..core import sources
@@ -19,6 +18,7 @@ from ..core.inventory import Role, Row, State, known, nearest
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ZckptError
+from ..formats.statedict.finding import has_groups
 from ..training import needs
 from ..training.trainers import STATE, counter
 from .file_state import state_of
@@ -67,14 +67,8 @@ def has_optimizer(manifest: Manifest) -> bool:
         manifest.groups is not None
         or bool(manifest.roots)
         or any(is_optimizers(entry.slot) for own in manifest.each for entry in own.entries.values())
-        or _has_groups(manifest.state.get("client_state"))
+        or has_groups(manifest.state.get("client_state"), depth=3)
     )
-
-
-def _has_groups(value: Any, depth: int = 3) -> bool:
-    if not isinstance(value, dict) or not depth:
-        return False
-    return "param_groups" in value or any(_has_groups(item, depth - 1) for item in value.values())
 
 
 def stand_in(lost: str, paths: Iterable[str]) -> str | None:

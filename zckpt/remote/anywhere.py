@@ -61,7 +61,7 @@ def anywhere(
                             outgoing.refuse_inside(parse(words[name]), url)
                         path = words[name]
                         words[name] = kept(path) if keep else stack.enter_context(local(path))
-                        _more_jobs(signature.parameters, words)
+                        _more_jobs(signature.parameters, words, path)
                 if tell := words.get("tell"):
                     words["tell"] = lambda lines: tell(translated(lines))
                 if url is None or target is None:
@@ -99,20 +99,18 @@ def _sent(
 
 
 def jobs_for(memory: int, *paths: Any) -> int:
-    """Threads: 4, or more if one of the paths is a URL, because each waits for a request."""
-    return _jobs_within(memory) if any(map(is_url, paths)) else 4
+    """Threads: 4, or more if one of the paths is a URL, because each waits for a request.
+
+    Each takes two buffers of at least 1 MiB.
+    """
+    return max(1, min(JOBS, memory >> 21)) if any(map(is_url, paths)) else 4
 
 
-def _jobs_within(memory: int) -> int:
-    """Threads, each of which takes two buffers of at least 1 MiB."""
-    return max(1, min(JOBS, memory >> 21))
-
-
-def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any]) -> None:
+def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], url: Any) -> None:
     """Reads with more threads, unless the caller says with how many."""
     if "jobs" in names:
         memory = words.get("memory", names["memory"].default)
-        words.setdefault("jobs", _jobs_within(memory))
+        words.setdefault("jobs", jobs_for(memory, url))
     elif "words" in names:
         words.setdefault("copying", Copying(JOBS))
 

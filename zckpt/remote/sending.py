@@ -24,13 +24,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 
 from ..core.checksum import crc32
 from ..core.fileio import crc_of
 from ..core.fragments import Extent
 from ..core.resources import Begin
 from ..core.sources import walk
+from ..core.unfinished import Note
 from ..core.version import __version__
 from ..errors import CorruptCheckpoint, Notice, TargetExists, ZckptError, warning
 from . import failures, outgoing
@@ -128,19 +129,15 @@ class _Sending(Struct, dict=True):
 
     def begin(self, sizes: dict[str, int], last: str) -> set[str]:
         """Says what is going to be sent; gives the names that an earlier run has sent."""
-        self.sent: dict[str, int] = {}
+        self.target = Note(sizes, last, zckpt=__version__)
         self._noting, self._noted = threading.Lock(), time.monotonic()
-        self.about = {"zckpt": __version__, "last": last, "files": sizes}
         there = names_at(self.url)
         if UNFINISHED in there:
             earlier = outgoing.note_of(self.url, self.store, there[UNFINISHED])
-            self.sent = {
-                name: crc
-                for name, crc in earlier.sent.items()
-                if name in there
-                and there[name].size == sizes.get(name)
-                and crc == _crc_of(os.path.join(self.path, name))
-            }
+            for name, crc in earlier.sent.items():
+                is_there = name in there and there[name].size == sizes.get(name)
+                if is_there and crc == _crc_of(os.path.join(self.path, name)):
+                    self.target.sent[name] = crc
         if last in there:
             is_whole = all(name in there and there[name].size == sizes[name] for name in sizes)
             if is_whole and UNFINISHED in there and self._is_ours(last):
@@ -152,12 +149,12 @@ class _Sending(Struct, dict=True):
             if type(error).__name__ not in EXISTS:
                 raise
             raise self._preceded(UNFINISHED) from error
-        return {*self.sent}
+        return {*self.target.sent}
 
     def state(self, create: bool = False) -> None:
         """Writes what was sent until now."""
         with tempfile.NamedTemporaryFile() as file:
-            file.write(json.dumps({**self.about, "sent": self.sent}).encode())
+            file.write(json.dumps(to_builtins(self.target)).encode())
             file.flush()
             self._put(UNFINISHED, file.name, create)
 
@@ -189,7 +186,7 @@ class _Sending(Struct, dict=True):
     def note(self, name: str, crc: int) -> None:
         """A file is there, and compared."""
         with self._noting:
-            self.sent[name] = crc
+            self.target.sent[name] = crc
             if time.monotonic() - self._noted > NOTED:
                 self.state()
                 self._noted = time.monotonic()
@@ -235,8 +232,8 @@ class _Sending(Struct, dict=True):
     def _lost(
         self, name: str, what: str, etag: str | None, found: Found | None
     ) -> CorruptCheckpoint:
-        self.about["lost"] = [name]
-        if name == self.about["last"] and found is not None and self._has_sent(found, etag):
+        self.target.lost[:] = [name]
+        if name == self.target.last and found is not None and self._has_sent(found, etag):
             self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
         return CorruptCheckpoint(
             "upload-damaged",

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.description import Report, line_of
+from ..core.entries import Entry, key_of
 from ..core.grouping import by_key
-from ..core.layers import Places
-from ..core.manifest import Entry, key_of
 from ..core.statistics import magnitudes
 from ..errors import brief, counted, note
+from .lost import Found
 from .numbers import finite
 
 OTHERS = {
@@ -29,18 +29,15 @@ OTHERS = {
 """What is compared by value, and not as tensors."""
 
 
-def section(
-    report: Report, other: str, step: Any, entries: Sequence[Entry], places: Places
-) -> Report:
+def section(found: Found, report: Report, other: str, step: Any) -> Report:
     """Changes by layer, the places where both differ, and what was compared by whom.
 
     `step` is the other's. The root mean square of a layer is over all its weights; its relative
     change is over those tensors that differ.
     """
-    numbers = {entry.name: number for number, entry in enumerate(entries)}
     lines = [line for line in report["differences"] if line.get("count")]
     by_name = {line["tensor"]: line for line in lines}
-    layers, histograms = _layers(entries, by_name, places)
+    layers, histograms = _layers(found, by_name)
     every = Counter[int]()
     for counts in histograms:
         every.update(counts)
@@ -51,32 +48,29 @@ def section(
         "layers": layers,
         "histogram": magnitudes(every),
         "histograms": [magnitudes(counts) for counts in histograms],
-        "first": _place(lines[0], numbers) if lines else None,
-        "worst": _place(worst, numbers) if worst else None,
+        "first": _place(found, lines[0]) if lines else None,
+        "worst": _place(found, worst) if worst else None,
         "proof": [*_proof(report, lines)],
         "not_compared": [*_not_compared(report)],
         "differences": [*_differences(report)],
     }
 
 
-def _layers(
-    entries: Sequence[Entry], lines: Mapping[str, Report], places: Places
-) -> tuple[list[Report], list[Counter[int]]]:
-    """The change of each layer's weights: of masters, where there are any."""
-    masters = {entry.parameter for entry in entries if entry.slot == "master"}
-    weights = (
-        (places.row(entry.parameter), (number, entry))
-        for number, entry in enumerate(entries)
+def _layers(found: Found, lines: Mapping[str, Report]) -> tuple[list[Report], list[Counter[int]]]:
+    """The change of each layer's weights, and its counts by magnitude: of masters, if any."""
+    masters = {entry.parameter for entry in found.entries if entry.slot == "master"}
+    by_layer = by_key(
+        (found.places.row(entry.parameter), (number, entry))
+        for number, entry in enumerate(found.entries)
         if entry.slot == ("master" if entry.parameter in masters else "param")
     )
-    by_layer = by_key(weights)
-    ordered = sorted(by_layer)
-    rows = [_layer(places.rows[layer], by_layer[layer], lines) for layer in ordered]
-    histograms = []
-    for layer in ordered:
+    rows, histograms = [], []
+    for layer, weights in sorted(by_layer.items()):
+        rows.append(_layer(found.places.rows[layer], weights, lines))
         counts = Counter[int]()
-        for _, entry in by_layer[layer]:
-            counts.update(_powers(lines.get(entry.name, {}).get("histogram")))
+        for _, entry in weights:
+            if histogram := lines.get(entry.name, {}).get("histogram"):
+                counts.update(dict(enumerate(histogram["counts"], histogram["first"])))
         histograms.append(counts)
     return rows, histograms
 
@@ -103,16 +97,10 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
     }
 
 
-def _powers(histogram: Report | None) -> dict[int, int]:
-    if histogram is None:
-        return {}
-    return {histogram["first"] + place: count for place, count in enumerate(histogram["counts"])}
-
-
-def _place(line: Report, numbers: Mapping[str, int]) -> Report:
+def _place(found: Found, line: Report) -> Report:
     """The first element that differs in a tensor."""
     return {
-        "tensor": numbers.get(line["tensor"]),
+        "tensor": found.numbers.get(line["tensor"]),
         "name": line["tensor"],
         "element": line.get("first"),
         "a": line.get("a"),

@@ -61,16 +61,10 @@ def _line(found: Found, line: Report) -> Report:
     return {"kind": kind, "fault": KINDS[kind], **line, "file": name, "message": message}
 
 
-def warnings(manifest: Manifest) -> Iterator[Report]:
-    """The sentences of the reader for the user."""
-    for line in manifest.warnings:
-        yield line_of(line, kind="warning")
-
-
 def of_files(found: Found) -> Iterator[Report]:
-    """Files that are missing or damaged beside the engine's, or of another save."""
-    assert found.manifest is not None
-    own = verdict.of(found.manifest)
+    """What its reader warns of, and files that are missing, damaged or of another save."""
+    own = verdict.of(found.known)
+    yield from (line_of(notice, kind="warning") for notice in found.known.warnings)
     for notice in own.missing:
         # the optimizer of a checkpoint that lacks a file was left out by this command
         if not (found.faults and notice.code == "optimizer-missing"):

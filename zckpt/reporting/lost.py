@@ -16,6 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,7 +26,8 @@ from msgspec.structs import replace
 from ..api import read
 from ..core.description import Report, line_of
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
+from ..core.layers import Places, places_of
+from ..core.manifest import Entry, Manifest
 from ..core.sources import standing_in
 from ..errors import (
     AmbiguousCheckpoint,
@@ -50,7 +52,7 @@ OF_OTHERS = ("foreign", "unexpected")
 SMALL = 4096  # bytes of a file that is copied into the folder of links
 
 
-class Found(Struct, eq=False):
+class Found(Struct, eq=False, dict=True):
     """What could be read of the checkpoint at `path`.
 
     `lost` says of each file, by its path as the manifest has it, whether it is `missing` or
@@ -65,6 +67,27 @@ class Found(Struct, eq=False):
     stated: tuple[tuple[str, float | int], ...] = ()
     shadow: str | None = None
     tag: str | None = None
+
+    @property
+    def known(self) -> Manifest:
+        """The manifest of a checkpoint that could be read."""
+        assert self.manifest is not None
+        return self.manifest
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """All tensors, in the order of the table."""
+        return [*self.known.entries.values()]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each tensor in the table, by its name."""
+        return {entry.name: number for number, entry in enumerate(self.entries)}
+
+    @cached_property
+    def places(self) -> Places:
+        """Layers and kinds of all tensors."""
+        return places_of(entry.parameter for entry in self.entries)
 
     @property
     def root(self) -> str:
@@ -198,9 +221,8 @@ def _link(real: str, shadow: str, inside: str, other: str) -> None:
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):
         os.mkdir(shadow)
-        for each in (
-            os.scandir(real) if os.path.isdir(real) else ()
-        ):  # links to files such as `latest` are not followed
+        # links to files such as `latest` are not followed
+        for each in os.scandir(real) if os.path.isdir(real) else ():
             if each.is_file() and each.stat().st_size <= SMALL:
                 shutil.copy2(each.path, shadow)
             else:

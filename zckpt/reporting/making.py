@@ -12,8 +12,6 @@ from msgspec.structs import replace
 
 from .. import api
 from ..core.description import VERSION, Report, line_of
-from ..core.layers import Places, places_of
-from ..core.manifest import Manifest
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
 from ..core.version import __version__
@@ -82,8 +80,7 @@ def _nothing(path: str, error: ZckptError) -> Report:
     """The document of one checkpoint of a run that is none: an empty folder, or a foreign one."""
     found = Found(path)
     found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
-    wrong = faults.section(found, ())
-    return _begun(found) | {"faults": wrong, "map": owners.files_alone(found)}
+    return _not_read(found)
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
@@ -112,11 +109,10 @@ def _document(
     begin: Begin | None,
 ) -> Report:
     with what_is_there(path, source) as found:
-        document = _begun(found)
         if found.manifest is None:
-            found_faults = faults.section(found, ())
-            return document | {"faults": found_faults, "map": owners.files_alone(found)}
-        lines: list[Report] = [*faults.warnings(found.manifest), *faults.of_files(found)]
+            return _not_read(found)
+        document = _begun(found)
+        lines = [*faults.of_files(found)]
         try:
             with unchanged(found.manifest.fingerprints):
                 document |= _read(found, copying, begin, lines)
@@ -126,9 +122,15 @@ def _document(
             lines.append(line_of(notice_of(error), kind="unreadable"))
             document |= _metadata_sections(found)
         if against is not None:
-            document |= _against(found, path, against, source, copying, begin, lines)
+            document |= _against(found, against, source, copying, begin, lines)
         document["faults"] = faults.section(found, lines)
         return document
+
+
+def _not_read(found: Found) -> Report:
+    """The document of a checkpoint of which nothing could be read but the names of files."""
+    wrong = faults.section(found, ())
+    return _begun(found) | {"faults": wrong, "map": owners.files_alone(found)}
 
 
 def _begun(found: Found) -> Report:
@@ -144,31 +146,18 @@ def _begun(found: Found) -> Report:
 
 def _metadata_sections(found: Found) -> Report:
     """The sections for which no tensor is read."""
-    manifest = found.manifest
-    assert manifest is not None
-    entries = [*manifest.entries.values()]
     return {
-        "tensors": numbers.table(entries),
-        "map": owners.section(found, _places_in(manifest), entries, ()),
+        "tensors": numbers.table(found),
+        "map": owners.section(found, ()),
         "steps": steps.section(found),
     }
 
 
-def _places_in(manifest: Manifest) -> Places:
-    """Layers and kinds of all tensors."""
-    return places_of(entry.parameter for entry in manifest.entries.values())
-
-
 def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
     """The sections for which tensors are read; adds what is wrong to `lines`."""
-    manifest = found.manifest
-    assert manifest is not None
     done = measured(found, copying, begin)
-    entries = [*manifest.entries.values()]
-    places = _places_in(manifest)
-    table = {entry.name: number for number, entry in enumerate(entries)}
     lines += done.problems
-    lines += faults.contradictions(manifest)
+    lines += faults.contradictions(found.known)
     lines += masters.faults(found, done.distances, done.ranges)
     lines += faults.denormal(done.lines.items())
     wrong = sum(each["kind"] == "checksum" for each in done.problems)
@@ -178,17 +167,16 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     }
     return {
         "line": about,
-        "tensors": numbers.table(entries, done.lines),
-        "numbers": numbers.section(entries, places, done.lines, done.updates),
-        "map": owners.section(found, places, entries, done.problems),
-        "masters": masters.section(done.distances, places, table),
+        "tensors": numbers.table(found, done.lines),
+        "numbers": numbers.section(found, done.lines, done.updates),
+        "map": owners.section(found, done.problems),
+        "masters": masters.section(found, done.distances),
         "steps": steps.section(found),
     }
 
 
 def _against(
     found: Found,
-    path: str,
     against: str,
     source: Mapping[str, Any],
     copying: Copying,
@@ -196,17 +184,13 @@ def _against(
     lines: list[Report],
 ) -> Report:
     """The comparison with another checkpoint; a line if there can be none."""
-    manifest = found.manifest
-    assert manifest is not None
     if found.lost or found.stated:
         message = f"not compared with {against}, because of what is wrong with this one"
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
         return {}
-    entries = [*manifest.entries.values()]
-    places = _places_in(manifest)
     try:
         differing = api.diff(
-            path, against, jobs=copying.jobs, memory=copying.memory, begin=begin, **source
+            found.path, against, jobs=copying.jobs, memory=copying.memory, begin=begin, **source
         )
         step = api.read(against, nameless=True).step
     except NO_FAULT:
@@ -216,4 +200,4 @@ def _against(
         named = replace(other, message=f"{against}: {other.message}")
         lines.append(line_of(named, kind="unreadable"))
         return {}
-    return {"against": other_checkpoint.section(differing, against, step, entries, places)}
+    return {"against": other_checkpoint.section(found, differing, against, step)}

@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..core.description import Report, line_of
 from ..core.difference import ULPS
-from ..core.layers import Places
-from ..core.manifest import Entry, Key, key_of
+from ..core.entries import key_of
 from ..errors import counted, problem
 from .lost import Found
 from .measuring import Distance, original, place_of
 
 
-def section(
-    distances: Mapping[str, Distance], places: Places, numbers: Mapping[str, int]
-) -> Report | None:
-    """The distances by layer; `numbers` are those of tensors in the table."""
+def section(found: Found, distances: Mapping[str, Distance]) -> Report | None:
+    """The distances by layer."""
+    places = found.places
     rows: dict[int, Report] = {}
     for name, (elements, difference) in distances.items():
         layer = places.row(key_of(name)[0])
@@ -28,7 +26,7 @@ def section(
         row["counts"] = [a + b for a, b in zip(row["counts"], difference.ulps, strict=True)]
         worst = difference.max_ulp or 0
         if worst > row["worst"]:
-            row |= {"worst": worst, "tensor": numbers.get(name)}
+            row |= {"worst": worst, "tensor": found.numbers.get(name)}
     if not rows:
         return None
     return {
@@ -45,21 +43,18 @@ def faults(
     ranges: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Iterator[Report]:
     """Masters that do not round to their weights."""
-    assert found.manifest is not None
-    entries: Mapping[Key, Entry] = found.manifest.entries
     for name, (elements, difference) in distances.items():
         if not difference.count:
             continue
-        entry = entries[key_of(name)]
+        entry = found.known.entries[key_of(name)]
         first = original(difference.first or 0, ranges.get(name))
-        place = place_of(entry, first)
+        file, offset = place_of(entry, first) or (None, None)
         stale = problem(
             "master-differs",
             f"{name} is stale: {difference.count:,} of {counted(elements, 'element')} do not "
             f"round to {entry.parameter}/param, by up to {difference.max_ulp:,} ULP; the first is "
             f"element {first}",
             subject=name,
-            file=None if place is None else place[0],
+            file=file,
         )
-        offset = None if place is None else place[1]
         yield line_of(stale, kind="stale", fault=True, tensor=name, offset=offset)

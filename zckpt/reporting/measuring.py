@@ -140,15 +140,6 @@ def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule
 # -- what is read
 
 
-def groups_of(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """The tensors of each parameter that have as many elements of the same ranges, together."""
-    together: list[list[Entry]] = []
-    for own in by_key((entry.parameter, entry) for entry in entries).values():
-        by_size = by_key(((entry.shape, entry.slot == "state"), entry) for entry in own)
-        together += by_size.values()
-    return together
-
-
 def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
     """The elements of a tensor that are not in lost files, one range after the other; and these."""
     size, parts = SIZES[entry.dtype], []
@@ -192,9 +183,8 @@ class Measured(Struct, frozen=True):
 
 def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     """One pass over all tensors of a checkpoint, and the rest of the bytes with checksums."""
-    manifest, lost = found.manifest, found.lost
-    assert manifest is not None
-    entries, ranges = [*manifest.entries.values()], {}
+    manifest, lost = found.known, found.lost
+    entries, ranges = found.entries, {}
     if lost:
         manifest = replace(
             manifest, records=tuple(r for r in manifest.records if r.extent.file not in lost)
@@ -203,15 +193,18 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
         whole = {id(entry) for entry in entries}
         ranges = {entry.name: own for entry, own in pairs if id(entry) not in whole}
         entries = [entry for entry, _ in pairs]
+    # tensors of a parameter that have as many elements, of the same ranges, are read together
     together = [
-        list(alike)
-        for group in groups_of(entries)
-        for alike in by_key((ranges.get(entry.name), entry) for entry in group).values()
+        alike
+        for own in by_key((entry.parameter, entry) for entry in entries).values()
+        for alike in by_key(
+            ((each.shape, each.slot == "state", ranges.get(each.name)), each) for each in own
+        ).values()
     ]
     read = {entry.name: entry.numel for entry in entries}
     done = health.passed(Pass, manifest, together, copying, begin)
     records = finish([done.checker], everything=True)
-    numbers = [entry for entry in manifest.entries.values() if entry.dtype in NUMBERS]
+    numbers = [entry for entry in found.entries if entry.dtype in NUMBERS]
     statistics = {entry.name: done.totals[entry.name].statistics for entry in numbers}
     updates = {name: done.totals[name_of((name, UPDATE))].statistics for name in done.rules}
     return Measured(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.description import Report
-from ..core.layers import Places
-from ..core.manifest import Entry, slot_key
+from ..core.manifest import slot_key
+from .lost import Found
 
 NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 """What the table has of a tensor that was measured."""
 
 
-def table(entries: Sequence[Entry], lines: Mapping[str, Report] | None = None) -> Report:
+def table(found: Found, lines: Mapping[str, Report] | None = None) -> Report:
     """The columns of all tensors; with their statistics, if these are known."""
+    entries = found.entries
     report: Report = {
         "name": [entry.name for entry in entries],
         "parameter": [entry.parameter for entry in entries],
@@ -36,16 +37,12 @@ def finite(value: Any) -> Any:
     return value if is_number else None
 
 
-def section(
-    entries: Sequence[Entry],
-    places: Places,
-    lines: Mapping[str, Report],
-    updates: Mapping[str, float],
-) -> Report:
+def section(found: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
     """The measures of layers by kinds. A weight is shown as the module has it, else its master."""
+    places = found.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}
-    stored = {entry.parameter for entry in entries if entry.slot == "param"}
-    for number, entry in enumerate(entries):
+    stored = {entry.parameter for entry in found.entries if entry.slot == "param"}
+    for number, entry in enumerate(found.entries):
         slot = entry.slot
         if (
             slot == "state"
@@ -58,20 +55,23 @@ def section(
         cell = [*places.of[entry.parameter], value, number]
         by_slot.setdefault("param" if slot == "master" else slot, []).append(cell)
     titles = {"param": "RMS of weights", "exp_avg_sq": "root of the mean of exp_avg_sq"}
-    measures = []
-    for slot, cells in by_slot.items():
-        title = titles.get(slot, f"RMS of {slot_key(slot)}")
-        measures.append({"key": slot_key(slot), "title": title, "unit": "", "cells": cells})
-    numbers = {entry.name: number for number, entry in enumerate(entries)}
-    cells = [
-        [*places.of[name], finite(rms), numbers.get(f"{name}/exp_avg")]
+    measures = [
+        (slot_key(slot), titles.get(slot, f"RMS of {slot_key(slot)}"), cells)
+        for slot, cells in by_slot.items()
+    ]
+    of_updates = [
+        [*places.of[name], finite(rms), found.numbers.get(f"{name}/exp_avg")]
         for name, rms in updates.items()
     ]
-    measures.append({"key": "update", "title": "RMS of Adam's update", "unit": "", "cells": cells})
+    measures.append(("update", "RMS of Adam's update", of_updates))
     return {
         "rows": list(places.rows),
         "columns": list(places.columns),
-        "measures": [measure for measure in measures if measure["cells"]],
+        "measures": [
+            {"key": key, "title": title, "unit": "", "cells": cells}
+            for key, title, cells in measures
+            if cells
+        ],
     }
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from ..core.description import Report
 from ..core.fragments import boxes_of
 from ..core.inventory import Row, State
-from ..core.layers import Places
 from ..core.manifest import Entry, slot_key
 from ..core.origin import Origin
 from ..judging.inventory import of_engine, of_folder
@@ -26,26 +25,20 @@ Piece = tuple[str, int, int, int, int]
 """The file, elements [start, stop), the first byte and how many bytes."""
 
 
-def section(
-    found: Found, places: Places, entries: Sequence[Entry], problems: Sequence[Report]
-) -> Report:
+def section(found: Found, problems: Sequence[Report]) -> Report:
     """Files, pieces of tensors, and damaged bytes."""
-    manifest = found.manifest
-    assert manifest is not None
+    manifest, entries, places = found.known, found.entries, found.places
     damaged = [line for line in problems if line.get("file") and "offset" in line]
     numbers = {path: number for number, path in enumerate(manifest.files)}
-    states = {line["file"]: "damaged" for line in damaged} | {
-        path: "missing" if kind == "missing" else "damaged" for path, kind in found.lost.items()
-    }
+    states = {line["file"]: "damaged" for line in damaged} | found.lost
     rows = of_engine(manifest)
     sizes = {row.path: row.size for row in rows}
-    sizes |= {path: _bytes(found.real(path)) for path in found.lost}
-    names = {entry.name: number for number, entry in enumerate(entries)}
+    for path, own in ((path, found.real(path)) for path in found.lost):
+        sizes[path] = os.path.getsize(own) if os.path.isfile(own) else None
     groups = [places.row(entry.parameter) for entry in entries]
     return {
         "files": [
-            _file(row, rank_of(manifest.origin, row), states.get(row.path, "ok"), sizes[row.path])
-            for row in rows
+            _file(row, manifest.origin, states.get(row.path, "ok"), sizes[row.path]) for row in rows
         ],
         "groups": list(places.rows),
         "of_tensor": groups,
@@ -55,7 +48,7 @@ def section(
                 "file": numbers.get(line["file"]),
                 "offset": line["offset"],
                 "length": line["length"],
-                "tensor": names.get(line["tensor"] or ""),
+                "tensor": found.numbers.get(line["tensor"] or ""),
             }
             for line in damaged
         ],
@@ -69,21 +62,14 @@ def files_alone(found: Found) -> Report:
         for line in found.faults
         if line["file"]
     }
-    files = [
-        _file(row, rank_of(None, row), row.state, row.size) for row in of_folder(found.root, wrong)
-    ]
+    files = [_file(row, None, row.state, row.size) for row in of_folder(found.root, wrong)]
     pieces: Report = {key: [] for key in COLUMNS}
     return {"files": files, "groups": [], "of_tensor": [], "pieces": pieces, "damaged": []}
 
 
-def _file(row: Row, rank: Report | None, state: str, size: int | None) -> Report:
+def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Report:
     state = state if state in ("ok", "missing") else "damaged"
-    return {"name": row.name, "bytes": size, "rank": rank, "state": state}
-
-
-def _bytes(path: str) -> int | None:
-    """The bytes of a file; those of a missing one are not known."""
-    return os.path.getsize(path) if os.path.isfile(path) else None
+    return {"name": row.name, "bytes": size, "rank": rank_of(origin, row), "state": state}
 
 
 def rank_of(origin: Origin | None, row: Row) -> Report | None:

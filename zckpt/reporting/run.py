@@ -33,6 +33,7 @@ def checkpoint(document: Report, name: str) -> Report:
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
     wrong = [each for each in document["faults"] if each["fault"]]
     reason = {key: wrong[0][key] for key in Notice.__struct_fields__} if wrong else None
+    more = f", and {counted(len(wrong) - 1, 'more fault')}" if len(wrong) > 1 else ""
     return {
         "name": name,
         "step": line["step"],
@@ -42,16 +43,10 @@ def checkpoint(document: Report, name: str) -> Report:
         "reason": reason,
         "kind": wrong[0]["kind"] if wrong else None,
         "faults": len(wrong),
-        "why": _sentence(reason, len(wrong)) if reason else None,
+        "why": reason and reason["message"] + more,
         "norms": of_layers(document, "param"),
         "updates": of_layers(document, "update"),
     }
-
-
-def _sentence(reason: Report, faults: int) -> str:
-    """The first fault, and how many others there are."""
-    more = f", and {counted(faults - 1, 'more fault')}" if faults > 1 else ""
-    return f"{reason['message']}{more}"
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
@@ -82,7 +77,7 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
         {
             **reason,
             "file": reason["file"] and os.path.join(line["name"], reason["file"]),
-            "message": f"{line['name']}: {_sentence(reason, line['faults'])}",
+            "message": f"{line['name']}: {line['why']}",
             "kind": line["kind"],
             "fault": True,
         }

@@ -13,33 +13,28 @@ from .lost import Found, file_in
 
 def section(found: Found) -> Report:
     """Places and groups. A counter of an engine is never the optimizer's step: `agrees` is None."""
-    manifest = found.manifest
-    assert manifest is not None
+    manifest = found.known
     owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
     true = manifest.step
     if true is None and owners:
         true = owners.most_common(1)[0][0]
     alone = sum(each.truth for each in manifest.steps) == 1
+    stated: list[tuple[str, float | int, bool, int | None]]
+    stated = [(where, step, True, None) for where, step in found.stated]
+    stated += [
+        (each.where, each.step, each.truth, owners.get(each.step) if each.truth and alone else None)
+        for each in manifest.steps
+        if not (found.stated and each.truth)
+    ]
     places = [
         {
             "file": _named(found, where),
             "where": where,
             "step": step,
-            "agrees": step == true,
-            "parameters": None,
+            "agrees": step == true if is_truth else None,
+            "parameters": parameters,
         }
-        for where, step in found.stated
-    ]
-    places += [
-        {
-            "file": _named(found, each.where),
-            "where": each.where,
-            "step": each.step,
-            "agrees": each.step == true if each.truth else None,
-            "parameters": owners.get(each.step) if each.truth and alone else None,
-        }
-        for each in manifest.steps
-        if not (found.stated and each.truth)
+        for where, step, is_truth, parameters in stated
     ]
     groups = [plain_group(group) for group in manifest.groups or ()]
     count = Counter(item.group for item in manifest.parameters.values() if item.trainable)

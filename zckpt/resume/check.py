@@ -72,10 +72,8 @@ def check(
         raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
     other = None if like is None else api.read(like, nameless=True)
     question = Question(asked, engine, like, other, given, files)
-    before = None
-    if own.obstacles:
-        pairs = ((each, judged(each, given)) for each in older)
-        before = next((pair for pair in pairs if not pair[1].obstacles), None)
+    pairs = ((each, judged(each, given)) for each in older if own.obstacles)
+    before = next((pair for pair in pairs if not pair[1].obstacles), None)
     if own.error is not None and before is None:
         raise own.error
     goes_on_from = None if before is None else _report(*before, question)

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 from msgspec import Struct
@@ -64,9 +65,7 @@ class Asked(Struct, frozen=True):
             words["dp"] = manifest.dp
         elif "dp" not in words:
             assert self.size is not None
-            ranks = 1
-            for name in GRID:
-                ranks *= words.get(name) or manifest.origin.sizes.get(name, 1)
+            ranks = prod(words.get(name) or manifest.origin.sizes.get(name, 1) for name in GRID)
             if self.size % ranks:
                 raise WrongOption(
                     "sizes-do-not-fit",
@@ -184,12 +183,13 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     own, wanted = _shapes(manifest), _shapes(other)
     known, in_model = ({*side, *m.owners} for side, m in ((own, manifest), (wanted, other)))
     lines = []
-    if extra := [name for name in own if name not in in_model]:
-        message = f"parameters that the model lacks: {listed(extra, 4)}"
-        lines.append(problem("parameters-differ", message, subject=extra[0]))
-    if missing := [name for name in wanted if name not in known]:
-        message = f"parameters that only the model has: {listed(missing, 4)}"
-        lines.append(problem("parameters-differ", message, subject=missing[0]))
+    for names, side, what in (
+        (own, in_model, "that the model lacks"),
+        (wanted, known, "that only the model has"),
+    ):
+        if alone := [name for name in names if name not in side]:
+            message = f"parameters {what}: {listed(alone, 4)}"
+            lines.append(problem("parameters-differ", message, subject=alone[0]))
     others = [name for name in own if name in wanted and own[name] != wanted[name]]
     lines += [
         problem(

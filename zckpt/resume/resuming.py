@@ -219,10 +219,7 @@ class Resuming(Struct, dict=True):
             "path": target or candidate.loaded,
             "checkpoint": candidate.where,
             "load_dir": target or candidate.path,
-            **{
-                key: plan[key]
-                for key in ("tag", "step", "format", "sizes", "ranks_before", "obstacles")
-            },
+            **plan["about"],
             "written": plan["is_written"],
             "bytes": plan["bytes"] if plan["is_written"] else 0,
             "records": self.records,
@@ -268,17 +265,15 @@ class Resuming(Struct, dict=True):
         if self.is_elsewhere and not differences:
             message = f"{self.run} is in an object store"
             differences = [problem("format-differs", message, file=self.run)]
-        plan: Words = {
-            "step": verdict.step_of(manifest),
+        about: Words = {
             "tag": manifest.origin.tag,
+            "step": verdict.step_of(manifest),
             "format": manifest.format,
             "sizes": sizes_of(words),
-            "obstacles": said(differences),
             "ranks_before": manifest.origin.dp,
-            "target": None,
-            "is_written": False,
-            "said": [],
+            "obstacles": said(differences),
         }
+        plan: Words = {"about": about, "target": None, "is_written": False, "said": []}
         if not differences:
             say = to_load(candidate, manifest)
             told = [warning("program-must-set", say)] if say else []

@@ -32,9 +32,9 @@ from . import hf
 
 STEP = re.compile(r"step-\d+")
 MAX_MARKER = 1 << 16  # bytes
+PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
-PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 COUNTER = "global_step"
 GROUPS, STATE, STEP_OF = "param_groups", "state.", ".step"
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
@@ -58,8 +58,7 @@ def steps(path: str) -> list[str]:
     """The names of torchtitan's folders of one run."""
     if not sources.is_folder(path) or folders(path):
         return []
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
+    names = filter(STEP.fullmatch, os.listdir(path))
     return by_counting(name for name in names if folders(os.path.join(path, name)))
 
 
@@ -90,10 +89,8 @@ def detect_weak(path: str) -> list[str]:
 
 def has_items(path: str) -> bool:
     """Whether a folder has such files, even from a save that did not finish."""
-    if not sources.is_folder(path):
-        return False
-    with os.scandir(path) as entries:
-        return any(entry.name == METADATA or entry.name.endswith(ITEMS) for entry in entries)
+    names = os.listdir(path) if sources.is_folder(path) else ()
+    return any(name == METADATA or name.endswith(ITEMS) for name in names)
 
 
 def folders(path: str) -> list[str]:
@@ -102,8 +99,7 @@ def folders(path: str) -> list[str]:
         return []
     if has_items(path):
         return [path]
-    with os.scandir(path) as entries:
-        parts = sorted(entry.path for entry in entries if PARTS.fullmatch(entry.name))
+    parts = [os.path.join(path, name) for name in sorted(filter(PARTS.fullmatch, os.listdir(path)))]
     return [folder for folder in parts if has_items(folder)] or _pair(path)
 
 
@@ -212,9 +208,6 @@ def _is_megatrons(folder: str) -> bool:
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
     """The checkpoint's own files directly in its directory, from a finished save or not."""
-    if root in parts:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                name = entry.name
-                if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):
-                    yield entry.path
+    for name in os.listdir(root) if root in parts else ():
+        if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):
+            yield os.path.join(root, name)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
-from ...core.inventory import gaps, known, refuse_gaps
+from ...core.inventory import refuse_gaps
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -37,7 +37,7 @@ from ..deepspeed_states.states import (
     version_numbers,
     version_of,
 )
-from ..ranks import refuse_other_writers
+from ..ranks import gaps_along, refuse_other_writers
 from .files import GridFiles, RankFiles
 from .layer_names import LayerName, untied_layers
 
@@ -173,11 +173,7 @@ def _check_count(directory: TagDirectory, axis: str, files: Sequence[str], state
             hint="files of another save may lie between them; keep those of one save",
             file=files[stated] if stated >= 0 else directory.path,
         )
-    own = known(ROLES, files[0])
-    assert own is not None
-    there = {own.numbers_with(axis, rank): path for rank, path in enumerate(files)}
-    wanted = (own.numbers_with(axis, rank) for rank in range(stated))
-    rows = gaps(own.role, there, wanted, files[0])
+    rows = gaps_along(axis, ROLES, dict(enumerate(files)), stated)
     refuse_gaps(directory.path, rows, f"it has {count} of {stated} {ranks}")
 
 

@@ -38,6 +38,7 @@ from ...errors import (
 from ...files.beginning import number_in
 from ...files.torchfile import Tensor, TorchFile, is_torch, peek
 from ...naming import peft
+from ..statedict.finding import has_groups
 from . import distributed, items
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -103,16 +104,11 @@ class StateDictFiles(Struct, eq=False):
             by_number = {number_of(os.path.basename(path)): path for path in paths}
             last = by_number[max(by_number)] if by_number else ""
             first = _without_number(os.path.basename(last))
-            if first in NUMBERED:
-                missing = {*range(max(by_number))} - {*by_number}
-                warnings += [
-                    warning(
-                        "missing-file",
-                        f"{last} is there, and {numbered(first, number)} is not: it may be lost",
-                        file=os.path.join(os.path.dirname(last), numbered(first, number)),
-                    )
-                    for number in sorted(missing)
-                ]
+            missing = {*range(max(by_number))} - {*by_number} if first in NUMBERED else ()
+            for name in (numbered(first, number) for number in sorted(missing)):
+                message = f"{last} is there, and {name} is not: it may be lost"
+                file = os.path.join(os.path.dirname(last), name)
+                warnings.append(warning("missing-file", message, file=file))
         return warnings
 
     @property
@@ -126,13 +122,11 @@ def detect(path: str) -> list[str]:
     """One empty tag for a model's with an optimizer's state, and for any single file of both."""
     if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
-    if not _is_readable_folder(path):
-        return []
-    names = _names(path)
+    names = _seen(path)
     whole = _whole(names)
     if "optim" in whole and "model" in whole:
         return [""]
-    return [""] if any(_is_part(path, name) for name in names) or _items(path, names) else []
+    return [""] if any(_is_part(path, name) for name in names) or items.parts(path, names) else []
 
 
 def detect_weak(path: str) -> list[str]:
@@ -142,9 +136,7 @@ def detect_weak(path: str) -> list[str]:
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
-    if not _is_readable_folder(path):
-        return []
-    names = _names(path)
+    names = _seen(path)
     if "model" in _whole(names) or len(_safetensors(names)) == 1 or slices(path):
         return [""]
     single = _single_files(path, names)
@@ -168,8 +160,8 @@ def updates(path: str) -> float | None:
     Reads these numbers alone.
     """
     files = [path]
-    if _is_readable_folder(path):
-        whole = _whole(_names(path))
+    if sources.is_folder(path):
+        whole = _whole(_seen(path))
         kinds = [kind for kind in whole if "model" in whole and kind.startswith("optim")]
         files = [os.path.join(path, whole[kind]) for kind in kinds]
     numbers = (number for file in files if is_torch(file) for number in _stated_in(file))
@@ -199,11 +191,6 @@ def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
             yield from _steps(inner, depth - 1)
 
 
-def _is_readable_folder(path: str) -> bool:
-    """Whether it is a folder; one that nobody may list is no checkpoint (`lost+found`)."""
-    return sources.is_folder(path) and not sources.is_denied(path)
-
-
 def _names(folder: str) -> list[str]:
     """Names of everything but folders; a pipe or a link to nothing fails when it is opened."""
     with os.scandir(folder) as entries:
@@ -212,6 +199,12 @@ def _names(folder: str) -> list[str]:
             for entry in entries
             if not (sources.is_folder(entry.path) if entry.is_symlink() else entry.is_dir())
         )
+
+
+def _seen(folder: str) -> list[str]:
+    """The names; none if it is no folder, or one that nobody may list (`lost+found`)."""
+    may_be_listed = sources.is_folder(folder) and not sources.is_denied(folder)
+    return _names(folder) if may_be_listed else []
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
@@ -277,14 +270,7 @@ def _is_part(folder: str, name: str) -> bool:
         value = peek(path)
     except ZckptError:
         return False
-    return next(distributed.distributed_in(value), None) is not None or _has_groups(value)
-
-
-def _has_groups(value: Any, depth: int = DEPTH) -> bool:
-    """Whether an optimizer's state is in it."""
-    if not isinstance(value, dict) or not depth:
-        return False
-    return "param_groups" in value or any(_has_groups(item, depth - 1) for item in value.values())
+    return next(distributed.distributed_in(value), None) is not None or has_groups(value)
 
 
 def _has_state_dicts(path: str) -> bool:
@@ -319,19 +305,12 @@ def whole_of(path: str) -> str | None:
     if not sources.is_file(path):
         return None
     folder, name = os.path.split(path)
-    names = _beside(path)
+    names = _seen(folder or ".")
     whole = _whole(names)
     kind = next((kind for kind, own in whole.items() if own == name), None)
-    of_item = counted(name, ".pt") is not None and _items(folder or ".", names)
+    of_item = counted(name, ".pt") is not None and items.parts(folder or ".", names)
     of_optimizer = kind is not None and kind.startswith("optim") and "model" in whole
     return (folder or ".") if of_optimizer or of_item else None
-
-
-def _items(folder: str, names: Sequence[str]) -> dict[str | None, dict[int, str]]:
-    """Files of ranks' items, by item and rank; empty if there are none."""
-    if not any(counted(name, ".pt") for name in names):
-        return {}
-    return items.parts(folder, names)
 
 
 def slices(path: str) -> list[str]:
@@ -342,13 +321,8 @@ def slices(path: str) -> list[str]:
         return []
     if is_folder:
         return items.slices(path, names)
-    return items.slices(os.path.dirname(path), [*names, *_beside(path)], names[0])
-
-
-def _beside(path: str) -> list[str]:
-    """Names in the folder of a file; none if nobody may list it."""
-    folder = os.path.dirname(path) or "."
-    return [] if sources.is_denied(folder) else _names(folder)
+    folder = os.path.dirname(path)
+    return items.slices(folder, [*names, *_seen(folder or ".")], names[0])
 
 
 def locate(path: str) -> StateDictFiles:
@@ -357,17 +331,13 @@ def locate(path: str) -> StateDictFiles:
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """
     if not sources.is_folder(path):
-        own = _of_rank(os.path.basename(path))
-        if own is None:
-            return _of_item(path) or StateDictFiles({None: path})
-        folder = os.path.dirname(path) or "."
-        names = [
-            name
-            for name in _names(folder)
-            if (other := _of_rank(name))
-            and (other.stem, other.at("world")) == (own.stem, own.at("world"))
-        ]
-        return _of_ranks(folder, names, {})
+        folder, name = os.path.split(path)
+        if _of_rank(name):
+            names = [other for other in _names(folder or ".") if _are_of_ranks([name, other])]
+            return _of_ranks(folder or ".", names, {})
+        of_item = counted(name, ".pt") is not None
+        paths = items.parts(folder, [name, *_seen(folder or ".")], name) if of_item else None
+        return StateDictFiles(ranks=paths, items=True) if paths else StateDictFiles({None: path})
     names = _names(path)
     whole: dict[str | None, str] = {}
     whole |= {kind: os.path.join(path, name) for kind, name in _whole(names).items()}
@@ -375,7 +345,7 @@ def locate(path: str) -> StateDictFiles:
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
     is_whole = "model" in whole and "optim" in whole
-    if not is_whole and (of_items := _items(path, names)):
+    if not is_whole and (of_items := items.parts(path, names)):
         kinds = {_kind(str(item)) for item in of_items}
         rest = {kind: path for kind, path in whole.items() if kind not in kinds}
         return StateDictFiles(rest, of_items, items=True)
@@ -396,15 +366,6 @@ def locate(path: str) -> StateDictFiles:
             "not-a-checkpoint", f"{path} has no file with a model's state", file=path
         )
     return StateDictFiles({None: os.path.join(path, single[0])})
-
-
-def _of_item(path: str) -> StateDictFiles | None:
-    """The files of all ranks of an item, of which one file is given; None if it is no such file."""
-    folder, name = os.path.split(path)
-    if counted(name, ".pt") is None:
-        return None
-    paths = items.parts(folder, [name, *_beside(path)], name)
-    return StateDictFiles(ranks=paths, items=True) if paths else None
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:

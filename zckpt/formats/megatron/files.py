@@ -39,6 +39,7 @@ BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 OF_RANK = r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?"
 MODEL = role("model", rf"{OF_RANK}/model_optim_rng\.pt", "tp", "pp", "ep")
 ROLES = (
@@ -50,7 +51,6 @@ ROLES = (
     role("metadata", r"\.metadata", is_last=True),
 )
 """What its files are for."""
-KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 
 
 def detect(path: str) -> list[str]:
@@ -67,8 +67,7 @@ def iterations(path: str) -> list[str]:
     """The folders of a run that have a checkpoint each, the oldest first."""
     if not sources.is_folder(path) or kind_of(path):
         return []
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if not entry.name.startswith(".")]
+    names = (name for name in os.listdir(path) if not name.startswith("."))
     return by_counting(name for name in names if _is_one_of_run(path, name))
 
 
@@ -79,8 +78,7 @@ def counter(path: str) -> int | None:
     """
     for folder in (path, os.path.join(path, WEIGHTS)):
         if sources.is_folder(folder):
-            with os.scandir(folder) as entries:
-                ranks = sorted(entry.name for entry in entries if is_of_rank(entry.name))
+            ranks = sorted(filter(is_of_rank, os.listdir(folder)))
             names = [COMMON, *(os.path.join(rank, LEGACY) for rank in ranks[:1])]
             files = filter(sources.is_file, (os.path.join(folder, name) for name in names))
             if (file := next(files, None)) is not None:
@@ -118,9 +116,8 @@ def kind_of(path: str) -> str | None:
     """
     if not sources.is_folder(path):
         return None
-    with os.scandir(path) as entries:
-        ranks = [entry.path for entry in entries if is_of_rank(entry.name)]
-    if any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks):
+    ranks = filter(is_of_rank, os.listdir(path))
+    if any(sources.is_file(os.path.join(path, rank, LEGACY)) for rank in ranks):
         return OF_RANKS
     marker = _marker(path)
     if not marker and names_any(path, KEYS_OF_FSDP):
@@ -169,13 +166,12 @@ def _require_latest(run: str, tag: str) -> None:
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
-    with os.scandir(run) as entries:
-        others = by_counting(e.name for e in entries if _is_one_of_run(run, e.name))
+    others = listed(iterations(run))
     raise IncompleteCheckpoint(
         "pointer-dangling",
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",
-        hint=f"copy the whole directory, or choose one with --tag: {run} has {listed(others)}",
+        hint=f"copy the whole directory, or choose one with --tag: {run} has {others}",
         file=os.path.join(run, LATEST),
     )
 

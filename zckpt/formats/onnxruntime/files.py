@@ -82,31 +82,28 @@ def locate(path: str) -> CheckpointFiles:
     """
     if sources.is_folder(path):
         checkpoints = _all(path, _candidates(path))
-        if not checkpoints:
-            raise NotACheckpoint(
-                "not-a-checkpoint", f"{path} holds no checkpoint of ONNX Runtime", file=path
-            )
-        if len(checkpoints) > 1:
-            by_name = {os.path.basename(each.name): each for each in checkpoints}
-            names = by_counting(by_name)
-            raise AmbiguousCheckpoint(
-                "several-checkpoints",
-                f"{path} holds {len(checkpoints)} checkpoints: {listed(names)}",
-                hint=f"name the file (one of them is enough): {by_name[names[-1]].files[0][1]}",
-                file=path,
-            )
-        return _complete(path, checkpoints[0])
-    folder = os.path.dirname(path) or "."
-    name = os.path.basename(path)
-    alone = known((legacy.OF_RANK,), name) is None
-    if hdf5.is_one(path):
-        alone = not hdf5.open_file(path).is_partition
-    for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
-        if any(os.path.basename(file) == name for _, file in checkpoint.files):
-            return _complete(path, checkpoint)
-    raise NotACheckpoint(
-        "not-a-checkpoint", f"{path} holds no checkpoint of ONNX Runtime", file=path
-    )
+    else:
+        folder, name = os.path.dirname(path) or ".", os.path.basename(path)
+        alone = known((legacy.OF_RANK,), name) is None
+        if hdf5.is_one(path):
+            alone = not hdf5.open_file(path).is_partition
+        every = _all(folder, [name] if alone else {name, *_candidates(folder)}, alone)
+        own = os.path.join(folder, name)
+        checkpoints = [each for each in every if own in dict(each.files).values()][:1]
+    if not checkpoints:
+        raise NotACheckpoint(
+            "not-a-checkpoint", f"{path} holds no checkpoint of ONNX Runtime", file=path
+        )
+    if len(checkpoints) > 1:
+        by_name = {os.path.basename(each.name): each for each in checkpoints}
+        names = by_counting(by_name)
+        raise AmbiguousCheckpoint(
+            "several-checkpoints",
+            f"{path} holds {len(checkpoints)} checkpoints: {listed(names)}",
+            hint=f"name the file (one of them is enough): {by_name[names[-1]].files[0][1]}",
+            file=path,
+        )
+    return _complete(path, checkpoints[0])
 
 
 def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:

@@ -94,6 +94,13 @@ def is_optimizer(value: dict[Any, Any]) -> bool:
     return any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
 
 
+def has_groups(value: Any, depth: int = DEPTH) -> bool:
+    """Whether so many levels of dictionaries have an optimizer's groups, with members or not."""
+    if not isinstance(value, dict) or not depth:
+        return False
+    return "param_groups" in value or any(has_groups(item, depth - 1) for item in value.values())
+
+
 def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     if "param_groups" not in state_dict:
         return _flat(state_dict)

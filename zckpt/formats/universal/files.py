@@ -46,8 +46,5 @@ def detect(path: str) -> list[str]:
             head = file.read(4096)
         if sum(key in head for key in KEYS) > 1:
             return [""]
-    if sources.is_folder(path):
-        with os.scandir(path) as items:
-            if any(OF_OPTIMIZERS.fullmatch(item.name) for item in items):
-                return [""]
-    return []
+    names = os.listdir(path) if sources.is_folder(path) else ()
+    return [""] if any(map(OF_OPTIMIZERS.fullmatch, names)) else []
