@@ -40,9 +40,10 @@ import torch.distributed as dist
 
 from zckpt import api, formats
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.entries import Entry, name_of
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
-from zckpt.core.manifest import Entry, Manifest, name_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.core.pieces import ElementReader, ReadRequest
 from zckpt.core.records import RecordChecker

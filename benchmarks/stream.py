@@ -28,8 +28,9 @@ import torch
 
 from zckpt import api, probe
 from zckpt.core import loading
+from zckpt.core.entries import Entry, Key
 from zckpt.core.fileio import Buffer
-from zckpt.core.manifest import Entry, Key, Manifest
+from zckpt.core.manifest import Manifest
 from zckpt.core.pieces import ReadRequest
 from zckpt.core.records import RecordChecker
 from zckpt.core.streaming import reading

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import zckpt
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Fragment
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.files.torchfile import Tensor, TorchFile
 from zckpt.files.zipdirectory import read_directory
 

@@ -15,12 +15,13 @@ from zckpt import formats
 from zckpt.core import duplicates, masters, plan, states
 from zckpt.core.checksum import crc_of_zeros
 from zckpt.core.description import Report
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import FlatBufferEngine, Pipeline, TensorParallel, Vocabulary
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
 from zckpt.core.layout import Layout
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.missing_states import missing_states
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin

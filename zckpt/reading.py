@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from . import formats
 from .core import agreement, covering, sources
 from .core.dtypes import FLOATS
+from .core.entries import name_of
 from .core.facts import StateDictEngine
 from .core.inventory import known
-from .core.manifest import Manifest, fitting_roots, name_of
+from .core.manifest import Manifest, fitting_roots
 from .core.missing_states import missing_states
 from .core.states import entries_in, with_updates
 from .core.times import odd_times

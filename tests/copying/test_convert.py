@@ -20,10 +20,11 @@ from zckpt.copying.convert import Seal, convert, files_of, memory_of, naming_ful
 from zckpt.copying.journal import Identity
 from zckpt.copying.sharing import Part, Sharing
 from zckpt.copying.staging import Staging
+from zckpt.core.entries import Entry
 from zckpt.core.folder import Folder
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Entry, Manifest, Sibling
+from zckpt.core.manifest import Manifest, Sibling
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Copying
 from zckpt.errors import Interrupted, NotEnoughSpace, ProcessLost, TargetExists

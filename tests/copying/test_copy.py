@@ -28,6 +28,7 @@ from zckpt.core import pieces as elements
 from zckpt.core import plan, records
 from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.entries import Entry, Key, key_of
 from zckpt.core.fileio import Reader
 from zckpt.core.folder import Folder
 from zckpt.core.fragments import (
@@ -43,7 +44,7 @@ from zckpt.core.fragments import (
     solid,
 )
 from zckpt.core.layout import CopyOutcome
-from zckpt.core.manifest import Entry, Key, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
 from zckpt.core.sources import Fingerprint

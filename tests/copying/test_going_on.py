@@ -18,9 +18,9 @@ from zckpt.copying.journal import Identity, Journal, Region
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Sharing
 from zckpt.core.dtypes import SIZES
+from zckpt.core.entries import key_of
 from zckpt.core.fileio import Reader
 from zckpt.core.fragments import solid
-from zckpt.core.manifest import key_of
 from zckpt.core.resources import Copying, Progress
 from zckpt.errors import CorruptCheckpoint, ProcessLost
 

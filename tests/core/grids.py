@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Boxes, Replicated, Row, Sliced, Sum, Table
 from zckpt.core.slicing import cut, replicated

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from zckpt.core import compare
 from zckpt.core.dtypes import TORCH_NAMES, encode
 from zckpt.core.elsewhere import Fingerprint
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying, Progress

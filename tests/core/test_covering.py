@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core import covering
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, Slices, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Manifest
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint

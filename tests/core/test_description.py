@@ -9,9 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.description import advice, inspect, tensors
+from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 

@@ -14,8 +14,9 @@ import torch.distributed.checkpoint as dcp
 import zckpt
 from zckpt.core.checksum import crc32
 from zckpt.core.duplicates import check_duplicates
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 

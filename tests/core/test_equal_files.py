@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from zckpt.core.dtypes import SIZES
 from zckpt.core.duplicates import SAMPLE, check_duplicates
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 

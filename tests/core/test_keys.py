@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import TensorName
 from zckpt.core.keys import has_texts_alone, in_doubt, matched, with_texts
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 
 NOWHERE = Runs([])

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import (
     RESERVED_SLOTS,
-    Entry,
     Manifest,
     Parameter,
     crc_from_json,

@@ -12,8 +12,9 @@ import torch
 from msgspec.structs import replace
 
 from zckpt.core import masters
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.masters import ALL, BEGINNINGS, FEW
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry, key_of, name_of
 from zckpt.core.fragments import Extent, Record, Runs
 from zckpt.core.grid import Grid as Axes
 from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of, name_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.optimizer_states import StateRow, States, states_in
 from zckpt.core.origin import Origin

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from torch import nn
 
 import zckpt
+from zckpt.core.entries import Entry
 from zckpt.core.facts import StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.missing_states import missing_states
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from zckpt.core import pieces
 from zckpt.core.dtypes import SIZES, encode
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Record, Runs, Slices, solid
-from zckpt.core.manifest import Entry
 from zckpt.core.pieces import SHORT, SMALL, ElementReader, ReadRequest
 from zckpt.core.records import RecordChecker
 from zckpt.errors import UnsupportedCheckpoint

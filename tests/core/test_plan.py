@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match, Pair, TargetPiece
 from zckpt.errors import MissingData, UnsupportedCheckpoint

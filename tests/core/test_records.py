@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from zckpt.core.entries import Entry
 from zckpt.core.fileio import Buffer, Reader
 from zckpt.core.fragments import Extent, Fragment, Record, Runs
-from zckpt.core.manifest import Entry
 from zckpt.core.pieces import ElementReader, ReadRequest
 from zckpt.core.records import PassedRecord, RecordChecker
 from zckpt.errors import CorruptCheckpoint

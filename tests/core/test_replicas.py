@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core import replicas
+from zckpt.core.entries import Entry, Key, key_of
 from zckpt.core.facts import UNCUT, TensorParallel
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Key, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.placement import from_text
 from zckpt.core.replicas import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry, name_of
 from zckpt.core.facts import NamedWeightsEngine
-from zckpt.core.manifest import Entry, Manifest, Parameter, name_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.merge import in_order, merge
 from zckpt.core.placement import Row
 from zckpt.core.split import names_in, part

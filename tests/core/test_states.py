@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import FlatBufferEngine, StateDictEngine
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import (
-    Entry,
-    Manifest,
-    Parameter,
-    Sibling,
-    Sighting,
-    StepPlace,
-    key_of,
-)
+from zckpt.core.manifest import Manifest, Parameter, Sibling, Sighting, StepPlace
 from zckpt.core.optimizer_states import (
     AMONG,
     BESIDE,

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import zckpt
 from zckpt.core import statistics
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.resources import Copying
 from zckpt.core.statistics import measure

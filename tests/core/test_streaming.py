@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.core.dtypes import SIZES
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry
 from zckpt.core.pieces import ElementReader
 from zckpt.core.records import RecordChecker, RecordCounts
 from zckpt.core.sources import Fingerprint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry
 from zckpt.core.weights import (
     Weight,
     agreement,

@@ -17,8 +17,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import ZEROS, Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.naming.saving import as_saved

@@ -16,8 +16,8 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
+from zckpt.core.entries import Key
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices
-from zckpt.core.manifest import Key
 from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import Difference
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.proof import damage

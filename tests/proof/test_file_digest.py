@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from torch import nn
 
 from zckpt import read
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.proof.file_digest import digest
 

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from zckpt.core.compare import Result
 from zckpt.core.description import Report, said
 from zckpt.core.difference import Difference
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, key_of
+from zckpt.core.manifest import Manifest, Parameter, Sibling
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from zckpt.core.description import Report
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying, Progress
 from zckpt.core.sources import Fingerprint

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match

@@ -8,8 +8,9 @@ import pytest
 
 from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import ULPS, Difference
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, Runs, solid
-from zckpt.core.manifest import Entry, Manifest, key_of
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.records import Damage, RecordCounts

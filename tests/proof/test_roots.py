@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry, Key, key_of
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Entry, Key, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.description import Report
+from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, key_of
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Begin

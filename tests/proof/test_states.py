@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.facts import (
     Engine,
     FlatBufferEngine,
@@ -18,7 +19,7 @@ from zckpt.core.facts import (
 )
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling
+from zckpt.core.manifest import Manifest, Parameter, Sibling
 from zckpt.core.origin import Origin
 from zckpt.proof import states
 from zckpt.proof.beside import siblings

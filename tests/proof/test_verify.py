@@ -17,7 +17,7 @@ import torch
 import zckpt
 from zckpt import read
 from zckpt.core.description import said
-from zckpt.core.manifest import key_of
+from zckpt.core.entries import key_of
 from zckpt.errors import InconsistentCheckpoint
 
 from .. import faults

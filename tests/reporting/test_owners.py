@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
-from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.manifest import Manifest
 from zckpt.core.origin import Origin
 from zckpt.judging.inventory import of_engine
 from zckpt.reporting import numbers, owners

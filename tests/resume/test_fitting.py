@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt import api
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.entries import Entry
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import WrongOption
 from zckpt.resume.fitting import Asked, obstacles, unlike

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from zckpt.core.agreement import KEEP, agree, need_one_save
 from zckpt.core.checksum import crc_of_zeros
+from zckpt.core.entries import Entry
 from zckpt.core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
+from zckpt.core.manifest import Manifest, Parameter, Sighting
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, WrongOption
 from zckpt.training import steps

@@ -13,8 +13,8 @@ from msgspec import Struct
 from ..core.cast import CAST_BLOCK, cast, put_mean, refuse_overflow
 from ..core.checksum import crc32, crc_of_runs
 from ..core.dtypes import SIZES
+from ..core.entries import Entry
 from ..core.fragments import Extent, Slices
-from ..core.manifest import Entry
 from ..core.pieces import SMALL, ElementReader, ReadRequest
 from ..core.plan import Chunk, TargetPiece
 from .filling import TargetFile

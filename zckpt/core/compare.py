@@ -18,9 +18,10 @@ from .cast import cast, rounded
 from .checksum import Cover, crc32
 from .difference import Difference, measure_difference, same
 from .dtypes import SIZES
+from .entries import Entry
 from .fileio import Buffer
 from .fragments import Extent, Record
-from .manifest import Entry, Manifest
+from .manifest import Manifest
 from .pieces import ElementReader, ReadRequest
 from .plan import Match
 from .pooling import Claim, claimed

@@ -14,8 +14,9 @@ from math import prod
 
 from ..errors import UnsupportedCheckpoint, counted, listed
 from .dtypes import SIZES
+from .entries import Entry
 from .fragments import Box, Fragments, Runs, Slices, boxes_of, tile
-from .manifest import Entry, Manifest
+from .manifest import Manifest
 
 HINT = (
     "this is a mistake of the reader and not of your files: report it, with the output of "

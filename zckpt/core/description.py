@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import to_builtins
 
 from ..errors import Notice, WrongOption, listed, note
+from .entries import Entry
 from .facts import layers_of, with_facts
 from .inert import plain_group, to_json
-from .manifest import Entry, Manifest, steps_to_json
+from .manifest import Manifest, steps_to_json
 from .states import states_of
 
 if TYPE_CHECKING:

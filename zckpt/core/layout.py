@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct, field
 
 from ..errors import Notice
+from .entries import Key
 from .fragments import Extent
-from .manifest import Key, Manifest, Sibling
+from .manifest import Manifest, Sibling
 from .records import RecordCounts
 
 

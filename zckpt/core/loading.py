@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption, listed
 from .checksum import crc32
 from .dtypes import SIZES, TORCH_NAMES
+from .entries import Entry, key_of, name_of
 from .fragments import Record
-from .manifest import Entry, Manifest, key_of, name_of
+from .manifest import Manifest
 from .pieces import ReadRequest
 from .records import RecordChecker
 from .streaming import reading

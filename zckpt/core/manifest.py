@@ -14,10 +14,7 @@ from msgspec.structs import replace
 from ..errors import Notice, brief
 from .dtypes import NUMBERS
 from .elsewhere import Fingerprint
-from .entries import Entry as Entry
-from .entries import Key as Key
-from .entries import key_of as key_of
-from .entries import name_of as name_of
+from .entries import Entry, Key
 from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
 from .fragments import Extent, Record
 from .grid import Place

@@ -20,10 +20,11 @@ from ..errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from .cast import are_rounded
 from .compare import Result, compare
 from .dtypes import SIZES
+from .entries import Entry, Key
 from .fragments import Extent, Fragment, Fragments, Runs, boxes_of
 from .grouping import by_key
 from .loading import head
-from .manifest import Entry, Key, Manifest
+from .manifest import Manifest
 from .plan import Match
 from .records import RecordChecker
 from .resources import Copying

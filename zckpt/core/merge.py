@@ -19,9 +19,10 @@ from ..errors import InconsistentCheckpoint, Notice, UnsupportedCheckpoint, list
 from . import slicing
 from .agreement import KEEP, Step, agree
 from .dtypes import SIZES
+from .entries import Entry, Key, name_of
 from .grouping import by_key
 from .inert import alike, to_json
-from .manifest import Entry, Key, Manifest, Parameter, name_of
+from .manifest import Manifest, Parameter
 from .optimizer_states import (
     OF_NO_PARAMETER,
     OF_OTHERS,

@@ -12,8 +12,8 @@ from math import prod
 from msgspec import Struct
 
 from .dtypes import SIZES
+from .entries import Key
 from .fragments import Extent
-from .manifest import Key
 
 UNNAMED: Key = "", ""
 """The key of a tensor that has no name yet."""

@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from .cast import CAST_BLOCK, cast, refuse_overflow
 from .dtypes import SIZES
+from .entries import Entry
 from .fileio import Buffer, Reader
 from .fragments import Extent, Fragment, Slices
-from .manifest import Entry
 from .records import PassedRecord, RecordChecker
 
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors

@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from ..errors import MissingData, UnsupportedCheckpoint
 from .cast import CASTABLE
 from .dtypes import NUMBERS, SIZES
+from .entries import Entry, Key
 from .fragments import Fragment, Slices
-from .manifest import Entry, Key, Manifest, slot_key
+from .manifest import Manifest, slot_key
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 

@@ -18,10 +18,11 @@ from ..errors import InconsistentCheckpoint, Notice, UnsupportedCheckpoint, coun
 from . import masters
 from .compare import Result, compare
 from .dtypes import FLOATS
+from .entries import Entry, Key
 from .facts import UNCUT
 from .grouping import by_key
 from .loading import head
-from .manifest import Entry, Key, Manifest
+from .manifest import Manifest
 from .placement import EP_RANK, STAGE, TENSOR_RANK, Placement
 from .plan import Match
 from .weights import is_optimizers

@@ -6,8 +6,9 @@ from itertools import chain
 
 from msgspec.structs import replace
 
+from .entries import Entry
 from .fragments import Runs
-from .manifest import Entry, Manifest, Parameter
+from .manifest import Manifest, Parameter
 from .placement import Row, Table
 
 

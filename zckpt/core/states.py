@@ -23,11 +23,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..errors import WrongOption, joined, listed
+from .entries import Key
 from .facts import FlatBufferEngine
 from .grouping import by_key
 from .inert import TensorName, map_values
 from .keys import has_texts_alone, in_doubt
-from .manifest import Key, Manifest, slot_key
+from .manifest import Manifest, slot_key
 from .optimizer_states import Form, StateRow, States, unsupported
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped

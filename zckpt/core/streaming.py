@@ -20,10 +20,10 @@ from typing import TypeVar
 from msgspec.structs import astuple
 
 from .dtypes import SIZES
+from .entries import Entry
 from .fileio import Reader, align, files_per_thread
 from .fragments import Extent, Record
 from .grouping import by_key
-from .manifest import Entry
 from .pieces import ElementReader, ReadRequest
 from .records import RecordChecker, RecordCounts
 from .sources import Fingerprints

@@ -21,8 +21,8 @@ from msgspec import Struct
 
 from ..errors import MissingData
 from .dtypes import FLOATS, NUMBERS
+from .entries import Entry, Key
 from .grouping import by_key
-from .manifest import Entry, Key
 
 WEIGHTS = frozenset({"param", "master"})
 """The slots of weights."""

@@ -15,10 +15,10 @@ import torch
 from msgspec import Struct
 
 from ..core.dtypes import SIZES, TORCH_NAMES
+from ..core.entries import Entry
 from ..core.fileio import Buffer, align
 from ..core.fragments import Record, row_major
 from ..core.grouping import portions
-from ..core.manifest import Entry
 from ..core.pieces import ReadRequest
 from ..core.records import RecordChecker
 from ..core.streaming import reading

@@ -20,8 +20,9 @@ from .. import formats
 from ..core import agreement, sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.elsewhere import Fingerprint
+from ..core.entries import Entry
 from ..core.inert import Scalar, TensorName
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Manifest
 from ..core.unfinished import refuse_unfinished
 from ..errors import (
     CorruptCheckpoint,

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from ..core.dtypes import FROM_TORCH
+from ..core.entries import Entry
 from ..core.fragments import Record
 from ..core.inert import Scalar, TensorName
 from ..core.loading import as_torch
-from ..core.manifest import Entry
 from ..core.weights import WEIGHTS, WIDE, Weight, is_widened
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..formats.dcp.items import OpenedItem, StoredTensor, StoredValue

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from ..core.description import matching
-from ..core.manifest import Entry, Manifest, slot_key
+from ..core.entries import Entry
+from ..core.manifest import Manifest, slot_key
 from ..errors import counted, listed, safe, sized
 from .terminal import brief, cell, checked, spoken, states, table, unchecked, warn, warned
 

@@ -24,10 +24,10 @@ from msgspec import Struct
 from ..core import sources
 from ..core.checksum import crc32
 from ..core.dtypes import NUMBERS, SIZES, STORAGES, decode
+from ..core.entries import Entry, Key
 from ..core.fileio import crc_of
 from ..core.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
 from ..core.inert import Global, Scalar, TensorName, inside, map_values, to_json
-from ..core.manifest import Entry, Key
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
 from .torchtensors import CONTIGUOUS, TENSORS, runs_of, size_of
 from .torchtensors import Storage as Storage

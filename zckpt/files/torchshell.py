@@ -20,12 +20,13 @@ from msgspec import Struct, field
 
 from ..core.checksum import crc32, crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
+from ..core.entries import Entry, Key
 from ..core.fileio import write_all
 from ..core.folder import Folder
 from ..core.fragments import Extent, row_major
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
-from ..core.manifest import Entry, Key, Manifest
+from ..core.manifest import Manifest
 from ..core.streaming import carry_out_all
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor

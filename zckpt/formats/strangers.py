@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from ..core.entries import Entry, Key
 from ..core.inert import PLAIN, inside
-from ..core.manifest import Entry, Key
 from ..core.optimizer_states import StateRow, unsupported
 from ..core.states import NO_PARAMETER, REASONS
 

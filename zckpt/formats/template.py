@@ -7,9 +7,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..core.entries import Entry, Key
 from ..core.grouping import by_key
 from ..core.inert import by_value
-from ..core.manifest import Entry, Key, Manifest, Parameter
+from ..core.manifest import Manifest, Parameter
 from ..core.optimizer_states import States
 from ..core.weights import states_by_weight
 from ..errors import InconsistentCheckpoint, MissingData, Notice, WrongOption, listed

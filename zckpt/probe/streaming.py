@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.entries import Entry
 from ..core.fileio import Reader, align, in_pages
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Manifest
 from ..core.pieces import ElementReader, ReadRequest
 from ..core.records import RecordChecker
 from ..core.weights import weight_of

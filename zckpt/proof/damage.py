@@ -15,9 +15,10 @@ from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
 from ..core.description import Report, line_of
 from ..core.dtypes import SIZES
+from ..core.entries import Entry
 from ..core.fragments import Extent, Fragments, Runs, boxes_of
 from ..core.grouping import by_key
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Manifest
 from ..core.records import Damage
 from ..errors import Notice, listed, note, problem
 

@@ -15,8 +15,9 @@ from msgspec import Struct, field
 
 from ..core.description import Report, line_of, matching
 from ..core.dtypes import NUMBERS
+from ..core.entries import Entry
 from ..core.fileio import Buffer
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Manifest
 from ..core.pieces import ElementReader, ReadRequest
 from ..core.records import RecordChecker
 from ..core.resources import Begin, Copying, Progress, describe

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from ..core.description import matching
 from ..core.dtypes import SIZES
+from ..core.entries import Entry, Key
 from ..core.grouping import by_key
-from ..core.manifest import Entry, Key, Manifest
+from ..core.manifest import Manifest
 from ..core.masters import with_masters
 from ..core.plan import Match, match, of_copies
 from ..core.weights import WEIGHTS, weight_of

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable
 from ..core.compare import ComparisonOutcome, Result
 from ..core.description import Report, advice, said
 from ..core.difference import Difference
-from ..core.manifest import Entry, Manifest
+from ..core.entries import Entry
+from ..core.manifest import Manifest
 from ..core.plan import Match
 from ..core.statistics import json_number, magnitudes
 from ..core.version import __version__

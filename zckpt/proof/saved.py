@@ -10,18 +10,16 @@ from ..core import compare, description, keys, sources
 from ..core.compare import Result
 from ..core.description import Report
 from ..core.dtypes import Dtype
+from ..core.entries import Entry, Key, key_of
 from ..core.facts import facts_of
 from ..core.fragments import Runs
 from ..core.grouping import by_key
 from ..core.inert import from_json, plain_group
 from ..core.manifest import (
-    Entry,
     Hex,
-    Key,
     Manifest,
     Parameter,
     Sizes,
-    key_of,
     parameters_from_json,
     parameters_to_json,
 )

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ..core import compare, keys
 from ..core.compare import Result
 from ..core.description import Report, line_of, said
-from ..core.manifest import Key, Manifest, name_of
+from ..core.entries import Key, name_of
+from ..core.manifest import Manifest
 from ..core.missing_states import missing_states
 from ..core.plan import Match
 from ..core.resources import Begin, Copying

@@ -25,9 +25,10 @@ from msgspec.structs import replace
 
 from ..api import read
 from ..core.description import Report, line_of
+from ..core.entries import Entry
 from ..core.grouping import by_key
 from ..core.layers import Places, places_of
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Manifest
 from ..core.sources import standing_in
 from ..errors import (
     AmbiguousCheckpoint,

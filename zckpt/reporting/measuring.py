@@ -17,10 +17,11 @@ from ..core.checksum import Cover, crc32
 from ..core.description import Report
 from ..core.difference import Difference, measure_difference, same
 from ..core.dtypes import NUMBERS, SIZES
+from ..core.entries import Entry, name_of
 from ..core.fragments import Fragment, Runs
 from ..core.grouping import by_key
 from ..core.inert import plain_group
-from ..core.manifest import Entry, Manifest, name_of
+from ..core.manifest import Manifest
 from ..core.pieces import ReadRequest
 from ..core.records import RecordCounts
 from ..core.resources import Begin, Copying

@@ -8,9 +8,10 @@ from math import prod
 from typing import Any
 
 from ..core.description import Report
+from ..core.entries import Entry
 from ..core.fragments import boxes_of
 from ..core.inventory import Row, State
-from ..core.manifest import Entry, slot_key
+from ..core.manifest import slot_key
 from ..core.origin import Origin
 from ..judging.inventory import of_engine, of_folder
 from .lost import Found

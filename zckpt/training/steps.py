@@ -29,10 +29,11 @@ from msgspec.structs import replace
 
 from ..core.agreement import KEEP, Step, agree, need_whole
 from ..core.checksum import crc_of_zeros
+from ..core.entries import Key
 from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from ..core.grouping import by_key
 from ..core.inert import Scalar
-from ..core.manifest import Key, Manifest, Sighting, is_step
+from ..core.manifest import Manifest, Sighting, is_step
 from ..core.weights import is_optimizers
 from ..errors import Notice, WrongOption, listed, warning
 from .faults import COUNTED_START

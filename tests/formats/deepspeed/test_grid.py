@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.entries import name_of
 from zckpt.core.facts import Vocabulary
 from zckpt.core.loading import fill
-from zckpt.core.manifest import name_of
 from zckpt.core.placement import Cut
 from zckpt.dcp import StorageReader
 from zckpt.errors import (

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core import merge, slicing
-from zckpt.core.manifest import Entry, Key
+from zckpt.core.entries import Entry, Key
 from zckpt.core.placement import Cut, Shapes, Sliced
 from zckpt.core.slicing import Slicing
 

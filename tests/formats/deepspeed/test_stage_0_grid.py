@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.manifest import name_of
+from zckpt.core.entries import name_of
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

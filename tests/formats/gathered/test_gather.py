@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zckpt
 from zckpt import errors
-from zckpt.core.manifest import name_of
+from zckpt.core.entries import name_of
 from zckpt.core.partition import Joined, Nameless, Whole
 from zckpt.formats.gathered import distributed, gather, ranked, read
 from zckpt.formats.gathered.distributed import DeviceMesh

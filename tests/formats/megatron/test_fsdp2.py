@@ -14,9 +14,9 @@ import torch
 
 import zckpt
 from zckpt.core import loading
+from zckpt.core.entries import key_of
 from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign
-from zckpt.core.manifest import key_of
 from zckpt.errors import UnsupportedCheckpoint
 from zckpt.formats.megatron import fsdp2
 from zckpt.formats.statedict.tree import TensorPiece

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from zckpt.core.entries import name_of
 from zckpt.core.fragments import Extent
-from zckpt.core.manifest import name_of
 from zckpt.core.partition import Joined, Nameless, Partition, Whole
 from zckpt.formats.statedict.gather import partitions
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Entry
 from zckpt.core.partition import FlatMember
 from zckpt.core.plan import Match
 from zckpt.proof.allgather import elements as module

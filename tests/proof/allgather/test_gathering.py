@@ -18,8 +18,8 @@ import torch
 
 from zckpt.core.checksum import Cover, crc32
 from zckpt.core.dtypes import SIZES
+from zckpt.core.entries import Entry, key_of, name_of
 from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.manifest import Entry, key_of, name_of
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, Whole
 from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint

@@ -11,8 +11,8 @@ from zlib import crc32
 import pytest
 import torch
 
+from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Fragment, Runs, solid
-from zckpt.core.manifest import Entry
 from zckpt.core.partition import FlatMember
 from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint

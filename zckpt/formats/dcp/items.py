@@ -14,9 +14,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from ...core.entries import Entry
 from ...core.fragments import Record, solid
 from ...core.inert import Foreign
-from ...core.manifest import Entry
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import METADATA, ItemBox, ItemTable, TensorItem, attributes, read_table
 from ...files.dcpitems import ItemFiles, require_same

@@ -17,10 +17,11 @@ from itertools import chain
 
 from msgspec.structs import replace
 
+from ...core.entries import Entry
 from ...core.facts import FlatBufferEngine
 from ...core.grid import Place
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Manifest
+from ...core.manifest import Manifest
 from ...core.merge import agreed_steps, numbered_alike, united, with_steps
 from ...core.states import as_unsupported
 from ...errors import MALFORMED, not_understood

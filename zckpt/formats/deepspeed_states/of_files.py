@@ -8,8 +8,8 @@ from operator import itemgetter
 from typing import Any
 
 from ...core.checksum import crc32
+from ...core.entries import Entry, Key
 from ...core.inert import Foreign, alike, to_json
-from ...core.manifest import Entry, Key
 from ...core.optimizer_states import StateRow
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import Notice, note

@@ -12,10 +12,11 @@ from typing import Any
 from msgspec import Struct, field
 
 from ...core import agreement
+from ...core.entries import Entry, Key
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
-from ...core.manifest import Entry, Key, Sighting
+from ...core.manifest import Sighting
 from ...core.optimizer_states import Part, StateRow, unsupported
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile

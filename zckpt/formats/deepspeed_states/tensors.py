@@ -10,9 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.entries import Entry, Key
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import inside, map_values
-from ...core.manifest import Entry, Key, Parameter
+from ...core.manifest import Parameter
 from ...core.optimizer_states import StateRow, of_parameters
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile

@@ -25,8 +25,9 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.entries import Entry, Key
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Key, Manifest, Parameter, Sibling
+from ...core.manifest import Manifest, Parameter, Sibling
 from ...core.masters import results_of
 from ...core.optimizer_states import NO_STATES
 from ...core.plan import Match

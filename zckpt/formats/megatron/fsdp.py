@@ -25,8 +25,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
+from ...core.entries import Entry, Key
 from ...core.inert import Scalar, TensorName, inside, to_json
-from ...core.manifest import Entry, Key, Manifest, slot_name
+from ...core.manifest import Manifest, slot_name
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

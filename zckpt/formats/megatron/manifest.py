@@ -10,9 +10,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ...core.entries import Entry, Key
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
-from ...core.manifest import Entry, Key, Manifest, Parameter, Sibling, Sighting
+from ...core.manifest import Manifest, Parameter, Sibling, Sighting
 from ...core.merge import tensor
 from ...core.origin import OF_ANY_ENGINE, Origin
 from ...core.placement import TENSOR_RANK, Sliced, Table

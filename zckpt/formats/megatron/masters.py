@@ -14,9 +14,10 @@ from math import prod
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.entries import Entry
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import ZEROS, Extent, solid
-from ...core.manifest import Entry, Manifest
+from ...core.manifest import Manifest
 from ...core.masters import ALL, results_of, unlike
 from ...core.replicas import copies_of
 from ...core.weights import is_optimizers

@@ -24,7 +24,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
-from ...core.manifest import Entry, Manifest
+from ...core.entries import Entry
+from ...core.manifest import Manifest
 from ...core.placement import Boxes, Sliced
 from ...errors import (
     MALFORMED,

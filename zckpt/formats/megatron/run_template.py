@@ -18,8 +18,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core.entries import Entry, Key
 from ...core.inert import Foreign, by_value
-from ...core.manifest import Entry, Key, Manifest
+from ...core.manifest import Manifest
 from ...core.weights import is_optimizers
 from ...errors import (
     MissingData,

@@ -28,10 +28,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES, TORCH_NAMES
+from ...core.entries import Entry, Key
 from ...core.folder import Folder
 from ...core.inert import Foreign, Global, TensorName, inside, map_values
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Key, Manifest, slot_key
+from ...core.manifest import Manifest, slot_key
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ...core.dtypes import SIZES
+from ...core.entries import Key, name_of
 from ...core.fragments import Extent
 from ...core.inventory import known
-from ...core.manifest import Key, name_of
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy

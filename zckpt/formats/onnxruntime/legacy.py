@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
+from ...core.entries import Entry, Key
 from ...core.inert import inside
 from ...core.inventory import nameless, refuse_others, role, saved_names
-from ...core.manifest import Entry, Key
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

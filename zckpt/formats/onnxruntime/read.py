@@ -13,9 +13,10 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ...core import agreement
+from ...core.entries import Entry, Key
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
-from ...core.manifest import Entry, Key, Manifest, Parameter, Sighting
+from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.masters import first_difference, refuse_damage, results_of
 from ...core.origin import Origin
 from ...core.plan import Match

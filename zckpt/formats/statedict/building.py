@@ -13,10 +13,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import agreement
+from ...core.entries import Entry, Key
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
-from ...core.manifest import Entry, Key, Manifest, Parameter, Sighting, slot_name
+from ...core.manifest import Manifest, Parameter, Sighting, slot_name
 from ...core.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties

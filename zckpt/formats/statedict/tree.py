@@ -17,9 +17,10 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.dtypes import SIZES, decode
+from ...core.entries import Entry
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, row_major, tile
 from ...core.inert import Scalar, map_values
-from ...core.manifest import Entry, Sibling
+from ...core.manifest import Sibling
 from ...core.origin import Origin
 from ...errors import (
     CorruptCheckpoint,

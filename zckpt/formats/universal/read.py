@@ -12,19 +12,16 @@ from msgspec.structs import asdict
 
 from ...core import sources
 from ...core.dtypes import SIZES
+from ...core.entries import Entry, Key, key_of, name_of
 from ...core.facts import MAX_DP, Facts, facts_of
 from ...core.fileio import crc_of
 from ...core.filenames import path_inside
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
-    Entry,
-    Key,
     Manifest,
     Sighting,
     crc_from_json,
-    key_of,
-    name_of,
     parameters_from_json,
     sizes_from_json,
     step_from_json,

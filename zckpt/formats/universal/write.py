@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from ...core import description
 from ...core.checksum import crc32
 from ...core.dtypes import FLOATS, SIZES
+from ...core.entries import Entry, Key, name_of
 from ...core.facts import FlatBufferEngine
 from ...core.fileio import write_all
 from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
-from ...core.manifest import Entry, Key, Manifest, name_of, parameters_to_json, steps_to_json
+from ...core.manifest import Manifest, parameters_to_json, steps_to_json
 from ...core.optimizer_states import NO_STATES
 from ...core.sources import pread
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note

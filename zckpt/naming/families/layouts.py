@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ...core.dtypes import SIZES
-from ...core.manifest import Entry
+from ...core.entries import Entry
 from ..views import View, cut, flattened, joined, parted, split, swapped, unstacked, view_of, zeros
 from .rules import HUGGING_FACE, MEGATRON
 from .sizes import Sizes

@@ -14,9 +14,10 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.entries import Entry, Key
 from ...core.facts import FlatBufferEngine
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Key, Manifest, Parameter
+from ...core.manifest import Manifest, Parameter
 from ...core.optimizer_states import OF_OTHERS
 from ...errors import (
     InconsistentCheckpoint,

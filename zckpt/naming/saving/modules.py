@@ -14,9 +14,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.entries import Entry, Key
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Key, Manifest, Parameter
+from ...core.manifest import Manifest, Parameter
 from ...core.origin import Origin
 from ...errors import ZckptError
 from ...training.trainers import json_of

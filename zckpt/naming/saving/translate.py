@@ -9,8 +9,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.entries import Entry, Key
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Key, Manifest, Parameter
+from ...core.manifest import Manifest, Parameter
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
 from ..names import names_of

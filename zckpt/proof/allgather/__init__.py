@@ -27,7 +27,8 @@ from ...core.compare import ComparisonOutcome, Result
 from ...core.description import Report, line_of, said
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
-from ...core.manifest import Key, Manifest
+from ...core.entries import Key
+from ...core.manifest import Manifest
 from ...core.partition import Nameless, Partition
 from ...core.plan import match, of_copies
 from ...core.resources import Begin

@@ -13,8 +13,8 @@ from msgspec import Struct, field
 from ...core.checksum import crc32
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
+from ...core.entries import Key
 from ...core.grouping import by_key
-from ...core.manifest import Key
 from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress, describe

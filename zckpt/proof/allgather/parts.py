@@ -10,9 +10,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.entries import Entry, Key
 from ...core.fragments import Box, Extent, Fragment, Runs
 from ...core.grouping import by_key
-from ...core.manifest import Entry, Key, Manifest
+from ...core.manifest import Manifest
 from ...core.partition import (
     BoxPart,
     FlatMember,

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
+from ...core.entries import Entry
 from ...core.fragments import Extent
 from ...core.grouping import portions
-from ...core.manifest import Entry
 from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
 from ...core.records import RecordChecker

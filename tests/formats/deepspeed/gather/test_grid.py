@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from zckpt.core.dtypes import TORCH_NAMES
+from zckpt.core.entries import name_of
 from zckpt.core.fragments import Extent
 from zckpt.core.grouping import by_key
-from zckpt.core.manifest import name_of
 from zckpt.core.partition import FlatMember, Joined, Partitioned, Whole
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed.gather import partitions

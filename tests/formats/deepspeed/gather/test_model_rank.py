@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from zckpt.core.entries import name_of
 from zckpt.core.fragments import Extent
-from zckpt.core.manifest import name_of
 from zckpt.core.partition import Nameless, Partition, Partitioned, Whole
 from zckpt.errors import MissingData
 from zckpt.formats.deepspeed.gather import partitions

@@ -9,10 +9,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.grid import Grid, Place
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import (
     IncompleteCheckpoint,

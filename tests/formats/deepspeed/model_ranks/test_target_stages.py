@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline
 from zckpt.core.fragments import Runs
 from zckpt.core.grid import Grid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import Notice, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut

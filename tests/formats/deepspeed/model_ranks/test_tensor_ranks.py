@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Cut, Replicated

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
+from ....core.entries import Key, name_of
 from ....core.fragments import Fragment, Runs, solid
 from ....core.grouping import by_key
-from ....core.manifest import Key, name_of
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
 from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile

@@ -24,8 +24,9 @@ from math import prod
 from typing import Any
 
 from ....core.dtypes import SIZES
+from ....core.entries import Key
 from ....core.grouping import by_key
-from ....core.manifest import Key, slot_name
+from ....core.manifest import slot_name
 from ....core.partition import UNNAMED, FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Parsed, Tensor, TorchFile

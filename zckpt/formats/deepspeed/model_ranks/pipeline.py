@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ....core.entries import Entry, Key
 from ....core.facts import FlatBufferEngine, Pipeline, layers_of
 from ....core.grouping import by_key
-from ....core.manifest import Entry, Key, Manifest, Parameter
+from ....core.manifest import Manifest, Parameter
 from ....core.masters import begins_as
 from ....core.merge import in_order, merge
 from ....core.placement import STAGE, Table

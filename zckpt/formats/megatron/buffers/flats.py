@@ -23,10 +23,11 @@ from msgspec import Struct, field
 
 from ....core import sources
 from ....core.dtypes import SIZES
+from ....core.entries import Entry, Key
 from ....core.fragments import Extent, Fragment, Fragments, Runs, solid
 from ....core.grouping import by_key
 from ....core.inert import Global, inside
-from ....core.manifest import Entry, Key, slot_name
+from ....core.manifest import slot_name
 from ....core.slicing import Piece, Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ....files.dcpfile import ItemTable

@@ -19,10 +19,10 @@ from msgspec import Struct
 
 from ....core.cast import are_rounded, rounded
 from ....core.dtypes import SIZES
+from ....core.entries import Entry
 from ....core.fileio import align
 from ....core.fragments import Extent, Runs
 from ....core.grouping import by_key
-from ....core.manifest import Entry
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements

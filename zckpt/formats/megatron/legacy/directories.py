@@ -23,9 +23,10 @@ from itertools import chain, product
 from typing import Any
 
 from ....core import sources
+from ....core.entries import Entry
 from ....core.grouping import by_key
 from ....core.inventory import missing_file
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Manifest
 from ....core.placement import Sliced
 from ....errors import (
     CorruptCheckpoint,
