@@ -86,7 +86,7 @@ def transposed(shape: tuple[int, int]) -> Change:
 def paddings(manifest: Manifest) -> list[Extent]:
     """Bytes of optimizer records that hold tensors, but belong to none."""
     found = []
-    for record in manifest.records:
+    for record in manifest.files.records:
         begin, end = record.extent.offset, record.extent.offset + record.extent.length
         pieces = sorted(
             (fragment.extent.offset, fragment.extent.offset + fragment.extent.length)

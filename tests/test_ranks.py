@@ -21,7 +21,7 @@ from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
 from zckpt.core.layout import Layout
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.missing_states import missing_states
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
@@ -80,19 +80,17 @@ def grid(files: Files, grid: Grid = STAGES, **fields: Any) -> Manifest:
             own |= {f"{name}/{slot}": each for slot, each in zip(MOMENTS, moments, strict=True)}
         entries = {key_of(name): files.entry(name, number, value) for name, value in own.items()}
         parameters = {name: Parameter(SHAPE, group=0, step=3) for name in ("a", "b")}
-        rank = Manifest(str(files.root), "x", Origin(), entries, parameters, groups=({"lr": 1.0},))
+        rank = Manifest(str(files.root), "x", Run(), entries, parameters, groups=({"lr": 1.0},))
         ranks.append(replace(rank, place=Place(number, grid)))
     own_files = tuple(record.extent.file for record in files.records)
-    whole = Manifest(
-        str(files.root), "x", Origin(), {}, {}, ranks=tuple(ranks), groups=({"lr": 1.0},)
-    )
-    return replace(whole, records=tuple(files.records), files=own_files, **fields)
+    whole = Manifest(str(files.root), "x", Run(), {}, {}, ranks=tuple(ranks), groups=({"lr": 1.0},))
+    return whole.replace(records=tuple(files.records), paths=own_files, **fields)
 
 
 def changed(manifest: Manifest, number: int, **fields: Any) -> Manifest:
     """With other fields of one rank."""
     ranks = [*manifest.ranks]
-    ranks[number] = replace(ranks[number], **fields)
+    ranks[number] = ranks[number].replace(**fields)
     return replace(manifest, ranks=tuple(ranks))
 
 
@@ -245,12 +243,12 @@ def test_one_state_of_any_rank_that_is_a_copy_is_said(files: Files) -> None:
     for number, rank in enumerate(manifest.ranks):
         (a, b) = (next(iter(rank.entries[name, "exp_avg"].fragments)) for name in "ab")
         shutil.copyfile(a.extent.file, b.extent.file)
-        crcs = {record.extent: record.crc for record in manifest.records}
+        crcs = {record.extent: record.crc for record in manifest.files.records}
         records = [
             replace(each, crc=crcs[a.extent]) if each.extent == b.extent else each
-            for each in manifest.records
+            for each in manifest.files.records
         ]
-        (line,) = duplicates.check_duplicates(replace(manifest, records=tuple(records)))
+        (line,) = duplicates.check_duplicates(manifest.replace(records=tuple(records)))
         assert f"{b.extent.file} holds the same bytes as {a.extent.file}" in line.message, number
 
 
@@ -295,7 +293,7 @@ def test_names_change_on_all_ranks(files: Files) -> None:
         assert [*rank.parameters] == ["c", "b"]
         assert {name for name, _ in rank.entries} == {"c", "b"}
     assert found.models[0].buffers == ("c.frozen",)
-    assert found.ranks[1].sibling_weights[0].name == "c/param"
+    assert found.ranks[1].files.sibling_weights[0].name == "c/param"
     with pytest.raises(WrongOption, match="b, a would become one name"):
         renamed(changed(manifest, 0, parameters={"b": Parameter(SHAPE)}), [("^[ab]$", "c")])
 
@@ -309,7 +307,7 @@ def test_what_the_state_says_of_parameters_has_their_names(files: Files) -> None
             "state": {"universal": {"files": {name: {"cat_dim": 0}}, "model_parallel": 2}},
         }
 
-    manifest = replace(grid(files), **facts("a"))
+    manifest = grid(files).replace(**facts("a"))
     found = renamed(changed(manifest, 1, **facts("a"), buffers=("a.b",)), [("^a", "c")])
     for own in (found, found.ranks[1]):
         assert {key: getattr(own, key) for key in facts("c")} == facts("c")
@@ -334,7 +332,7 @@ def test_objects_of_any_rank_stay_behind(files: Files) -> None:
     found = objects.without_others(manifest, (), ())
     assert found.ranks[3].state == {"client_state": {"step": 3}}
     assert found.ranks[3].groups == ({"lr": 1.0},)
-    assert [line.partition(":")[0] for line in texts(found.ranks[3].omitted)] == [
+    assert [line.partition(":")[0] for line in texts(found.ranks[3].notices.omitted)] == [
         "client_state.own",
         "param_groups.0.f",
     ]
@@ -391,7 +389,7 @@ def test_states_of_matrices_of_any_rank(files: Files, number: int) -> None:
     """An optimizer of flat buffers has kept them as if of vectors."""
     engine = FlatBufferEngine("deepspeed", None, None, "BF16", False, None, {})
     groups = ({"clip_threshold": 1.0},)
-    manifest = replace(grid(files), engine=engine, origin=Origin(zero_stage=1))
+    manifest = grid(files).replace(engine=engine, origin=Origin(zero_stage=1))
     vector = {"a": Parameter(SHAPE, group=0)}
     manifest = manifest.with_each(lambda rank: replace(rank, groups=groups, parameters=vector))
     assert states.of_vectors(manifest, grid(Files(files.root))) == []

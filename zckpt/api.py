@@ -157,12 +157,12 @@ def load(
     manifest = read_manifest(path, _reading(source))
     entry = loading.entry_of(manifest, name)
     check_to_load(manifest, replicas, accept_weights)
-    with sources.unchanged(manifest.fingerprints):
+    with sources.unchanged(manifest.files.fingerprints):
         try:
             import torch  # noqa: F401
         except ImportError:
-            return loading.as_numpy(entry, manifest.records)
-        return loading.as_torch(entry, manifest.records)
+            return loading.as_numpy(entry, manifest.files.records)
+        return loading.as_torch(entry, manifest.files.records)
 
 
 # -- writing
@@ -228,7 +228,7 @@ def reshard(
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
         manifest = read_for(target, source, reading, options, running)
-        to, engine = os.fspath(target), str(manifest.origin.format)
+        to, engine = os.fspath(target), str(manifest.run.origin.format)
         return write("reshard", manifest, to, engine, reading, options, running, best_in)
 
     if checkpoints is None:
@@ -249,7 +249,7 @@ def try_out(
     """
     reading, _, options = _split({**words, "dry_run": True}, **_of_ranks(words, to is None))
     manifest = manifest or read_source(source, reading, options)
-    return try_conversion(manifest, to or str(manifest.origin.format), reading, options)
+    return try_conversion(manifest, to or str(manifest.run.origin.format), reading, options)
 
 
 @anywhere("source", "config", target="target")
@@ -365,7 +365,7 @@ def diff(
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first, second, lines = read_both(a, b, reading)
-    with sources.unchanged(first.fingerprints, second.fingerprints):
+    with sources.unchanged(first.files.fingerprints, second.files.fingerprints):
         findings = proof.diff(first, second, selection, copying, begin)
     findings["notes"] = [*said(lines), *findings["notes"]]
     report: Report = {"zckpt": VERSION, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
@@ -396,6 +396,6 @@ def stats(
     manifest = read_manifest(path, _reading(source, nameless=True))
     report: Report = {"zckpt": VERSION, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
-    with sources.unchanged(manifest.fingerprints):
+    with sources.unchanged(manifest.files.fingerprints):
         findings = health.measure_all(manifest, tensors, copying, begin)
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}

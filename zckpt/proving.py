@@ -132,7 +132,7 @@ def _verify(
     else:
         manifest, other, lines = read_both(path, against, reading)
     about = saved.about(manifest)
-    with sources.unchanged(manifest.fingerprints):
+    with sources.unchanged(manifest.files.fingerprints):
         if against is None:
             format = formats.named(manifest.format)
             if not format.is_neutral:  # its manifest states the checksum of each file
@@ -149,8 +149,10 @@ def _verify(
             root = (reading.root or "").partition("=")[0]
             found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
-        with sources.unchanged(other.fingerprints):
-            about["warnings"] += said(each for each in other.warnings if each.code == OTHER_TIME)
+        with sources.unchanged(other.files.fingerprints):
+            about["warnings"] += said(
+                each for each in other.notices.warnings if each.code == OTHER_TIME
+            )
             found = verify_against(manifest, other, selection, copying, begin)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
 
@@ -176,11 +178,13 @@ def _gather(
     manifest, other, lines = read_other(against, manifest, reading)
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
-    has_ranks = (manifest.origin.tp or 1) > 1
+    has_ranks = (manifest.run.origin.tp or 1) > 1
     rules = reading.tp_rules if has_ranks else None
-    with sources.unchanged(manifest.fingerprints, other.fingerprints):
+    with sources.unchanged(manifest.files.fingerprints, other.files.fingerprints):
         partitions = formats.named(manifest.format).functions.partitions
         parts = partitions(manifest.root, rules) if partitions else None
-        about["warnings"] += said(line for line in other.warnings if line.code == OTHER_TIME)
+        about["warnings"] += said(
+            line for line in other.notices.warnings if line.code == OTHER_TIME
+        )
         found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
         return about | found | {"notes": [*said(lines), *found["notes"]]}

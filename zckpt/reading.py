@@ -58,34 +58,34 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
         manifest = format.functions.read(path, reading)
-        siblings = (item.path for item in manifest.siblings)
-        fingerprints = watch.of((*manifest.files, *siblings))
-    refuse_unfinished({os.path.dirname(file) for file in manifest.files})
+        siblings = (item.path for item in manifest.files.siblings)
+        fingerprints = watch.of((*manifest.files.paths, *siblings))
+    refuse_unfinished({os.path.dirname(file) for file in manifest.files.paths})
     covering.refuse_holes(manifest, format.name)
     _check_names(manifest)
     if alone:
         _need_root(reading, manifest)
     if reading.masters_from_weights:
-        manifest = _rebuilt(replace(manifest, fingerprints=fingerprints), format)
+        manifest = _rebuilt(manifest.replace(fingerprints=fingerprints), format)
     if reading.replicas == "mean" and (averaged := format.functions.averaged):
         manifest = averaged(manifest)
-    manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
+    manifest = manifest.replace(fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(with_updates(manifest), reading.rename)
     if reading.family is not None:
         manifest = families.translated(manifest, reading.family)
     lost, stateless = missing_states(manifest)
     lines = [
-        *manifest.warnings,
+        *manifest.notices.warnings,
         *([] if format.is_neutral else unlisted(manifest)),  # it keeps the source's
         *lost,
         *stateless,
         *_unused(manifest, reading, format),
     ]
-    omitted = [*manifest.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
+    omitted = [*manifest.notices.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
     lines += [*_oddly_timed(manifest), *_in_other_order(manifest, reading)]
     lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
-    seen = (*manifest.steps, *formats.trainers_counters(manifest))
-    return replace(manifest, warnings=tuple(lines), omitted=tuple(omitted), steps=seen)
+    seen = (*manifest.run.steps, *formats.trainers_counters(manifest))
+    return manifest.replace(warnings=tuple(lines), omitted=tuple(omitted), steps=seen)
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
@@ -99,7 +99,7 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
         for key, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
-    known = tuple(f"{notice.subject}." for notice in manifest.omitted if notice.subject)
+    known = tuple(f"{notice.subject}." for notice in manifest.notices.omitted if notice.subject)
     return [
         note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()
@@ -124,16 +124,16 @@ def _oddly_timed(manifest: Manifest) -> list[Notice]:
     """Warnings about files of ranks that were not written when their siblings were."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
-    roles = {path: own.role for path in manifest.files if (own := known(format.roles, path))}
+    roles = {path: own.role for path in manifest.files.paths if (own := known(format.roles, path))}
     lasts = {os.path.dirname(path): path for path, role in roles.items() if role.is_last}
     for path in (path for path, role in roles.items() if role.axes):
         folder = os.path.dirname(path)
         together = times.setdefault(folder if folder in lasts else "", {})
-        together[path] = manifest.fingerprints[path].mtime
+        together[path] = manifest.files.fingerprints[path].mtime
     lines = []
     for folder, together in times.items():
         last = lasts.get(folder)
-        odd = odd_times(together, None if last is None else manifest.fingerprints[last].mtime)
+        odd = odd_times(together, None if last is None else manifest.files.fingerprints[last].mtime)
         lines += _odd(odd.early, "before the other files")
         lines += _odd(odd.late, f"after {os.path.basename(last or '')}, which is written last")
     return lines
@@ -152,7 +152,7 @@ def _odd(paths: Sequence[str], when: str) -> list[Notice]:
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice]:
     """Options for tensor ranks of a checkpoint that has none."""
-    if manifest.origin.tp not in (None, 1) or manifest.tensor_parallel is not None:
+    if manifest.run.origin.tp not in (None, 1) or manifest.run.tensor_parallel is not None:
         return []
     tp_rules = None if format.reports_unused_rules else reading.tp_rules
     return [
@@ -172,7 +172,7 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
     A reader that needs names has taken those of the option, in its order. Only stages of a pipeline
     have an order of their own.
     """
-    if manifest.origin.pp not in (None, 1):
+    if manifest.run.origin.pp not in (None, 1):
         return []
     parameters = manifest.each[0].parameters  # tensor ranks have the same
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
@@ -188,7 +188,7 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
 def _need_root(reading: Reading, *manifests: Manifest) -> None:
     """Raises WrongOption if `--root` chose nothing."""
     name = reading.root and reading.root.partition("=")[0]
-    if name and not any(manifest.origin.root == name for manifest in manifests):
+    if name and not any(manifest.run.origin.root == name for manifest in manifests):
         raise WrongOption(
             "option-names-nothing",
             f"{' and '.join(m.root for m in manifests)}: one model, and it is not called {name}",
@@ -281,7 +281,7 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
     )
     other = read(path, options, alone=False)
     _need_root(reading, first, other)
-    return spelled_as(other, first) if first.siblings or other.siblings else other
+    return spelled_as(other, first) if first.files.siblings or other.files.siblings else other
 
 
 def _need_shared(first: Manifest, other: Manifest) -> None:
@@ -294,8 +294,8 @@ def _need_shared(first: Manifest, other: Manifest) -> None:
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
     """The models whose names and shapes another checkpoint has; the one that it states, if so."""
     fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
-    keys = other.engine.model if isinstance(other.engine, StateDictEngine) else ()
-    stated = other.origin.root or ".".join(map(str, keys))
+    keys = other.run.engine.model if isinstance(other.run.engine, StateDictEngine) else ()
+    stated = other.run.origin.root or ".".join(map(str, keys))
     return [stated] if stated in fitting else fitting
 
 

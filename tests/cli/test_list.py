@@ -491,7 +491,7 @@ def test_warnings_of_one_kind_are_said_once(
         verdict = real(candidate, reading)
         lines = warning("times-apart", f"{candidate.path}: odd"), note("form-differs", "once")
         assert verdict.manifest is not None
-        return replace(verdict, manifest=replace(verdict.manifest, warnings=lines))
+        return replace(verdict, manifest=verdict.manifest.replace(warnings=lines))
 
     monkeypatch.setattr(listing, "judged", warned)
     err = zckpt("list", run).err.splitlines()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from zckpt.copying import convert as steps
 from zckpt.copying.convert import Seal, convert, files_of, memory_of, naming_full_disk, take_part
@@ -24,8 +23,7 @@ from zckpt.core.entries import Entry
 from zckpt.core.folder import Folder
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Manifest, Sibling
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run, Sibling
 from zckpt.core.resources import DEFAULT_COPYING, Copying
 from zckpt.errors import Interrupted, NotEnoughSpace, ProcessLost, TargetExists
 
@@ -40,7 +38,12 @@ def tensor(path: Path | str, offset: int) -> Manifest:
         "w", "exp_avg", "U8", (len(DATA),), solid(len(DATA), Extent(f"{path}", offset, 4000))
     )
     return Manifest(
-        os.path.dirname(path), "x", Origin(), {entry.key: entry}, {}, files=(f"{path}",)
+        os.path.dirname(path),
+        "x",
+        Run(),
+        {entry.key: entry},
+        {},
+        files=Files(paths=(f"{path}",)),
     )
 
 
@@ -87,7 +90,7 @@ def test_a_target_has_headers_tensors_and_files_beside(
 
     def sealing(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
         known.update({os.path.relpath(path, root.path): own for path, own in outcome.files.items()})
-        for path in shells.files:
+        for path in shells.files.paths:
             os.utime(path, (0, 0))
 
     before = time.time() - 10
@@ -116,7 +119,7 @@ def test_a_target_is_read_by_nobody_who_may_not_read_the_source(
     for path, mode in zip(paths, modes, strict=True):
         path.touch()
         path.chmod(mode)
-    own = replace(source, files=tuple(map(str, paths)))
+    own = source.replace(paths=tuple(map(str, paths)))
     try:
         written(own, Staging(str(tmp_path / "out"), IDENTITY), layout)
     finally:

@@ -44,8 +44,7 @@ from zckpt.core.fragments import (
     solid,
 )
 from zckpt.core.layout import CopyOutcome
-from zckpt.core.manifest import Manifest
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.errors import CorruptCheckpoint, SourceChanged, UnsupportedCheckpoint
@@ -188,7 +187,9 @@ class Disk:
             for extent in self.extents
             if extent.length
         )
-        return Manifest(str(self.root), "x", Origin(), dict(self.entries), {}, records=records)
+        return Manifest(
+            str(self.root), "x", Run(), dict(self.entries), {}, files=Files(records=records)
+        )
 
 
 @dataclass
@@ -362,11 +363,13 @@ def test_tensors_of_one_name_on_several_ranks(
         Manifest(
             str(tmp_path),
             "x",
-            Origin(),
+            Run(),
             {},
             {},
-            records=tuple(record for disk in disks for record in disk.manifest().records),
             ranks=tuple(disk.manifest() for disk in disks),
+            files=Files(
+                records=tuple(record for disk in disks for record in disk.manifest().records)
+            ),
         )
         for disks in (sources, targets)
     ]
@@ -456,7 +459,7 @@ def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: st
     job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": dtype})
     entry = job.source.entries["a", "exp_avg"]
     put(job.source, entry, 0, (values - 5).float().numpy().tobytes())
-    copies, stated = [entry], [*job.source.manifest().records]
+    copies, stated = [entry], [*job.source.manifest().files.records]
     for name, shift, kind in (("second", 2, "F64"), ("third", 3, "F32")):
         path, data = tmp_path / name, (values + shift).numpy().astype(f"f{SIZES[kind]}").tobytes()
         path.write_bytes(data)

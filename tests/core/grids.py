@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.placement import Boxes, Replicated, Row, Sliced, Sum, Table
 from zckpt.core.slicing import cut, replicated
 from zckpt.core.split import names_in, split
@@ -90,7 +89,7 @@ def grid(placements: Sequence[Placed], slots: Sequence[str] = ("param",)) -> Gri
     state = {"counters": {"global_steps": 3}, "optimizer": {"scale": 8}, "module": [*by_name]}
     buffers = tuple(each.name for each in placements if each not in trained)
     groups = ({"lr": 1.0}, {"lr": 2.0})
-    whole = Manifest("run", "x", Origin(), entries, parameters, buffers, groups, state=state)
+    whole = Manifest("run", "x", Run(), entries, parameters, buffers, groups, state=state)
     cuts = {each.name: each.sliced for each in placements if each.sliced is not None}
     rows = [
         Row(

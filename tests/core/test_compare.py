@@ -21,8 +21,7 @@ from zckpt.core.dtypes import TORCH_NAMES, encode
 from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Manifest
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying, Progress
 from zckpt.errors import SourceChanged
@@ -60,7 +59,7 @@ def crc_of(entry: Entry) -> int:
 
 
 def manifest(*records: Record) -> Manifest:
-    return Manifest("/", "x", Origin(), {}, {}, records=records)
+    return Manifest("/", "x", Run(), {}, {}, files=Files(records=records))
 
 
 def compared(*matches: Match, sides: Any = None, **options: Any) -> compare.ComparisonOutcome:
@@ -266,7 +265,7 @@ def test_a_source_that_has_changed_ends_the_comparison(store: Store) -> None:
     ours = store("w/param", [1, 2])
     path = ours.fragments[0].extent.file
     seen = {path: Fingerprint.of(os.stat(path))}
-    side = replace(manifest(record_of(ours)), fingerprints=seen)
+    side = manifest(record_of(ours)).replace(fingerprints=seen)
     assert compared(Match(ours), sides=(side, side)).results[0].digests[0] == crc_of(ours)
     os.utime(path, ns=(1, 1))
     with pytest.raises(SourceChanged):

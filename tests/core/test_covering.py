@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from zckpt.core import covering
 from zckpt.core.entries import Entry
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, Slices, solid
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Run
 from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint
 
 SIZE = 4  # bytes of F32
@@ -145,7 +144,7 @@ def test_boxes_of_another_tensor() -> None:
 def test_every_tensor_of_a_manifest_is_asked() -> None:
     whole = Entry("w", "param", "F32", (6,), solid(6, Extent("f", 0, 24)))
     hole = replace(whole, parameter="h", slot="param", fragments=solid(3, Extent("f", 0, 12)))
-    sound = Manifest("/run", "x", Origin(), {whole.key: whole}, {})
+    sound = Manifest("/run", "x", Run(), {whole.key: whole}, {})
     covering.refuse_holes(sound, "halves")
     rank = replace(sound, entries={hole.name: hole})
     for wrong in (
@@ -153,7 +152,7 @@ def test_every_tensor_of_a_manifest_is_asked() -> None:
         replace(sound, ranks=(sound, rank)),
         replace(sound, ranks=(sound,), models=(rank,)),
         replace(sound, replicas=(hole,)),
-        replace(sound, sibling_weights=(hole,)),
+        sound.replace(sibling_weights=(hole,)),
         replace(sound, states=States((StateRow("Q", "unsupported", ("w",), tensors=(hole,)),))),
     ):
         with pytest.raises(UnsupportedCheckpoint, match=r"/run: .* reader of halves .* h/param"):

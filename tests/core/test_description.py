@@ -12,7 +12,7 @@ from zckpt.core.description import advice, inspect, tensors
 from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 
@@ -22,13 +22,15 @@ DTYPES = ("U8", "F64", "BF16", "I64", "F32", "F16", "I8")
 def manifest(*entries: Entry, **fields: Any) -> Manifest:
     """Two parameters, and these tensors."""
     parameters = {name: Parameter((2, 3), step=4) for name in "vw"}
-    plain = Manifest("/run", "x", Origin("y"), {each.key: each for each in entries}, parameters)
-    return replace(plain, **fields)
+    plain = Manifest(
+        "/run", "x", Run(Origin("y")), {each.key: each for each in entries}, parameters
+    )
+    return plain.replace(**fields)
 
 
 def test_what_the_least_manifest_says(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(7))
-    said = inspect(manifest(files=(str(tmp_path / "a"),)), ["os.system"])
+    said = inspect(manifest(paths=(str(tmp_path / "a"),)), ["os.system"])
     assert said == {
         "zckpt": 2,
         "command": "inspect",

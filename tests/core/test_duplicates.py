@@ -16,8 +16,7 @@ from zckpt.core.checksum import crc32
 from zckpt.core.duplicates import check_duplicates
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Manifest
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.errors import InconsistentCheckpoint
 
 from ..conftest import ROOT, texts
@@ -63,7 +62,7 @@ def test_states_in_either_file(files: tuple[str, str], tmp_path: Path) -> None:
             key = f"{name}/{'param' if file == 'a' else 'exp_avg'}"
             entries[key_of(key)] = Entry(*key_of(key), "F32", (8,), solid(8, extent))
             records.append(Record(extent, crc32(data[place * 32 :][:32])))
-    own = Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
+    own = Manifest(str(tmp_path), "x", Run(), entries, {}, files=Files(records=tuple(records)))
     with pytest.raises(InconsistentCheckpoint, match="holds the same bytes as"):
         check_duplicates(own)
 

@@ -14,8 +14,7 @@ from zckpt.core.dtypes import SIZES
 from zckpt.core.duplicates import SAMPLE, check_duplicates
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Manifest
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.errors import InconsistentCheckpoint
 
 from ..conftest import texts
@@ -43,7 +42,9 @@ def manifest(
     for path, data in files.items():
         Path(path).write_bytes(data)
     records = [Record(Extent(path, 0, len(data)), zlib.crc32(data)) for path, data in files.items()]
-    return Manifest(str(root), "x", Origin(), entries, {}, records=tuple(records), **more)
+    return Manifest(
+        str(root), "x", Run(), entries, {}, files=Files(records=tuple(records))
+    ).replace(**more)
 
 
 def said(manifest: Manifest) -> list[str]:
@@ -84,17 +85,17 @@ def test_files_without_checksums_show_nothing(place: str, tmp_path: Path) -> Non
     whole = manifest(tmp_path, *own)
     unknown = [
         Record(record.extent.part(*ends), None if is_unknown else record.crc)
-        for record in whole.records
+        for record in whole.files.records
         for ends, is_unknown in (((0, 10), place == "first"), ((10, 128), place == "last"))
     ]
-    assert said(replace(whole, records=tuple(unknown))) == []
-    assert said(replace(whole, records=())) == []
+    assert said(whole.replace(records=tuple(unknown))) == []
+    assert said(whole.replace(records=())) == []
 
 
 def test_model_ranks_may_have_their_own(tmp_path: Path) -> None:
     own = [(f, f"{f}{n}/param", SOME) for f in "fg" for n in range(2)]
     whole = manifest(tmp_path, *own)
-    rank = replace(whole, records=())
+    rank = whole.replace(records=())
     assert said(replace(whole, entries={}, ranks=(rank,))) == said(whole) != []
 
 
@@ -157,11 +158,11 @@ def test_values_may_lie_in_any_record(first: str, second: str, reason: str, tmp_
     whole = manifest(tmp_path, *tensors, *rest)
     records = [
         Record(record.extent.part(start, start + 64), crc)
-        for record in whole.records[:2]
+        for record in whole.files.records[:2]
         for start, crc in ((0, zlib.crc32(ZERO)), (64, zlib.crc32(SOME)))
     ]
-    records[2:] = [*records[:1:-1], *whole.records[2:]]
-    (line,) = said(replace(whole, records=tuple(records)))
+    records[2:] = [*records[:1:-1], *whole.files.records[2:]]
+    (line,) = said(whole.replace(records=tuple(records)))
     assert line.startswith(f"g holds the same bytes as f, but {reason}: ")
 
 

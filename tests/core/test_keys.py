@@ -11,7 +11,7 @@ from zckpt.core.entries import Entry
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import TensorName
 from zckpt.core.keys import has_texts_alone, in_doubt, matched, with_texts
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Run
 from zckpt.core.origin import Origin
 
 NOWHERE = Runs([])
@@ -24,7 +24,7 @@ def entry(name: str, axis: str = "") -> Entry:
 def manifest(state: Any = None, *entries: str, form: str = "x", **fields: Any) -> Manifest:
     """A manifest with this state, and tensors of these names in it."""
     known = {(name, "state"): entry(name) for name in entries}
-    return Manifest("", form, Origin(form), known, {}, state=state or {}, **fields)
+    return Manifest("", form, Run(Origin(form)), known, {}, state=state or {}).replace(**fields)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import zckpt
 from zckpt.core.entries import Entry, key_of, name_of
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.loading import as_numpy, as_torch, entry_of, head
-from zckpt.core.manifest import Manifest, Origin, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption
 
 from ..conftest import EXAMPLE, ROOT
@@ -89,7 +89,7 @@ def known(*names: str, aliases: tuple[str, ...] = ()) -> Manifest:
         key_of(name): Entry(*key_of(name), "F32", (0,), solid(0, Extent("a", 0, 0)))
         for name in names
     }
-    return Manifest("/run", "x", Origin(), entries, {"w": Parameter((0,), aliases=aliases)})
+    return Manifest("/run", "x", Run(), entries, {"w": Parameter((0,), aliases=aliases)})
 
 
 def test_a_tensor_under_its_own_name_comes_first() -> None:

@@ -18,6 +18,7 @@ from zckpt.core.manifest import (
     RESERVED_SLOTS,
     Manifest,
     Parameter,
+    Run,
     crc_from_json,
     fitting_roots,
     parameters_from_json,
@@ -44,19 +45,19 @@ def test_a_manifest_has_a_step_where_all_share_one(
     steps: list[int | None], shared: int | None
 ) -> None:
     parameters = {str(i): Parameter((1,), step=step) for i, step in enumerate(steps)}
-    assert Manifest("/", "x", Origin(), {}, parameters).step == shared
+    assert Manifest("/", "x", Run(), {}, parameters).step == shared
 
 
 @pytest.mark.parametrize(("source", "dp"), [({}, 1), ({"dp": None}, 1), ({"dp": 4}, 4)])
 def test_a_source_without_ranks_has_one(source: dict[str, int], dp: int) -> None:
-    assert Manifest("/", "x", Origin.of_json(source), {}, {}).dp == dp
+    assert Manifest("/", "x", Run(Origin.of_json(source)), {}, {}).dp == dp
 
 
 # -- model ranks
 
 
 def manifest(root: str) -> Manifest:
-    return Manifest(root, "x", Origin(), {}, {})
+    return Manifest(root, "x", Run(), {}, {})
 
 
 WHOLE, RANK, MODEL = manifest("whole"), manifest("rank"), manifest("model")

@@ -13,10 +13,9 @@ from zckpt.core.fragments import Extent, Record, Runs
 from zckpt.core.grid import Grid as Axes
 from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Files, Manifest, Parameter, Run
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.optimizer_states import StateRow, States, states_in
-from zckpt.core.origin import Origin
 from zckpt.core.placement import Replicated, Sliced, Sum, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, REASONS
@@ -123,7 +122,7 @@ def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
     first, second = made.ranks
     if "save" in fault and "settings" not in fault:
         first, second = (
-            replace(rank, stated_in=f"run/{n}-model_states.pt") for n, rank in enumerate(made.ranks)
+            rank.replace(stated_in=f"run/{n}-model_states.pt") for n, rank in enumerate(made.ranks)
         )
     merge([first, second], made.table)
     with pytest.raises(InconsistentCheckpoint, match=message) as caught:
@@ -227,7 +226,7 @@ def test_a_policy_decides(policy: str, steps: tuple[int, int], made: Grid) -> No
 def counted(name: str, *steps: int) -> Manifest:
     """A rank with one group, whose parameters have these steps."""
     parameters = {f"{name}.{n}": Parameter((2,), True, 0, step) for n, step in enumerate(steps)}
-    return Manifest("run", "x", Origin(), {}, parameters, groups=({"lr": 1.0},))
+    return Manifest("run", "x", Run(), {}, parameters, groups=({"lr": 1.0},))
 
 
 def test_ranks_of_one_save_have_one_step() -> None:
@@ -264,12 +263,12 @@ def stage(name: str, *rates: float) -> Manifest:
     return Manifest(
         "run",
         "x",
-        Origin(),
+        Run(),
         {},
         parameters,
         groups=groups,
         state={"module": []},
-        rank_keys=("lr_scheduler", "sampler"),
+        files=Files(rank_keys=("lr_scheduler", "sampler")),
     )
 
 
@@ -293,7 +292,7 @@ def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> 
     whole = merge([first, second], STAGES)
     assert [*whole.parameters] == ["1.0", "0.0", "1.1"]
     assert (whole.groups, whole.state["lr_scheduler"]) == (second.groups, {"_last_lr": [1.0, 3.0]})
-    assert texts(whole.omitted) == ["lr_scheduler of model ranks other than 0"]
+    assert texts(whole.notices.omitted) == ["lr_scheduler of model ranks other than 0"]
 
 
 # -- what ranks have of their own
@@ -306,11 +305,10 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
     stages = [replace(rank, parameters={"b": rank.parameters["b"]}) for rank in stages]
     stages = [without_entry(without_entry(rank, "c/param"), "c/m") for rank in stages]
     entries = {name: source.whole.entries[name] for name in (("c", "param"), ("b", "param"))}
-    beside = replace(
-        stages[0],
+    beside = stages[0].replace(
         entries=entries,
         parameters={"c": Parameter((2,), False)},
-        files=("layer",),
+        paths=("layer",),
         records=(Record(Extent("layer", 0, 8), 7),),
         state={"module": ["c", "b"]},
     )
@@ -319,23 +317,23 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
     assert numbers(source.files, whole.entries["c", "param"]) == [2000, 2001]
     assert [copy.name for copy in whole.replicas] == ["b/m"]
     assert [*whole.parameters] == ["b", "c"]
-    assert (whole.state["module"], whole.files) == (["c", "b"], ("layer",))
-    assert whole.records == beside.records
+    assert (whole.state["module"], whole.files.paths) == (["c", "b"], ("layer",))
+    assert whole.files.records == beside.files.records
 
 
 def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     """The first rank's count; of another rank's file the report has them."""
     states = ({"own": [1], "same": [2]}, {"own": [5], "same": [2]})
     ranks = [
-        replace(with_state(rank, client_state=own), stated_in=f"run/{n}-model_states.pt")
+        with_state(rank, client_state=own).replace(stated_in=f"run/{n}-model_states.pt")
         for n, (rank, own) in enumerate(zip(made.ranks, states, strict=True))
     ]
     whole = merge(ranks, made.table)
     assert whole.state["client_state"] == states[0]
-    assert texts(whole.omitted) == ["client_state 'own' of model ranks other than 0"]
-    assert whole.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
+    assert texts(whole.notices.omitted) == ["client_state 'own' of model ranks other than 0"]
+    assert whole.files.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
     stated = {"1-model_states.pt": {"loss": 3}}
-    again = merge([ranks[0], replace(ranks[1], of_ranks=stated)], made.table).of_ranks
+    again = merge([ranks[0], ranks[1].replace(of_ranks=stated)], made.table).files.of_ranks
     assert again == {"1-model_states.pt": {"client_state": states[1], "loss": 3}}
 
 
@@ -345,19 +343,19 @@ def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     first, second, third = (stage(name, 1.0) for name in "012")
     second = with_state(second, **{key: 1}, client_state={"late": 1})
     whole = merge([first, second, third], STAGES)
-    assert texts(whole.omitted) == [
+    assert texts(whole.notices.omitted) == [
         f"{what} of model ranks other than 0" for what in ("client_state 'late'", key)
     ]
 
 
 @pytest.mark.parametrize("key", ["sampler", "client_state", "module_extra"])
 def test_what_the_file_of_a_further_rank_states_is_compared(key: str, made: Grid) -> None:
-    ranks = (replace(rank, rank_keys=("sampler",)) for rank in made.ranks)
+    ranks = (rank.replace(rank_keys=("sampler",)) for rank in made.ranks)
     first, second = (with_state(rank, **{key: {"n": 1}}) for rank in ranks)
-    assert merge([first, second], made.table).of_ranks == {}
-    second = with_state(replace(second, stated_in="run/1-model_states.pt"), **{key: {"n": 2}})
+    assert merge([first, second], made.table).files.of_ranks == {}
+    second = with_state(second.replace(stated_in="run/1-model_states.pt"), **{key: {"n": 2}})
     whole = merge([first, second], made.table)
-    assert whole.of_ranks == {"1-model_states.pt": {key: {"n": 2}}}
+    assert whole.files.of_ranks == {"1-model_states.pt": {key: {"n": 2}}}
 
 
 def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
@@ -366,7 +364,7 @@ def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
     ranks = [with_state(r, client_state=shared | {"own": [n]}) for n, r in enumerate(made.ranks)]
     ranks = [replace(rank, place=Place(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
     whole = merge(ranks, made.table)
-    assert texts(whole.omitted) == ["client_state 'own' of model ranks other than 0"]
+    assert texts(whole.notices.omitted) == ["client_state 'own' of model ranks other than 0"]
     assert whole.place is None
 
 
@@ -381,9 +379,8 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
             "inferred": (f"inferred {number}",),
         }
         ranks.append(
-            replace(
-                with_state(rank, client_state={"rng": TensorName("client_state.rng")}),
-                files=(file,),
+            with_state(rank, client_state={"rng": TensorName("client_state.rng")}).replace(
+                paths=(file,),
                 records=(Record(Extent(file, 0, 4), number),),
                 layout={file: {"rank": number}},
                 of_ranks={f"{number}-model_states.pt": {"loss": number}},
@@ -403,14 +400,14 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
             )
         )
     whole = merge(ranks, made.table)
-    assert whole.files == tuple(file for rank in ranks for file in rank.files)
-    assert [record.crc for record in whole.records] == [0, 1]
-    assert [*whole.layout.values()] == [{"rank": 0}, {"rank": 1}]
-    assert [*whole.of_ranks.values()] == [{"loss": 0}, {"loss": 1}]
-    assert texts(whole.warnings) == ["warnings 0", "warnings 1"]
-    assert whole.inferred == ("inferred 0", "inferred 1")
+    assert whole.files.paths == tuple(file for rank in ranks for file in rank.files.paths)
+    assert [record.crc for record in whole.files.records] == [0, 1]
+    assert [*whole.files.layout.values()] == [{"rank": 0}, {"rank": 1}]
+    assert [*whole.files.of_ranks.values()] == [{"loss": 0}, {"loss": 1}]
+    assert texts(whole.notices.warnings) == ["warnings 0", "warnings 1"]
+    assert whole.notices.inferred == ("inferred 0", "inferred 1")
     own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
-    assert texts(whole.omitted) == ["omitted 0", "omitted 1", own]
+    assert texts(whole.notices.omitted) == ["omitted 0", "omitted 1", own]
     tensors = [tensor for item in whole.states for tensor in item.tensors]
     assert [tensor.name for tensor in tensors] == ["rank 0: a/param", "rank 1: a/param"]
 
@@ -491,6 +488,10 @@ def test_ranks_that_share_a_file(made: Grid) -> None:
     """What the one file says is said once; a tensor of its client state is of no rank alone."""
     state = {**made.ranks[0].state, "client_state": {"rng": TensorName("client_state.rng")}}
     record = Record(Extent("shared", 0, 4), 1)
-    ranks = [replace(r, state=state, files=("shared",), records=(record,)) for r in made.ranks]
+    ranks = [r.replace(state=state, paths=("shared",), records=(record,)) for r in made.ranks]
     whole = merge(ranks, made.table)
-    assert (whole.files, whole.records, whole.omitted) == (("shared",), (record,), ())
+    assert (whole.files.paths, whole.files.records, whole.notices.omitted) == (
+        ("shared",),
+        (record,),
+        (),
+    )

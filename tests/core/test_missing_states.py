@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from msgspec.structs import replace
 from torch import nn
 
 import zckpt
@@ -17,10 +16,9 @@ from zckpt.core.entries import Entry
 from zckpt.core.facts import StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.missing_states import missing_states
 from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
 
 from ..conftest import Result, texts
 
@@ -108,7 +106,7 @@ def test_small_tensors_may_have_fewer_states(tmp_path: Path) -> None:
     for name, values in state["optim"]["state"].items():
         if "second" in name:
             values["qmap1"], values["absmax1"] = torch.ones(256), torch.ones(3)
-    assert zckpt.read(save(tmp_path / "run", "gathered", state)).warnings == ()
+    assert zckpt.read(save(tmp_path / "run", "gathered", state)).notices.warnings == ()
 
 
 def test_other_states_are_no_loss(tmp_path: Path) -> None:
@@ -116,7 +114,7 @@ def test_other_states_are_no_loss(tmp_path: Path) -> None:
     state = state_dicts()
     name = "second.weight"
     state["optim"]["state"][name] = {"step": 2, "momentum_buffer": torch.ones(8, 6)}
-    assert zckpt.read(save(tmp_path / "run", "gathered", state)).warnings == ()
+    assert zckpt.read(save(tmp_path / "run", "gathered", state)).notices.warnings == ()
 
 
 LOSSES: dict[str, tuple[Change, str, str]] = {
@@ -178,7 +176,7 @@ def test_a_frozen_parameter_needs_no_state(tmp_path: Path) -> None:
     state["optim"]["param_groups"][0]["params"].remove("unused.weight")
     manifest = zckpt.read(save(tmp_path / "run", "gathered", state))
     assert not manifest.parameters["unused.weight"].trainable
-    assert [line.code for line in manifest.warnings] == ["frozen-inferred"]
+    assert [line.code for line in manifest.notices.warnings] == ["frozen-inferred"]
 
 
 # -- manifests without files
@@ -197,7 +195,7 @@ def kept(*of: str, **changes: Parameter) -> Manifest:
         for key in set(keys) - {"s", "n"}:
             entries[name, key] = Entry(name, key, "F32", shape, Runs([]))
     states = States(tuple(numbers))
-    return Manifest("", "x", Origin(), entries, {**parameters, **changes}, states=states)
+    return Manifest("", "x", Run(), entries, {**parameters, **changes}, states=states)
 
 
 def of_the_group(names: str, keys: str) -> str:
@@ -244,7 +242,7 @@ def test_what_is_not_lost(of: list[str]) -> None:
 @pytest.mark.parametrize(("where", "is_lost"), [(None, True), ("state", True), ("group", False)])
 def test_a_step_is_lost_where_each_parameter_has_its_own(where: str | None, is_lost: bool) -> None:
     place = None if where is None else StepPlace(where, "F32")
-    manifest = replace(kept("v 2 a", "w 2 as", "x 2 as"), step_place=place)
+    manifest = kept("v 2 a", "w 2 as", "x 2 as").replace(step_place=place)
     lost, stateless = missing_states(manifest)
     assert (texts(lost), stateless) == ([of_the_group("v", "step")] if is_lost else [], [])
 
@@ -268,5 +266,5 @@ def test_who_needs_a_state(parameter: Parameter, is_named: bool) -> None:
 
 
 def test_the_groups_step_is_no_state_of_a_parameter() -> None:
-    manifest = replace(kept("v 2 as", "w 2 s"), step_place=StepPlace("group", "F32"))
+    manifest = kept("v 2 as", "w 2 s").replace(step_place=StepPlace("group", "F32"))
     assert missing_states(manifest)[1][0].message.startswith("w: the optimizer has no state")

@@ -10,7 +10,7 @@ import pytest
 from msgspec import ValidationError
 from msgspec.structs import replace
 
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Run
 from zckpt.core.origin import OF_ANY_ENGINE, Origin
 
 WRITTEN = sorted(Path("tests/data/universal").glob("*/*/manifest.json"))
@@ -71,7 +71,7 @@ MEGATRON_JSON = {
 def test_an_origin_and_its_json(origin: Origin, document: dict[str, Any]) -> None:
     assert list(origin.to_json().items()) == list(document.items())  # in this order
     assert Origin.of_json(document) == origin
-    assert Manifest("/", "x", origin, {}, {}).source == document
+    assert Manifest("/", "x", Run(origin), {}, {}).source == document
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: "-".join(path.parts[-3:-1]))

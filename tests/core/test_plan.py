@@ -11,8 +11,7 @@ from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.plan import Match, Pair, TargetPiece
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 
@@ -22,7 +21,7 @@ def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Ent
 
 
 def manifest(*entries: Entry) -> Manifest:
-    return Manifest("/", "x", Origin(), {item.key: item for item in entries}, {})
+    return Manifest("/", "x", Run(), {item.key: item for item in entries}, {})
 
 
 PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")

@@ -13,7 +13,7 @@ from zckpt.core import replicas
 from zckpt.core.entries import Entry, Key, key_of
 from zckpt.core.facts import UNCUT, TensorParallel
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.core.placement import from_text
 from zckpt.core.replicas import (
@@ -48,11 +48,10 @@ def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
     return Manifest(
         root="run",
         format="deepspeed",
-        origin=Origin(tp=2),
         entries=taken,
         parameters={own.parameter: Parameter(own.shape, group=0) for own in taken.values()},
         replicas=tuple(copies),
-        tensor_parallel=TensorParallel(placements, {}),
+        run=Run(origin=Origin(tp=2), tensor_parallel=TensorParallel(placements, {})),
     )
 
 
@@ -159,7 +158,7 @@ def test_a_weight_is_the_rounded_mean_of_the_masters(tmp_path: Path) -> None:
     alone = averaged(manifest(*weights)).entries
     assert alone["w", "param"].mean == weights
     for origin in (Origin(tp=1), Origin()):
-        one = replace(manifest(*masters), origin=origin)
+        one = manifest(*masters).replace(origin=origin)
         assert averaged(one) is one
 
 
@@ -247,4 +246,4 @@ def test_slices_of_which_one_differs(
 def test_a_model_without_rules_is_joined(tmp_path: Path) -> None:
     ranks = tuple(manifest(entry(tmp_path, "w/exp_avg_sq", [1])) for _ in range(2))
     for facts in (UNCUT, None):
-        assert check_joined(replace(ranks[0], tensor_parallel=facts, models=ranks), None) == []
+        assert check_joined(ranks[0].replace(tensor_parallel=facts, models=ranks), None) == []

@@ -51,7 +51,7 @@ def whole() -> Manifest:
 def test_an_empty_slice_is_a_frozen_parameter_of_the_modules_type() -> None:
     """The module has it, and no optimizer owns it."""
     engine = NamedWeightsEngine("x", None, None, "BF16", None)
-    own = part(replace(whole(), engine=engine), Row(["a", "b"], {"a": (0,), "b": (2,)}))
+    own = part(whole().replace(engine=engine), Row(["a", "b"], {"a": (0,), "b": (2,)}))
     assert own.parameters["a"] == Parameter((0,), trainable=False)
     assert own.parameters["b"].trainable
     assert [(each.name, each.dtype, each.shape) for each in own.entries.values()] == [

@@ -11,7 +11,7 @@ from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import FlatBufferEngine, StateDictEngine
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Manifest, Parameter, Sibling, Sighting, StepPlace
+from zckpt.core.manifest import Manifest, Parameter, Run, Sibling, Sighting, StepPlace
 from zckpt.core.optimizer_states import (
     AMONG,
     BESIDE,
@@ -58,8 +58,8 @@ def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
     parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
     state = state or {}
     states = fields.pop("states", states_in(state.get("optimizer") or {}))
-    plain = Manifest("", "x", Origin(), known, parameters, state=state, states=states)
-    return replace(plain.with_state(state), **fields)
+    plain = Manifest("", "x", Run(), known, parameters, state=state, states=states)
+    return plain.with_state(state).replace(**fields)
 
 
 def other(**of: Any) -> dict[str, Any]:
@@ -290,10 +290,10 @@ def test_matrices_that_were_trained_as_vectors() -> None:
         ("exp_avg_sq", {"w": (("w", "exp_avg_sq"),)}, OF_VECTORS)
     ]
     assert of_vectors(flat, flat) == of_vectors(plain, plain) == []
-    assert of_vectors(replace(flat, origin=Origin(zero_stage=0)), plain) == []
-    assert of_vectors(replace(flat, engine=None), plain) == []
+    assert of_vectors(flat.replace(origin=Origin(zero_stage=0)), plain) == []
+    assert of_vectors(flat.replace(engine=None), plain) == []
     assert of_vectors(replace(flat, groups=None), plain) == []
-    stage_0 = replace(flat, origin=Origin(zero_stage=0))
+    stage_0 = flat.replace(origin=Origin(zero_stage=0))
     assert of_vectors(flat, stage_0) == found
 
 
@@ -303,7 +303,7 @@ def test_keys_that_were_numbers_or_texts() -> None:
     found = of_numbers(source, manifest())
     assert [(s.key, s.reason) for s in found] == [("doubt", OF_NUMBERS), ("both", OF_NUMBERS)]
     assert of_numbers(source, source) == []
-    assert of_numbers(replace(source, origin=Origin()), manifest()) == []
+    assert of_numbers(source.replace(origin=Origin()), manifest()) == []
 
 
 def test_parameters_that_the_optimizer_does_not_own() -> None:
@@ -362,8 +362,7 @@ def test_a_selection_has_its_options() -> None:
 def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     place = StepPlace("state", "F32")
     beside = (Sibling("x", "/x", 1),)
-    every = replace(
-        every,
+    every = every.replace(
         replicas=(every.entries["w", "param"], every.entries["w", "exp_avg"]),
         groups=({"lr": 1.0},),
         step_place=place,
@@ -377,8 +376,14 @@ def test_weights_alone_are_compared_alone(every: Manifest) -> None:
     assert [*a.entries] == [("w", "param"), ("w", "master")]
     assert [copy.name for copy in a.replicas] == ["w/param"]
     assert {*map(str, a.parameters.values())} == {str(Parameter((2, 3)))}
-    assert (a.groups, a.step_place, a.state, a.steps, a.states) == (None, None, {}, (), States())
-    assert (a.siblings, a.omitted_files, a.buffers) == ((), (), ("b",))
+    assert (a.groups, a.run.step_place, a.state, a.run.steps, a.states) == (
+        None,
+        None,
+        {},
+        (),
+        States(),
+    )
+    assert (a.files.siblings, a.files.omitted_files, a.buffers) == ((), (), ("b",))
     a, b = Selection(drop_state=("a",)).of(every, manifest("w/a"))
     assert (a.entries, b.entries) == (every.entries, {})
 

@@ -19,8 +19,7 @@ from zckpt.core import statistics
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.resources import Copying
 from zckpt.core.statistics import measure
 from zckpt.errors import warning
@@ -258,7 +257,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
             offset += len(data)
     shapes = {entry.parameter: entry.shape for entry in entries.values()}
     parameters = {name: Parameter(shape, step=3) for name, shape in shapes.items()}
-    return Manifest(str(folder), "raw", Origin(), entries, parameters, **known)
+    return Manifest(str(folder), "raw", Run(), entries, parameters).replace(**known)
 
 
 def messages(manifest: Manifest) -> list[str]:

@@ -36,14 +36,17 @@ def test_a_share_is_named_for_every_target(to: str, zero: Path, tmp_path: Path) 
     (line,) = [line for line in texts(report["warnings"]) if line.startswith(SAID)]
     assert line.endswith(LOST)
     again = [
-        line for line in texts(package.read(tmp_path / "new").warnings) if "2 of 6 weights" in line
+        line
+        for line in texts(package.read(tmp_path / "new").notices.warnings)
+        if "2 of 6 weights" in line
     ]
     assert again == ([line] if to == "universal" else [])  # others state what is frozen
 
 
 def test_what_is_complete_says_nothing(zero: Path) -> None:
     assert not any(
-        "optimizer lists" in line for line in texts(package.read(zero / "whole.pt").warnings)
+        "optimizer lists" in line
+        for line in texts(package.read(zero / "whole.pt").notices.warnings)
     )
 
 
@@ -52,7 +55,9 @@ def test_a_trained_head_stops_nobody(ddp: Path, tmp_path: Path) -> None:
     report = package.convert(ddp / "head.pt", tmp_path / "new", to="deepspeed")
     assert any(line.startswith(SAID) for line in texts(report["warnings"]))
     (line,) = [
-        line for line in texts(package.read(ddp / "frozen").warnings) if line.startswith(SAID)
+        line
+        for line in texts(package.read(ddp / "frozen").notices.warnings)
+        if line.startswith(SAID)
     ]
     assert "Zero" not in line
 

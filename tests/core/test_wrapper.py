@@ -8,7 +8,7 @@ import pytest
 
 from zckpt.core.facts import FlatBufferEngine, StateDictEngine
 from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Run
 from zckpt.core.origin import Origin
 from zckpt.core.wrapper import without_wrapped, wrapped
 
@@ -22,7 +22,7 @@ def manifest(client_state: Any, *optimizer: Any, model: tuple[Any, ...] = ("mode
         "torch", None, model, optimizer or None, None, None, None, guessed=False, adapter=False
     )
     state = {"client_state": client_state, "engine": {}}
-    return Manifest("", "x", Origin(), {}, {}, engine=engine, state=state)
+    return Manifest("", "x", Run(Origin(), engine=engine), {}, {}, state=state)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_has_the_model_too_is_the_programs(
 def test_other_engines_have_nothing_around_an_optimizer() -> None:
     engine = FlatBufferEngine("flats", None, None, None, False, None, {})
     state = {"client_state": {"optimizer": {"slow": SLOW}}}
-    assert wrapped(Manifest("", "x", Origin(), {}, {}, engine=engine, state=state)) == {}
+    assert wrapped(Manifest("", "x", Run(Origin(), engine=engine), {}, {}, state=state)) == {}
 
 
 @pytest.mark.parametrize(

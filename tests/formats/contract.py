@@ -64,7 +64,7 @@ class FormatContract:
             assert set(seen) <= {1}, entry.name
 
     def test_extents_lie_inside_files_of_the_checkpoint(self, manifest: Manifest) -> None:
-        sizes = {file: os.path.getsize(file) for file in manifest.files}
+        sizes = {file: os.path.getsize(file) for file in manifest.files.paths}
         for entry in manifest.entries.values():
             for fragment in entry.fragments:
                 extent = fragment.extent

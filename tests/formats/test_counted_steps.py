@@ -84,5 +84,5 @@ def test_stage_3_may_be_ahead_of_its_counter(source: Path, tmp_path: Path) -> No
         for file in run.rglob("*model_states.pt"):
             held = torch.load(file, weights_only=False)
             torch.save(held | {"global_steps": counted}, file)
-        (line,) = texts(zckpt.read(run).warnings) or [""]
+        (line,) = texts(zckpt.read(run).notices.warnings) or [""]
         assert ("of different saves" in line) is is_warned

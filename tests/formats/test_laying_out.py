@@ -75,7 +75,7 @@ def test_no_file_of_the_source_is_opened(
     source = DATA / name
     write = zckpt.convert if "to" in to else zckpt.reshard
     write(source, tmp_path / "new", **to)
-    own = {os.path.basename(file) for file in zckpt.read(source).files}
+    own = {os.path.basename(file) for file in zckpt.read(source).files.paths}
     assert not own & {os.path.basename(path) for path in while_laid_out}
 
 
@@ -90,7 +90,7 @@ def test_no_file_of_the_run_of_like_is_opened(name: str, tmp_path: Path) -> None
     opened = []
     try:
         assert sum(1 for _ in lay_out_like(source, run, Options()).shells())
-        assert not {*opened} & {*source.files, *run.files}
+        assert not {*opened} & {*source.files.paths, *run.files.paths}
     finally:
         opened = None
 

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 
 from zckpt.core.entries import Entry
 from zckpt.core.fragments import ZEROS, Extent, solid
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.naming.saving import as_saved
 from zckpt.naming.saving.modules import as_modules, spelled_as
@@ -103,7 +102,7 @@ def manifest_of(state: State) -> tuple[Manifest, np.ndarray[Any, Any]]:
         parameters[name] = Parameter(shape)
         at += size
     numbers = [tensor.reshape(-1).numpy() for tensor in state.values()]
-    return Manifest("root", "gathered", Origin(), entries, parameters), np.concatenate(numbers)
+    return Manifest("root", "gathered", Run(), entries, parameters), np.concatenate(numbers)
 
 
 def values(entry: Entry, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -259,7 +258,7 @@ def test_states_of_a_parameter_go_with_it() -> None:
     entries = {**manifest.entries, **{each.key: each for each in more}}
     config = {"model_type": "mixtral"}
     found = as_saved(
-        Manifest("root", "gathered", Origin(), entries, manifest.parameters), config
+        Manifest("root", "gathered", Run(), entries, manifest.parameters), config
     ).entries
     front = "model.layers.0.block_sparse_moe.experts"
     assert sorted(found) == [

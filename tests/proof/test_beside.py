@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from zckpt.core import sources
-from zckpt.core.manifest import Manifest, Sibling
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run, Sibling
 from zckpt.proof.beside import siblings
 
 from ..conftest import texts
@@ -27,12 +26,14 @@ def side(
     return Manifest(
         str(root),
         "x",
-        Origin(),
+        Run(),
         {},
         {},
         groups=() if has_run else None,
-        siblings=tuple(item for name, item in items.items() if name not in omitted_files),
-        omitted_files=tuple(items[name] for name in omitted_files),
+        files=Files(
+            siblings=tuple(item for name, item in items.items() if name not in omitted_files),
+            omitted_files=tuple(items[name] for name in omitted_files),
+        ),
     )
 
 

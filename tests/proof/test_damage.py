@@ -13,8 +13,7 @@ from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import Difference
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Manifest
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.core.plan import Match
 from zckpt.proof import damage
 
@@ -34,7 +33,7 @@ def test_what_lies_in_records(seed: int) -> None:
         entry = Entry(f"w{number}", "x", "U8", (extent.length,), solid(extent.length, extent))
         entries[entry.key] = entry
     chosen.shuffle(records)
-    contents = damage.contents_of(Manifest("", "x", Origin(), entries, {}), records)
+    contents = damage.contents_of(Manifest("", "x", Run(), entries, {}), records)
     for record in records:
         assert {entry.name for entry, _, _ in contents[record]} == {
             entry.name
@@ -51,7 +50,7 @@ class TestOverlaps:
 
     def boxes(self, *boxes: Box) -> list[str]:
         entry = Entry("w", "exp_avg", "F32", (4, 6), Boxes(boxes) if len(boxes) > 1 else boxes[0])
-        return damage.overlapping(Manifest("", "dcp", Origin(), {entry.key: entry}, {}))
+        return damage.overlapping(Manifest("", "dcp", Run(), {entry.key: entry}, {}))
 
     def columns(self, start: int, stop: int, file: str = "a", at: int = 0, rows: int = 4) -> Box:
         sizes, extent = (rows, stop - start), Extent(file, at, 4 * rows * (stop - start))
@@ -68,7 +67,7 @@ class TestOverlaps:
     def test_runs_of_the_same_bytes(self) -> None:
         runs = Runs([Fragment(0, 4, Extent("f", 0, 16)), Fragment(4, 6, Extent("f", 12, 8))])
         entry = Entry("w", "exp_avg", "F32", (6,), runs)
-        (found,) = damage.overlapping(Manifest("", "x", Origin(), {entry.key: entry}, {}))
+        (found,) = damage.overlapping(Manifest("", "x", Run(), {entry.key: entry}, {}))
         assert found.code == "elements-overlap"
         assert found.message == "w/exp_avg and w/exp_avg overlap in f"
 
@@ -86,7 +85,7 @@ class TestOverlaps:
             key_of(name): Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", 0, 24)))
             for name in (f"w/{slot}", f"v/{slot}")
         }
-        assert len(damage.overlapping(Manifest("", "x", Origin(), entries, {}))) == count
+        assert len(damage.overlapping(Manifest("", "x", Run(), entries, {}))) == count
 
     def test_boxes_that_lie_between_each_other(self) -> None:
         """Two views of one storage share no byte."""
@@ -121,7 +120,7 @@ class TestOverlaps:
             key_of(name): Entry(*key_of(name), "F32", (6,), solid(6, Extent("f", offset, 24)))
             for name, offset in (("c/exp_avg", 48), ("a/exp_avg", 0), ("b/exp_avg", 24))
         }
-        assert damage.overlapping(Manifest("", "x", Origin(), entries, {})) == []
+        assert damage.overlapping(Manifest("", "x", Run(), entries, {})) == []
 
 
 # -- what a wrong checksum means
@@ -136,7 +135,7 @@ def run(data: bytes, *places: tuple[str, int, int], root: str = "/r", **more: An
         own = solid(numel, Extent(extent.file, offset, stop - offset))
         entries[name, "x"] = Entry(name, "x", "U16", (numel,), own)
     record = Record(extent, zlib.crc32(data))
-    return Manifest(root, "x", Origin(), entries, {}, records=(record,), **more)
+    return Manifest(root, "x", Run(), entries, {}, files=Files(records=(record,))).replace(**more)
 
 
 DATA = bytes(range(40))
@@ -147,8 +146,8 @@ def meant(manifest: Manifest, *flips: int) -> dict[str, Any]:
     data = bytearray(DATA)
     for place in flips:
         data[place] ^= 4
-    found = damage.Damage(manifest.records[0], zlib.crc32(data))
-    (contents,) = damage.contents_of(manifest, [manifest.records[0].extent]).values()
+    found = damage.Damage(manifest.files.records[0], zlib.crc32(data))
+    (contents,) = damage.contents_of(manifest, [manifest.files.records[0].extent]).values()
     return damage.meaning(manifest, found, contents)
 
 
@@ -180,8 +179,8 @@ def test_a_flipped_bit_beside_tensors_is_harmless() -> None:
 def test_a_record_of_a_whole_file_has_no_padding(offset: int, harmless: bool) -> None:
     """It begins where the file does."""
     manifest = run(DATA, ("a", 8, 20))
-    record = replace(manifest.records[0], extent=Extent("/r/f", offset, len(DATA)))
-    line = meant(replace(manifest, records=(record,)), 30)
+    record = replace(manifest.files.records[0], extent=Extent("/r/f", offset, len(DATA)))
+    line = meant(manifest.replace(records=(record,)), 30)
     assert line["harmless"] is harmless
 
 
@@ -207,11 +206,11 @@ def test_in_many_bytes_one_bit_is_only_likely(monkeypatch: pytest.MonkeyPatch) -
 
 def test_padding_that_is_not_zero_is_a_note_where_the_engine_has_zeros() -> None:
     manifest = run(DATA, zero_padding=True)
-    (record,) = manifest.records
+    (record,) = manifest.files.records
     outcome = ComparisonOutcome(beside=[(record, record.extent.part(4, 10))])
     (note,) = damage.not_zero(outcome, manifest)
     assert note.message.startswith("f: the 6 bytes of padding at 12 are not all zero")
-    assert damage.not_zero(outcome, replace(manifest, zero_padding=False)) == []
+    assert damage.not_zero(outcome, manifest.replace(zero_padding=False)) == []
     assert damage.not_zero(outcome, run(DATA)) == [], "of other engines nothing is known"
     outcome.damage = [damage.Damage(record, 1)]
     assert damage.not_zero(outcome, manifest) == []
@@ -234,9 +233,9 @@ def test_records_that_differ_in_padding_alone() -> None:
     assert noted(a, run(DATA[:-1] + b"x", ("a", 10, 22), **other)) == 0  # it lies elsewhere
     assert noted(run(DATA, ("a", 8, 20), ("c", 20, 24)), b) == 0  # what is not compared
     for side in (a, b):
-        unknown = replace(side, records=(replace(side.records[0], crc=None),))
+        unknown = side.replace(records=(replace(side.files.records[0], crc=None),))
         assert noted(*((unknown, b) if side is a else (a, unknown))) == 0
-    assert noted(a, replace(b, records=())) == 0
+    assert noted(a, b.replace(records=())) == 0
     nothing = run(DATA, ("a", 60, 70)), run(DATA[:-1] + b"x", ("a", 60, 70), **other)
     assert noted(*nothing) == 0
 
@@ -245,7 +244,7 @@ def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) 
     data, other = bytearray(DATA), zlib.crc32(b"other bytes")
     data[5] ^= 1
     stated = Entry("w", "x", "U16", (20,), Runs([]), zlib.crc32(DATA))
-    manifest = Manifest("/r", "x", Origin(), {("w", "x"): stated}, {})
+    manifest = Manifest("/r", "x", Run(), {("w", "x"): stated}, {})
     flipped = zlib.crc32(data)
 
     def found(crc: int | None, a: Entry = stated, b: Entry | None = None) -> list[dict[str, Any]]:

@@ -15,8 +15,7 @@ from torch import nn
 from zckpt import read
 from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Manifest
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.proof.file_digest import digest
 
 from ..conftest import Result
@@ -166,12 +165,11 @@ def synthetic(root: Path, names: tuple[str, ...] = ("a", "b")) -> Manifest:
     return Manifest(
         str(root),
         "x",
-        Origin(),
+        Run(),
         entries,
         {},
-        records=tuple(records),
         replicas=tuple(replicas),
-        files=tuple(str(root / name) for name in names),
+        files=Files(records=tuple(records), paths=tuple(str(root / name) for name in names)),
     )
 
 
@@ -192,11 +190,13 @@ def test_what_files_state_and_where_tensors_lie_counts(tmp_path: Path) -> None:
     manifest = synthetic(tmp_path / "run")
     before = digest(manifest)
     assert digest(synthetic(tmp_path / "copy")) == before
-    assert digest(replace(manifest, files=manifest.files[::-1])) == before
+    assert digest(manifest.replace(paths=manifest.files.paths[::-1])) == before
     assert digest(synthetic(tmp_path / "others", ("a", "c"))) != before
-    other = replace(manifest.records[0], crc=1235)
-    assert digest(replace(manifest, records=(other, *manifest.records[1:]))) != before
-    moved = replace(manifest.replicas[0], fragments=solid(4, Extent(manifest.files[0], 32, 14)))
+    other = replace(manifest.files.records[0], crc=1235)
+    assert digest(manifest.replace(records=(other, *manifest.files.records[1:]))) != before
+    moved = replace(
+        manifest.replicas[0], fragments=solid(4, Extent(manifest.files.paths[0], 32, 14))
+    )
     assert digest(replace(manifest, replicas=(moved, *manifest.replicas[1:]))) != before
     alone = {digest(synthetic(tmp_path / name, (name,))) for name in ("a", "b")}
     assert len(alone) == 1

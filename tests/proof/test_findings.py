@@ -18,9 +18,8 @@ from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter, Sibling
+from zckpt.core.manifest import Manifest, Parameter, Run, Sibling
 from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying
 from zckpt.core.states import EVERYTHING, Selection
@@ -69,7 +68,7 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
     (root / "f").write_bytes(data)
     names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
     fields = {"parameters": {name: Parameter(shape) for name, shape in names.items()}, **more}
-    return Manifest(str(root), "x", Origin(), entries, **fields)
+    return Manifest(str(root), "x", Run(), entries, {}).replace(**fields)
 
 
 def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
@@ -85,7 +84,7 @@ def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
 def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
     own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
     other = replace(own.entries["w", "param"], parameter="b")
-    report = verify_alone(replace(own, replicas=(other,), notes=(OF_READER,)))
+    report = verify_alone(own.replace(replicas=(other,), notes=(OF_READER,)))
     assert report["equal"]
     assert texts(report["notes"]) == [
         "the buffer b differs between ranks, as statistics that are not synchronised do: "
@@ -137,10 +136,8 @@ def test_what_one_engine_has_in_another_way_is_named(tmp_path: Path) -> None:
         step_place=StepPlace("group", "int", optimizer="AdamW"),
     )
     flats = FlatBufferEngine("flats", None, None, None, False, None, {})
-    b = replace(
-        checkpoint(tmp_path / "b", tensors, parameters=a.parameters, groups=a.groups[:1]),
-        engine=flats,
-        step_place=StepPlace("state", "F32"),
+    b = checkpoint(tmp_path / "b", tensors, parameters=a.parameters, groups=a.groups[:1]).replace(
+        engine=flats, step_place=StepPlace("state", "F32")
     )
     report = verify_against(a, b)
     assert report["equal"]
@@ -287,7 +284,7 @@ def test_names_that_nothing_proves_are_a_finding_by_themselves(tmp_path: Path) -
     for padding, is_equal in ((b"", True), (b"x", False)):
         a, b = (checkpoint(tmp_path / name, tensors, inferred=("w",)) for name in "ab")
         (tmp_path / "b" / "f").write_bytes((tmp_path / "a" / "f").read_bytes() + padding)
-        a, b = (replace(side, files=(f"{side.root}/f",)) for side in (a, b))
+        a, b = (side.replace(paths=(f"{side.root}/f",)) for side in (a, b))
         for report in (verify_against(a, b), diff(a, b)):
             assert (report["equal"], report["unproven"] == []) == (is_equal, is_equal)
 
@@ -385,15 +382,15 @@ def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path:
 
     def unproven(other: Manifest, matches: list[Match]) -> list[str]:
         found = inferences(matches, own, other, copies)
-        assert found["inferred"] == {"a": ["w", "v", "u"], "b": list(other.inferred)}
+        assert found["inferred"] == {"a": ["w", "v", "u"], "b": list(other.notices.inferred)}
         return [name for line in found["unproven"] for name in line["parameters"]]
 
     shared = [] if are_copies else ["w"]
-    assert unproven(replace(own, inferred=("w", "u")), states) == shared
+    assert unproven(own.replace(inferred=("w", "u")), states) == shared
     everything = [] if are_copies else ["w", "v"]
-    silent = replace(own, inferred=(), states_inferred=False)
+    silent = own.replace(inferred=(), states_inferred=False)
     assert unproven(silent, states) == everything
     assert len(asked) == 2
     weights = [Match(own.entries["w", "param"], own.entries["w", "param"])]
-    assert unproven(own, weights) == unproven(replace(own, inferred=()), states) == []
+    assert unproven(own, weights) == unproven(own.replace(inferred=()), states) == []
     assert len(asked) == 2  # nothing is read for it

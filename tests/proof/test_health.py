@@ -17,8 +17,7 @@ from zckpt.core.description import Report
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Parameter, Run
 from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.core.statistics import Statistics, exponents, magnitudes, measure
@@ -55,7 +54,7 @@ def problems_of(tensors: Tensors, step: int | None = 3, of_all: int | None = Non
     parameters = {"w": Parameter((), step=step)}
     if of_all is not None:
         parameters["other"] = Parameter((), step=of_all)
-    manifest = Manifest("root", "x", Origin(), entries, parameters)
+    manifest = Manifest("root", "x", Run(), entries, parameters)
     found = health.problems(manifest, [*entries.values()], statistics)
     return [f"{line['kind']}: {line['message']}" for line in found]
 
@@ -220,7 +219,7 @@ def manifest(tmp_path: Path) -> Manifest:
         records.append(Record(extent, zlib.crc32(own)))
         data += own
     (tmp_path / "f").write_bytes(data)
-    return Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
+    return Manifest(str(tmp_path), "x", Run(), entries, {}, files=Files(records=tuple(records)))
 
 
 def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
@@ -249,7 +248,7 @@ def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
     extent = Extent(str(tmp_path / "f"), 0, 12)
     own = {("w", "param"): Entry("w", "param", "F32", (3,), solid(3, extent))}
-    (line,) = measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
+    (line,) = measure_all(Manifest("", "x", Run(), own, {}))["tensors"]
     assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
 
@@ -282,7 +281,7 @@ def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None
     own = {
         ("a", "param"): replace(kept["a", "param"], shape=(8998,), fragments=solid(8998, extent))
     }
-    padded = replace(manifest, entries=own, records=(record,))
+    padded = manifest.replace(entries=own, records=(record,))
     data = bytearray(path.read_bytes())
 
     def found(place: int) -> list[str]:
@@ -292,4 +291,4 @@ def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None
 
     assert (found(6), found(36_010), found(100)) == ([], [], ["a/param"])
     with pytest.raises(SourceChanged):
-        measure_all(replace(padded, fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))
+        measure_all(padded.replace(fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))

@@ -184,7 +184,7 @@ def test_a_saved_proof_has_what_is_compared(
     path, proof = sound[kind], tmp_path / "proof.json"
     proof.write_text(json.dumps(zckpt.verify(path)))
     assert zckpt.verify(path, against=proof)["equal"]
-    beside = {item.name for item in zckpt.read(path).siblings}  # a proof has no such files
+    beside = {item.name for item in zckpt.read(path).files.siblings}  # a proof has no such files
     every = [leaf for leaf in leaves.leaves(path) if Path(leaf.file).name not in beside]
     for leaf in random.Random(kind).sample(every, 8):
         if outcome(leaf, path, tmp_path) != "equal":

@@ -9,7 +9,7 @@ import pytest
 
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
@@ -29,7 +29,9 @@ def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (4,)) -> Entry
 def manifest(*entries: Entry, **fields: Any) -> Manifest:
     parameters = fields.pop("parameters", {item.parameter: Parameter((4,)) for item in entries})
     origin = fields.pop("origin", Origin())
-    return Manifest("/", "x", origin, {item.key: item for item in entries}, parameters, **fields)
+    return Manifest(
+        "/", "x", Run(origin), {item.key: item for item in entries}, parameters
+    ).replace(**fields)
 
 
 PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")

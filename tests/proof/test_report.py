@@ -10,7 +10,7 @@ from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import ULPS, Difference
 from zckpt.core.entries import Entry, key_of
 from zckpt.core.fragments import Extent, Record, Runs, solid
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Run
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.records import Damage, RecordCounts
@@ -26,7 +26,9 @@ def entry(
 
 
 def manifest(*entries: Entry, root: str = "/r", **more: Any) -> Manifest:
-    return Manifest(root, "x", Origin("y"), {own.key: own for own in entries}, {}, **more)
+    return Manifest(root, "x", Run(Origin("y")), {own.key: own for own in entries}, {}).replace(
+        **more
+    )
 
 
 ONE = Difference(1, 1, 2.0, 3.0, 1.0, 4)

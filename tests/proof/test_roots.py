@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from zckpt.core.entries import Entry, Key, key_of
 from zckpt.core.fragments import Runs
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER
@@ -28,7 +28,7 @@ def alone(**more: Any) -> Manifest:
         "optimizer": "AdamW",
         **more,
     }
-    return Manifest("own", "x", Origin(), entries("w/param", "v/param"), **fields)
+    return Manifest("own", "x", Run(), entries("w/param", "v/param"), {}).replace(**fields)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def proven() -> Manifest:
     return Manifest(
         "proof",
         "x",
-        Origin.of_json({"format": "y"}),
+        Run(Origin.of_json({"format": "y"})),
         entries("critic.w/param", "actor.w/param", "actor.w/exp_avg", "actor.b/param", "rng/state"),
         parameters,
         buffers=("critic.b", "actor.b"),
@@ -127,7 +127,7 @@ def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifes
 
 
 def test_a_proof_of_the_chosen_model_alone_is_compared_as_it_is() -> None:
-    own, chosen = alone(), replace(alone(), origin=Origin(root="actor"))
+    own, chosen = alone(), alone().replace(origin=Origin(root="actor"))
     assert of_root(own, "actor", chosen) is own
     with pytest.raises(WrongOption, match="one model, and it is not called critic"):
         of_root(own, "critic", chosen)

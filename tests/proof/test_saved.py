@@ -17,7 +17,7 @@ from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Files, Manifest, Parameter, Run
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
 from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Begin
@@ -55,23 +55,26 @@ def manifest() -> Manifest:
     return Manifest(
         "run",
         "x",
-        Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
+        Run(
+            Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
+            engine=StateDictEngine("plain", None, (), None, None, None, None, False, False),
+            step_place=StepPlace("state", "F32"),
+        ),
         {("w", "param"): entry("w/param", 17)},
         {"w": Parameter((2, 3), True, 0, 3, ("tied",))},
         buffers=("b",),
         groups=({"lr": 0.5, "betas": [0.9, 0.99]},),
         optimizer="AdamW",
-        engine=StateDictEngine("plain", None, (), None, None, None, None, False, False),
-        step_place=StepPlace("state", "F32"),
         state={"client_state": {"seed": 1}},
-        of_ranks={"rank_1": {"client_state.seed": 2}},
-        layout={"rank_1": {"offset": 4}},
         states=States(
             (
                 StateRow("d", "number", ("w",), Scalar(2.0, "F32")),
                 unsupported("key", entry("t/state", 5), entry("u/state", 6)),
                 unsupported("other", entry("gone/state", 7)),
             )
+        ),
+        files=Files(
+            of_ranks={"rank_1": {"client_state.seed": 2}}, layout={"rank_1": {"offset": 4}}
         ),
     )
 
@@ -104,9 +107,8 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
     path = proof(manifest, tmp_path / "proof.json")
     proven, contents = read_proof(str(path), manifest)
     number, first, second = manifest.states
-    plain = replace(manifest.origin, others={})
-    expected = replace(
-        manifest,
+    plain = replace(manifest.run.origin, others={})
+    expected = manifest.replace(
         root=str(path),
         origin=plain,
         states=States((number, first, replace(second, value="", tensors=()))),
@@ -124,7 +126,7 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
 def test_a_proof_with_inferred_names_keeps_the_digest_of_the_files(
     manifest: Manifest, tmp_path: Path
 ) -> None:
-    inferred = replace(manifest, inferred=("w",))
+    inferred = manifest.replace(inferred=("w",))
     _, contents = read_proof(str(proof(inferred, tmp_path / "proof.json")), manifest)
     assert contents == "00000000"  # of no files
 

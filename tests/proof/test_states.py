@@ -19,7 +19,7 @@ from zckpt.core.facts import (
 )
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.core.manifest import Manifest, Parameter, Sibling
+from zckpt.core.manifest import Manifest, Parameter, Run, Sibling
 from zckpt.core.origin import Origin
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
@@ -37,8 +37,8 @@ def manifest(
 ) -> Manifest:
     groups = ({"lr": 0.1},)
     return Manifest(
-        "", "x", origin or Origin(), {}, {}, groups=groups, engine=engine, state=state, **fields
-    )
+        "", "x", Run(origin or Origin(), engine=engine), {}, {}, groups=groups, state=state
+    ).replace(**fields)
 
 
 def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def test_folders_of_model_and_optimizer_have_extra_states_of_modules_alone() -> 
 
 
 def test_weights_alone_have_no_state() -> None:
-    weights = Manifest("", "x", Origin(), {}, {}, engine=PLAIN)
+    weights = Manifest("", "x", Run(Origin(), engine=PLAIN), {}, {})
     assert not_compared(manifest({"client_state": {"seed": 1}}), weights) == [
         "schedulers, counters and the like"
     ]
@@ -210,7 +210,7 @@ def test_a_loss_scale_of_which_one_side_has_nothing() -> None:
 def test_a_loss_scale_of_another_engine_is_compared() -> None:
     """How it is saved is a matter of wrappers of one engine."""
     a, b = (manifest({"optimizer": {"cur_scale": 8.0}}, engine) for engine in (FLAT, PLAIN))
-    a = replace(a, engine=replace(FLAT, optimizer_class="FP16_Optimizer"))
+    a = a.replace(engine=replace(FLAT, optimizer_class="FP16_Optimizer"))
     assert states.states(a, b) == ([], [])
     other = manifest({"optimizer": {"cur_scale": 4.0}}, PLAIN)
     assert differences(a, other) == {"optimizer.cur_scale": (8.0, 4.0)}
@@ -243,7 +243,7 @@ def beside(tmp_path: Path, name: str, **files: str) -> Manifest:
         path = folder / file.replace("_json", ".json").replace("_pt", ".pt")
         path.write_text(text)
         siblings.append(Sibling(path.name, str(path), len(text)))
-    return replace(manifest({}), root=name, siblings=tuple(siblings))
+    return manifest({}).replace(root=name, siblings=tuple(siblings))
 
 
 def test_files_beside_a_checkpoint(tmp_path: Path) -> None:
@@ -348,14 +348,14 @@ ONE, TWO = Origin(zero_stage=1, dp=2), Origin(zero_stage=1, dp=4)
 def test_how_tensors_were_cut_is_compared_of_files_of_the_same_sizes(part: str) -> None:
     a, b = (manifest({part: {"ranks": ranks}}, origin=ONE) for ranks in (1, 2))
     assert differences(a, b) == {f"{part}.ranks": (1, 2)}
-    other = replace(b, origin=TWO)
+    other = b.replace(origin=TWO)
     assert states.states(a, other) == states.states(other, a) == ([], [])
 
 
 def test_states_that_no_form_keeps_are_compared_of_the_same_engine() -> None:
     a, b = (manifest({"optimizer": {"other": {"w": {"k": value}}}}) for value in (1, 2))
     assert differences(a, b) == {"optimizer.other.w.k": (1, 2)}
-    assert states.states(a, replace(b, engine=PLAIN)) == ([], [])
+    assert states.states(a, b.replace(engine=PLAIN)) == ([], [])
     assert states.states(a, manifest({})) == ([], [])  # `values.lacking` says it
 
 
@@ -376,7 +376,7 @@ def test_what_further_ranks_state() -> None:
     }
     of_all = manifest(state, of_ranks={"rank_1": {"client_state": {"seed": 2, "epoch": 3}}})
     assert differences(of_all, manifest(state)) == {"rank_1: client_state.seed": (2, 1)}
-    other = replace(b, origin=TWO)
+    other = b.replace(origin=TWO)
     lines, sentences = states.states(a, other)
     assert lines == []
     assert [line.partition(" of further ranks")[0] for line in texts(sentences)] == [
@@ -393,7 +393,7 @@ def test_what_files_state_of_their_parts() -> None:
     assert not_compared(a, b) == ["f"]
     assert differences(a, manifest({})) == {"f: layout.offset": "a", "f: layout.old": "a"}
     assert differences(manifest({}), a) == {"f: layout.offset": "b", "f: layout.old": "b"}
-    assert states.states(a, replace(b, origin=TWO)) == ([], [])
+    assert states.states(a, b.replace(origin=TWO)) == ([], [])
 
 
 def test_parts_that_one_version_does_not_state_are_in_order() -> None:
@@ -426,7 +426,7 @@ def test_a_stage_of_zero_is_as_good_as_none() -> None:
 
 def tied(origin: Origin, engine: Engine, *aliases: str, **more: Any) -> Manifest:
     parameters = {"w": Parameter((2,), aliases=aliases)}
-    return replace(manifest({}, engine, origin), parameters=parameters, **more)
+    return manifest({}, engine, origin).replace(parameters=parameters, **more)
 
 
 def test_second_names_that_files_of_other_sizes_lack() -> None:

@@ -9,9 +9,8 @@ from zckpt.core.entries import Entry, key_of
 from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.optimizer_states import StateRow, States, of_parameters
-from zckpt.core.origin import Origin
 from zckpt.core.states import FACTORING, with_updates
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
@@ -24,9 +23,9 @@ EPS = {"eps": 2.0}
 
 def manifest(**fields: object) -> Manifest:
     plain = Manifest(
-        "", "x", Origin(), {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))}
+        "", "x", Run(), {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))}
     )
-    return replace(plain, **fields)  # type: ignore[arg-type]
+    return plain.replace(**fields)  # type: ignore[arg-type]
 
 
 def test_steps_that_both_tell() -> None:
@@ -128,7 +127,7 @@ def test_untouched_parameters_are_frozen_where_the_other_side_has_them_so(swappe
     a, b = values.with_trained_alike(*((flats, plain) if swapped else (plain, flats)))
     assert a.parameters == b.parameters == flats.parameters
     assert values.with_trained_alike(plain, plain) == (plain, plain)
-    says = replace(plain, engine=FLATS)  # this engine would have frozen it
+    says = plain.replace(engine=FLATS)  # this engine would have frozen it
     assert values.with_trained_alike(says, flats) == (says, flats)
 
 
@@ -397,7 +396,7 @@ def test_hyper_parameters_of_one_side() -> None:
     assert values.hypers_of_one_side(a, a) == []
     assert values.hypers_of_one_side(a, replace(b, groups=None)) == []
     assert values.hypers_of_one_side(replace(a, groups=None), b) == []
-    other = replace(b, engine=STATE_DICTS)
+    other = b.replace(engine=STATE_DICTS)
     assert texts(values.hypers_of_one_side(a, other)) == said
     for pair in (
         (replace(a, optimizer="Adam"), other),

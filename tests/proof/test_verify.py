@@ -651,11 +651,13 @@ class TestOptions:
         """`verify` says what `convert` says of a source, and finds nothing because of it."""
         data = ROOT / "tests" / "data" / "megatron-0.16.1-tp2" / "iter_0000003"
         run = shutil.copytree(data, tmp_path / "iter_0000004")
-        (warning,) = texts(read(run).warnings)
+        (warning,) = texts(read(run).notices.warnings)
         ended = zckpt("verify", run)
         assert (ended.code, ended.err) == (0, f"Warning: {warning}\n")
         assert zckpt("verify", run, "-q").err == ""
-        assert zckpt("verify", run, "--json").document["warnings"] == said(read(run).warnings)
+        assert zckpt("verify", run, "--json").document["warnings"] == said(
+            read(run).notices.warnings
+        )
         assert warning in zckpt("convert", run, tmp_path / "out").err
 
     def test_no_checkpoint(self, tmp_path: Path, zckpt: Zckpt) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from zckpt.core.entries import Entry
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.core.origin import Origin
 from zckpt.judging.inventory import of_engine
 from zckpt.reporting import numbers, owners
@@ -54,9 +54,9 @@ def test_pieces_are_the_bytes_of_tensors(document: Make) -> None:
 def test_ranks_in_names(
     format: str, name: str, source: dict[str, Any], rank: dict[str, int] | None
 ) -> None:
-    manifest = Manifest("", format, Origin.of_json(source), {}, {}, files=(name,))
+    manifest = Manifest("", format, Run(Origin.of_json(source)), {}, {}, files=Files(paths=(name,)))
     (row,) = of_engine(manifest)
-    assert owners.rank_of(manifest.origin, row) == rank
+    assert owners.rank_of(manifest.run.origin, row) == rank
 
 
 def test_neighbours_are_one_piece(tmp_path: Path) -> None:
@@ -71,7 +71,9 @@ def test_neighbours_are_one_piece(tmp_path: Path) -> None:
 
 def found(folder: Path, entries: list[Entry], files: list[str]) -> Found:
     entries_by_name = {entry.key: entry for entry in entries}
-    manifest = Manifest(str(folder), "dcp", Origin(), entries_by_name, {}, files=tuple(files))
+    manifest = Manifest(
+        str(folder), "dcp", Run(), entries_by_name, {}, files=Files(paths=tuple(files))
+    )
     return Found(str(folder), manifest)
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import zckpt
 from zckpt import api
 from zckpt.core.entries import Entry
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.errors import WrongOption
 from zckpt.resume.fitting import Asked, obstacles, unlike
@@ -186,7 +186,9 @@ def small(
     }
     parameters |= {name: Parameter((3,), False) for name in frozen}
     origin = Origin("deepspeed")
-    return Manifest("run", "deepspeed", origin, {}, parameters, groups=tuple({} for _ in groups))
+    return Manifest(
+        "run", "deepspeed", Run(origin), {}, parameters, groups=tuple({} for _ in groups)
+    )
 
 
 @pytest.mark.parametrize(

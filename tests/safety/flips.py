@@ -68,7 +68,7 @@ def flips(checkpoint: Path, is_wanted: Callable[[Path], bool] = lambda _: True) 
 def where(checkpoint: Path) -> dict[Path, list[str]]:
     """The kind of every byte of a checkpoint's files."""
     manifest = zckpt.read(checkpoint)
-    siblings = {os.path.realpath(sibling.path) for sibling in manifest.siblings}
+    siblings = {os.path.realpath(sibling.path) for sibling in manifest.files.siblings}
     foreign = manifest.format != "universal"
 
     def kind(path: Path) -> str:
@@ -88,7 +88,7 @@ def where(checkpoint: Path) -> dict[Path, list[str]]:
     for entry in (*manifest.entries.values(), *manifest.replicas):
         for fragment in entry.fragments:
             mark(fragment.extent, UNCHECKED if entry.digest is None else CHECKED)
-    for record in manifest.records:
+    for record in manifest.files.records:
         if record.crc is not None:
             mark(record.extent, CHECKED)
     return kinds
@@ -130,7 +130,7 @@ def plan(source: Path) -> str:
     ]
     entries = [replace(entry, fragments=()) for entry in manifest.entries.values()]
     replicas = [replace(entry, fragments=()) for entry in manifest.replicas]
-    rest = replace(manifest, entries={}, replicas=(), fingerprints={})
+    rest = manifest.replace(entries={}, replicas=(), fingerprints={})
     return repr((rest, entries, replicas, fragments))
 
 

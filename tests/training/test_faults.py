@@ -63,7 +63,7 @@ def test_scalars_that_torch_has_consolidated(tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(2, 3), "temperature": torch.tensor(2.5)}
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    (line,) = texts(zckpt.read(folder).warnings)
+    (line,) = texts(zckpt.read(folder).notices.warnings)
     assert line.startswith("temperature is 0: torch 2.13")
     save_file(state, tmp_path / "other.safetensors")
-    assert zckpt.read(tmp_path / "other.safetensors").warnings == ()
+    assert zckpt.read(tmp_path / "other.safetensors").notices.warnings == ()

@@ -25,9 +25,8 @@ from torch.torch_version import TorchVersion
 import zckpt
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.inert import ITSELF, Foreign, Global, Size
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Run
 from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
 from zckpt.training.objects import COMMON, admissible, others_of, without_others
@@ -44,7 +43,7 @@ NAMESPACE = Global("argparse.Namespace")
 
 
 def manifest(**parts: Any) -> Manifest:
-    return Manifest("/", "x", Origin(), {}, {}, **parts)
+    return Manifest("/", "x", Run(), {}, {}).replace(**parts)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_a_name_that_is_not_on_the_list_is_left_out_and_named(
 ) -> None:
     result = without_others(manifest(state=state), (), ())
     assert result.state == kept
-    (line,) = texts(result.omitted)
+    (line,) = texts(result.notices.omitted)
     assert line.startswith(where)
     assert "os.system" in line or "operator.attrgetter" in line
     assert "the checkpoint may be hostile" in line
@@ -81,7 +80,9 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
     result = without_others(manifest(state={"args": args}), (), ())
     assert result.state["args"].state == {"lr": 0.1}
     assert args.state == {"lr": 0.1, "flavour": FLAVOUR}  # the source's own is unchanged
-    assert result.omitted[0].message.startswith("args.state.flavour: it names my.module.Flavour")
+    assert result.notices.omitted[0].message.startswith(
+        "args.state.flavour: it names my.module.Flavour"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,20 +94,22 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
 )  # fmt: skip
 def test_no_option_is_offered_for_what_runs_programs(name: str) -> None:
     value = [Foreign(Global("a.Class")), Foreign(Global(name))]
-    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).omitted)
+    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).notices.omitted)
     assert line.startswith(f"a: it names {name}, from a part of Python that runs programs")
     assert "--allow-object" not in line
 
 
 @pytest.mark.parametrize("name", ["ossia.Flavour", "torch.hubs.load", "my.os.Flavour", "torch.x"])
 def test_an_option_is_offered_for_other_names(name: str) -> None:
-    (line,) = texts(without_others(manifest(state={"a": Foreign(Global(name))}), (), ()).omitted)
+    (line,) = texts(
+        without_others(manifest(state={"a": Foreign(Global(name))}), (), ()).notices.omitted
+    )
     assert line.endswith(f"if you trust that, add --allow-object {name}")
 
 
 def test_an_enum_of_python_3_11_is_not_called_hostile() -> None:
     value = Foreign(Global("builtins.getattr"), (Global("my.module.Flavour"), "SWEET"))
-    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).omitted)
+    (line,) = texts(without_others(manifest(state={"a": value}), (), ()).notices.omitted)
     assert "builtins.getattr can reach code that runs programs" in line
     assert "hostile" not in line
     assert "--allow-object" not in line
@@ -116,16 +119,16 @@ def test_plain_values_stay_the_same_objects() -> None:
     state = {"a": {"b": [1, (2, {"c": Foreign(NAMESPACE, (), {"x": b"1"})})]}}
     result = without_others(manifest(state=state), (), ())
     assert result.state["a"] is state["a"]
-    assert not result.omitted
+    assert not result.notices.omitted
 
 
 def test_groups_and_the_config_are_filtered_too() -> None:
     engine = FlatBufferEngine("x", None, None, None, False, None, {"a": SYSTEM, "b": 1})
     result = without_others(manifest(engine=engine, groups=({"lr": 1.0, "hook": SYSTEM},)), (), ())
     assert result.groups == ({"lr": 1.0},)
-    assert isinstance(result.engine, FlatBufferEngine)
-    assert result.engine.config == {"b": 1}
-    assert [line.partition(":")[0] for line in texts(result.omitted)] == [
+    assert isinstance(result.run.engine, FlatBufferEngine)
+    assert result.run.engine.config == {"b": 1}
+    assert [line.partition(":")[0] for line in texts(result.notices.omitted)] == [
         "param_groups.0.hook",
         "config.a",
     ]
@@ -160,7 +163,7 @@ def test_an_object_that_refers_to_itself_is_left_out_whole(admitted: tuple[str, 
     source = manifest(state={"a": {"b": [config], "c": 1}})
     result = without_others(source, (), admitted)
     assert result.state == {"a": {"c": 1}}
-    [line] = texts(result.omitted)
+    [line] = texts(result.notices.omitted)
     assert line.startswith("a.b: it has an object that refers to itself")
     assert "--allow-object" not in line
     assert others_of(source, needed=()) == ["my.Config"]

@@ -14,8 +14,7 @@ from zckpt.core.entries import Entry
 from zckpt.core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter, Sighting
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run, Sighting
 from zckpt.errors import InconsistentCheckpoint, WrongOption
 from zckpt.training import steps
 from zckpt.training.steps import (
@@ -92,7 +91,7 @@ def stepped(step: int, *slots: str) -> Manifest:
     entries = {
         ("w", slot): Entry("w", slot, "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
     }
-    return Manifest("/", "x", Origin(), entries, {"w": Parameter((5,), step=step)})
+    return Manifest("/", "x", Run(), entries, {"w": Parameter((5,), step=step)})
 
 
 def test_a_warning_for_an_optimizer_that_was_never_stepped() -> None:
@@ -273,10 +272,8 @@ def test_files_of_two_saves(
 def of_engine(
     place: StepPlace | None, engine: Any = None, optimizer: str | None = None, **fields: Any
 ) -> Manifest:
-    return Manifest(
-        "/", "x", Origin(), {}, fields.pop("parameters", {}),
-        step_place=place, engine=engine, optimizer=optimizer, **fields,
-    )  # fmt: skip
+    run = Run(step_place=place, engine=engine)
+    return Manifest("/", "x", run, {}, {}, optimizer=optimizer).replace(**fields)
 
 
 TORCH, APEX = steps.WRITTEN["torch"], steps.WRITTEN["apex-fused-adam"]

@@ -17,8 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt as package
-from zckpt.core.manifest import Manifest, Sibling, Sighting
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Files, Manifest, Run, Sibling, Sighting
 from zckpt.training import trainers_steps
 from zckpt.training.trainers_steps import FOLDER, TRAINER, disagreements
 
@@ -40,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 def seen(path: Path, **reading: Any) -> list[tuple[str, float]]:
     """What trainers have counted, in the order in which it is listed."""
-    steps = package.read(path, **reading).steps
+    steps = package.read(path, **reading).run.steps
     assert not any(each.truth for each in steps if each.counter)
     assert len({each.where for each in steps}) == len(steps), "listed twice"
     return [(each.where, each.step) for each in steps if each.counter]
@@ -237,9 +236,9 @@ class TestDisagreements:
     def test_texts_decide_nothing(self) -> None:
         """The kind of a counter does, and the engine's own record."""
         steps = (Sighting("a", 6, False, TRAINER), Sighting("b", 5, False, FOLDER))
-        manifest = Manifest(
-            "/", "x", Origin(), {}, {}, steps=steps, state={"counters": {"global_steps": 7}},
-            siblings=(Sibling("trainer_state.json", "/x/trainer_state.json", 1),),
-        )  # fmt: skip
+        state = {"counters": {"global_steps": 7}}
+        siblings = (Sibling("trainer_state.json", "/x/trainer_state.json", 1),)
+        files = Files(siblings=siblings)
+        manifest = Manifest("/", "x", Run(steps=steps), {}, {}, state=state, files=files)
         assert [notice.severity for notice in disagreements(manifest)] == ["error", "warning"]
         assert trainers_steps.global_step(manifest) == 6

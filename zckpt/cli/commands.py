@@ -120,8 +120,8 @@ def inspect(
             return translated(report), 0
 
     def show(manifest: Manifest) -> None:
-        if manifest.origin.slices is not None:  # a shape in a list is not the tensor's
-            display.warn(translated(description.said(manifest.warnings)), quiet)
+        if manifest.run.origin.slices is not None:  # a shape in a list is not the tensor's
+            display.warn(translated(description.said(manifest.notices.warnings)), quiet)
         if state:
             display.document(description.state(manifest))
         elif steps:

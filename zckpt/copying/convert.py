@@ -73,7 +73,7 @@ def convert(
     with (
         naming_full_disk(staging.target, size, staging.partial),
         staging,
-        unchanged(source.fingerprints),
+        unchanged(source.files.fingerprints),
     ):
         staging.lay(layout.shells(), _strictest_mode(source))
         shells = read_shells(staging.path)
@@ -100,7 +100,7 @@ def convert(
             path = os.path.join(staging.path, name)
             outcome.files[path] = staging.copy(sibling.path, name)
         seal(staging.root, shells, outcome)
-        for path in shells.files:  # however long the copy took, they are of one save
+        for path in shells.files.paths:  # however long the copy took, they are of one save
             with staging.root.opened(path) as file:
                 os.utime(file)
     return outcome
@@ -148,7 +148,7 @@ def take_part(
     try:
         with (
             naming_full_disk(target, size, f"{os.path.abspath(target)}.partial"),
-            unchanged(source.fingerprints),
+            unchanged(source.files.fingerprints),
             joined(target, *writer) as (folder, root),
             closing(ProcessJournal(folder, identity, sharing.part, (length, crc))) as journal,
         ):
@@ -165,6 +165,6 @@ def take_part(
 def _strictest_mode(source: Manifest) -> int:
     """The permissions that all files of a source give: the target's files give no others."""
     mode = 0o666
-    for file in source.files:
+    for file in source.files.paths:
         mode &= os.stat(file).st_mode
     return mode | stat.S_IRUSR | stat.S_IWUSR  # a sealed checkpoint may be read-only

@@ -55,10 +55,14 @@ class _Copy(Struct, eq=False, dict=True):
     sharing: Sharing
 
     def __post_init__(self) -> None:
-        pairs, self.source_records = self.pairs, self.source.records
+        pairs, self.source_records = self.pairs, self.source.files.records
         self.record_numbers = {id(record): n for n, record in enumerate(self.source_records)}
-        self.checker = RecordChecker(self.source_records, fingerprints=self.source.fingerprints)
-        self.records = by_key((record.extent.file, record.extent) for record in self.target.records)
+        self.checker = RecordChecker(
+            self.source_records, fingerprints=self.source.files.fingerprints
+        )
+        self.records = by_key(
+            (record.extent.file, record.extent) for record in self.target.files.records
+        )
         self.outcome = CopyOutcome()
         self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes

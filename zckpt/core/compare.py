@@ -95,9 +95,9 @@ class _Comparison(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         a, b = self.manifests
         sides = [a] if b is a else [a, b]
-        self.records = [each.records for each in sides]
+        self.records = [each.files.records for each in sides]
         self.checkers = [
-            RecordChecker(each.records, collect=True, fingerprints=each.fingerprints)
+            RecordChecker(each.files.records, collect=True, fingerprints=each.files.fingerprints)
             for each in sides
         ]
         self.covers: dict[int, Cover] = {}
@@ -122,7 +122,7 @@ class _Comparison(Struct, eq=False, dict=True):
         return [
             self.measure,
             names,
-            *(files_seen(item.root, item.fingerprints) for item in self.manifests),
+            *(files_seen(item.root, item.files.fingerprints) for item in self.manifests),
         ]
 
     def found(self) -> Any:

@@ -46,7 +46,7 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
     for part in (manifest, *manifest.ranks, *manifest.models):
         yield from part.entries.values()
         yield from part.replicas
-        yield from part.sibling_weights
+        yield from part.files.sibling_weights
         yield from chain.from_iterable(row.tensors for row in part.states)
 
 

@@ -64,11 +64,11 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "command": "inspect",
         **manifest.source,
         "format": manifest.format,
-        "written_by": manifest.origin.format,
+        "written_by": manifest.run.origin.format,
         "path": manifest.root,
         "step": manifest.step,
         # reading an incomplete checkpoint is an error, but for slices that are only looked at
-        "complete": manifest.origin.slices is None,
+        "complete": manifest.run.origin.slices is None,
         "optimizer": manifest.optimizer,
         **({"roots": dict(manifest.roots)} if manifest.roots else {}),
         "parameters": len(manifest.parameters),
@@ -93,17 +93,19 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             if state.form in FORMS
         ],
         **(
-            {"experts": to_builtins(list(layers))} if (layers := layers_of(manifest.engine)) else {}
+            {"experts": to_builtins(list(layers))}
+            if (layers := layers_of(manifest.run.engine))
+            else {}
         ),
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
-        "steps": steps_to_json(manifest.steps),
-        "files": len(manifest.files),
-        "bytes": sum(os.path.getsize(file) for file in manifest.files),
-        "problems": said(manifest.warnings),
-        "left_out": said(manifest.omitted),
-        "inferred": list(manifest.inferred),
+        "steps": steps_to_json(manifest.run.steps),
+        "files": len(manifest.files.paths),
+        "bytes": sum(os.path.getsize(file) for file in manifest.files.paths),
+        "problems": said(manifest.notices.warnings),
+        "left_out": said(manifest.notices.omitted),
+        "inferred": list(manifest.notices.inferred),
         "objects": list(objects),
     }
 
@@ -122,8 +124,8 @@ def advice(manifest: Manifest, bare: int) -> Report:
     """What can still be done where `bare` records that were read have no checksum, as a report."""
     if not bare:
         return {}
-    files = {record.extent.file for record in manifest.records}
-    unsafe = {record.extent.file for record in manifest.records if record.crc is None}
+    files = {record.extent.file for record in manifest.files.records}
+    unsafe = {record.extent.file for record in manifest.files.records if record.crc is None}
     path = shlex.quote(manifest.root)
     which = f"the files of {manifest.root} have"
     if unsafe < files:
@@ -188,10 +190,10 @@ def state(manifest: Manifest) -> Any:
     return to_json(
         with_facts(
             manifest.state,
-            manifest.engine,
-            manifest.step_place,
-            manifest.pipeline,
-            manifest.tensor_parallel,
+            manifest.run.engine,
+            manifest.run.step_place,
+            manifest.run.pipeline,
+            manifest.run.tensor_parallel,
             manifest.states,
             len(manifest.groups or ()),
         )

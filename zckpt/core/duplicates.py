@@ -85,7 +85,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     )
     alone = {file: one for file, (one, *others) in tensors.items() if not others}
     states = states_by_weight(alone.values())
-    places = by_key((record.extent.file, record.extent) for record in manifest.records)
+    places = by_key((record.extent.file, record.extent) for record in manifest.files.records)
 
     equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
     copies = []
@@ -124,7 +124,7 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
     """Pairs of files whose records have equal places, lengths and checksums."""
     records = by_key(
         (record.extent.file, (record.extent.offset, record.extent.length, record.crc))
-        for record in manifest.records
+        for record in manifest.files.records
     )
     first: dict[tuple[tuple[int, int, int | None], ...], str] = {}
     pairs = []

@@ -21,7 +21,7 @@ _DICTIONARIES = (dict, OrderedDict)
 
 
 def has_texts_alone(manifest: Manifest) -> bool:
-    return manifest.origin.format == OF_TEXTS
+    return manifest.run.origin.format == OF_TEXTS
 
 
 def in_doubt(value: Any, path: str) -> Iterator[str]:

@@ -166,15 +166,99 @@ class Sibling(Struct, frozen=True):
     size: int
 
 
+class Run(Struct, frozen=True):
+    """The training that saved a checkpoint: its engine, its step, and how it cut tensors."""
+
+    origin: Origin = field(default_factory=Origin)
+    """The engine that trained, and its sizes."""
+    engine: Engine | None = None
+    """The facts of the engine that trained."""
+    step_place: StepPlace | None = None
+    """Where its optimizer keeps the step; None if no file states that."""
+    steps: tuple[Sighting, ...] = ()
+    """The places that state a step."""
+    pipeline: Pipeline | None = None
+    """The stages and layers of its pipeline; None if it had none."""
+    tensor_parallel: TensorParallel | None = None
+    """How its tensor ranks cut parameters; None if that was not asked, or there were none."""
+    weights_differ: bool = False
+    """Whether the engine changes weights without their masters: these need not round to them."""
+    zero_padding: bool = False
+    """Whether the engine fills with zeros what lies between tensors."""
+
+
+class Files(Struct, frozen=True):
+    """The files of a checkpoint, and what they state that is no tensor's."""
+
+    paths: tuple[str, ...] = ()
+    """The checkpoint's own files, in the order of ranks."""
+    siblings: tuple[Sibling, ...] = ()
+    omitted_files: tuple[Sibling, ...] = ()
+    """Files that a target does not get: they are only compared."""
+    sibling_weights: tuple[Entry, ...] = ()
+    """Weights in siblings, which a target gets as they are: masters are compared with them."""
+    records: tuple[Record, ...] = ()
+    """Bytes whose checksum a file states."""
+    unused: tuple[Extent, ...] = ()
+    """Bytes of the checkpoint's own files that nothing in it describes."""
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    """Those of `paths` and of the siblings by path, when they were first opened or listed. Empty
+    for a manifest that `reading.read` has not read."""
+    objects: frozenset[str] = frozenset()
+    """The classes and functions that its pickles name, also those whose values a pickle drops
+    again. Empty as `fingerprints` are."""
+    stated_in: str = ""
+    """The file that states what is no tensor, for messages; empty if no single one does."""
+    of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the files of further ranks state otherwise than the first one, as JSON: by the name of
+    the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
+    only compared: a target has what the first rank states."""
+    rank_keys: tuple[str, ...] = ()
+    """The keys of `state` that the files of each rank state for themselves, beside those that every
+    format has: the first rank's values are taken."""
+    layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What files state about where their parts belong, as JSON: by the name of the file, and by
+    key. It is only compared, with that of a checkpoint of the same files."""
+
+
+class Notices(Struct, frozen=True):
+    """What a reader has to say of a checkpoint, and the facts on which names and states rest."""
+
+    warnings: tuple[Notice, ...] = ()
+    """What the user must know."""
+    notes: tuple[Notice, ...] = ()
+    """What these files cannot show by themselves, for a `verify` without another."""
+    omitted: tuple[Notice, ...] = ()
+    """What has no meaning outside the source."""
+    inferred: tuple[str, ...] = ()
+    """The parameters whose names no file states. Each got its name by its position."""
+    likely: tuple[str, ...] = ()
+    """Keys of optimizers that fit the model which the user chose, and that no file shows to be its
+    own."""
+    states_inferred: bool = True
+    """Whether the files can state that a name was inferred."""
+    share: str = ""
+    """What shows that the optimizer's states are one rank's share; empty if nothing does."""
+    is_numbered: bool = False
+    """Whether an optimizer knows its parameters by number."""
+    buffers_named: bool = False
+    """Whether --buffers named tensors of it when it was read."""
+    uncompared: int = 0
+    """How many tensors of ranks were not compared with each other: their files state no checksums,
+    and none was read."""
+
+
 class Manifest(Struct, frozen=True):
-    """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
+    """One checkpoint: what it holds, and three parts: the run that saved it, its files, notices.
+
+    Parameters stand in optimizer order, then frozen ones; buffers follow.
+    """
 
     root: str
     """The path of its directory, or of its one file."""
     format: str
     """The format of its files."""
-    origin: Origin
-    """Where they come from: the engine that trained, and its sizes."""
+    run: Run
     entries: dict[Key, Entry]
     """The tensors by parameter and slot."""
     parameters: dict[str, Parameter]
@@ -185,39 +269,11 @@ class Manifest(Struct, frozen=True):
     """The optimizer's class, as the engine calls it, or as its states show it."""
     states: States = States()
     """The optimizer's states that are no tensors of a parameter's shape."""
-    engine: Engine | None = None
-    """The facts of the engine that trained."""
-    step_place: StepPlace | None = None
-    """Where its optimizer keeps the step; None if no file states that."""
-    pipeline: Pipeline | None = None
-    """The stages and layers of its pipeline; None if it had none."""
-    tensor_parallel: TensorParallel | None = None
-    """How its tensor ranks cut parameters; None if that was not asked, or there were none."""
     state: dict[str, Any] = field(default_factory=dict)
     """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md. A
     tensor inside of it is the `TensorName` of an entry with slot `state`."""
-    steps: tuple[Sighting, ...] = ()
-    """The places that state a step."""
-    records: tuple[Record, ...] = ()
-    """Bytes whose checksum a file states."""
     replicas: tuple[Entry, ...] = ()
     """Further copies of entries in the same files. Writers fill them too."""
-    of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What the files of further ranks state otherwise than the first one, as JSON: by the name of
-    the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
-    only compared: a target has what the first rank states."""
-    rank_keys: tuple[str, ...] = ()
-    """The keys of `state` that the files of each rank state for themselves, beside those that every
-    format has: the first rank's values are taken."""
-    stated_in: str = ""
-    """The file that states what is no tensor, for messages; empty if no single one does."""
-    layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What files state about where their parts belong, as JSON: by the name of the file, and by
-    key. It is only compared, with that of a checkpoint of the same files."""
-    sibling_weights: tuple[Entry, ...] = ()
-    """Weights in siblings, which a target gets as they are: masters are compared with them."""
-    weights_differ: bool = False
-    """Whether the engine changes weights without their masters: these need not round to them."""
     place: Place | None = None
     """The place of one model rank, which is not joined with others."""
     ranks: "tuple[Manifest, ...]" = ()
@@ -225,45 +281,21 @@ class Manifest(Struct, frozen=True):
     have the same names; files, records and what is said of the whole run are here."""
     models: "tuple[Manifest, ...]" = ()
     """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
-    files: tuple[str, ...] = ()
-    siblings: tuple[Sibling, ...] = ()
-    omitted_files: tuple[Sibling, ...] = ()
-    """Files that a target does not get: they are only compared."""
-    omitted: tuple[Notice, ...] = ()
-    """What has no meaning outside the source."""
-    warnings: tuple[Notice, ...] = ()
-    """What the user must know."""
-    notes: tuple[Notice, ...] = ()
-    """What these files cannot show by themselves, for a `verify` without another."""
-    inferred: tuple[str, ...] = ()
-    """The parameters whose names no file states. Each got its name by its position."""
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The keys of the optimizers of each model, if several models or optimizers were read. Only the
     weights can be written together."""
-    likely: tuple[str, ...] = ()
-    """Keys of optimizers that fit the model which the user chose, and that no file shows to be its
-    own."""
-    states_inferred: bool = True
-    """Whether the files can state that a name was inferred."""
-    share: str = ""
-    """What shows that the optimizer's states are one rank's share; empty if nothing does."""
-    is_numbered: bool = False
-    """Whether an optimizer knows its parameters by number."""
-    zero_padding: bool = False
-    """Whether the engine fills with zeros what lies between tensors."""
-    buffers_named: bool = False
-    """Whether --buffers named tensors of it when it was read."""
-    uncompared: int = 0
-    """How many tensors of ranks were not compared with each other: their files state no checksums,
-    and none was read."""
-    unused: tuple[Extent, ...] = ()
-    """Bytes of the checkpoint's own files that nothing in it describes."""
-    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    """Those of `files` and of the siblings by path, when they were first opened or listed. Empty
-    for a manifest that `reading.read` has not read."""
-    objects: frozenset[str] = frozenset()
-    """The classes and functions that its pickles name, also those whose values a pickle drops
-    again. Empty as `fingerprints` are."""
+    files: Files = field(default_factory=Files)
+    notices: Notices = field(default_factory=Notices)
+
+    def replace(self, **changes: Any) -> "Manifest":
+        """With other values of its fields, or of those of its parts: all have different names."""
+        own = {name: changes.pop(name) for name in self.__struct_fields__ if name in changes}
+        for name in ("run", "files", "notices"):
+            part = own.get(name, getattr(self, name))
+            of_part = {key: changes.pop(key) for key in part.__struct_fields__ if key in changes}
+            if of_part:
+                own[name] = replace(part, **of_part)
+        return replace(self, **own, **changes)
 
     @property
     def each(self) -> "tuple[Manifest, ...]":
@@ -288,7 +320,7 @@ class Manifest(Struct, frozen=True):
 
         That is what a target of another engine may lack.
         """
-        return with_cuts(self.state_with_states, self.pipeline, self.tensor_parallel)
+        return with_cuts(self.state_with_states, self.run.pipeline, self.run.tensor_parallel)
 
     @property
     def state_with_states(self) -> dict[str, Any]:
@@ -318,12 +350,12 @@ class Manifest(Struct, frozen=True):
     @property
     def source(self) -> dict[str, Any]:
         """The origin as reports and manifest.json state it."""
-        return self.origin.to_json()
+        return self.run.origin.to_json()
 
     @property
     def dp(self) -> int:
         """Data-parallel size of the source; 1 if the source has no ranks."""
-        return self.origin.dp or 1
+        return self.run.origin.dp or 1
 
     @property
     def step(self) -> float | int | None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from ..errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from .cast import are_rounded
 from .compare import Result, compare
@@ -103,7 +101,7 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
     saved no weight: then copies of masters are left out.
     """
     tensors = (*manifest.entries.values(), *manifest.replicas)
-    weights = _of_slot("param", (*tensors, *manifest.sibling_weights))
+    weights = _of_slot("param", (*tensors, *manifest.files.sibling_weights))
     for name, (first, *others) in _of_slot("master", tensors).items():
         copies = weights.get(name, [])
         yield first, copies[:1] if (name, "param") in manifest.entries else copies
@@ -135,7 +133,7 @@ def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
     """The results of matches, in their order; bytes that are read here count for no checksum."""
     if not matches:
         return []
-    bare = replace(manifest, records=())
+    bare = manifest.replace(records=())
     return compare(matches, bare, bare, READING, measure="first").results
 
 
@@ -198,9 +196,9 @@ def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
     """Raises CorruptCheckpoint if a record around these bytes has not the CRC-32 of its file."""
     around = [
         record
-        for record in manifest.records
+        for record in manifest.files.records
         for place in places
         if record.extent.file == place.file
         and record.extent.offset <= place.offset < record.extent.offset + record.extent.length
     ]
-    finish([RecordChecker(around, fingerprints=manifest.fingerprints)], everything=True)
+    finish([RecordChecker(around, fingerprints=manifest.files.fingerprints)], everything=True)

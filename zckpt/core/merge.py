@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -36,6 +36,7 @@ from .placement import Table
 from .states import NO_PARAMETER, REASONS, tensors_in
 from .weights import WEIGHTS
 
+T = TypeVar("T")
 Groups = tuple[dict[str, Any], ...] | None
 OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Manifest.rank_keys
 
@@ -66,8 +67,7 @@ def merge(
     state = {**whole.state, "module": _names(rank.state["module"] for rank in every)}
     if (scheduler := fullest.state.get("lr_scheduler")) is not None:
         state["lr_scheduler"] = scheduler
-    return replace(
-        whole,
+    return whole.replace(
         entries=entries,
         parameters=parameters,
         buffers=tuple(_names(rank.buffers for rank in every)),
@@ -75,8 +75,8 @@ def merge(
         state=state,
         replicas=tuple(copies),
         states=States((*numbers, *_states(ranks, table.word), *_of_run(whole))),
-        files=(*whole.files, *(() if beside is None else beside.files)),
-        records=(*whole.records, *(() if beside is None else beside.records)),
+        paths=(*whole.files.paths, *(() if beside is None else beside.files.paths)),
+        records=(*whole.files.records, *(() if beside is None else beside.files.records)),
     )
 
 
@@ -284,20 +284,24 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
                 raise InconsistentCheckpoint(
                     "ranks-disagree", f"{_file_of(other)} differs from {_file_of(first)} in {what}"
                 )
-    once = {
-        field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))
-        for field in ("files", "records", "steps", "omitted", "warnings", "inferred")
-    }
     of_ranks, omitted = _own_values(ranks)
-    once["omitted"] = tuple(dict.fromkeys([*once["omitted"], *omitted]))
-    return replace(
-        first,
+    return first.replace(
         place=None,
         states=_of_first(ranks),
         of_ranks=of_ranks,
-        layout={name: values for each in ranks for name, values in each.layout.items()},
-        **once,
+        layout={name: values for each in ranks for name, values in each.files.layout.items()},
+        paths=tuple(_names(each.files.paths for each in ranks)),
+        records=_together(each.files.records for each in ranks),
+        steps=_together(each.run.steps for each in ranks),
+        omitted=_together([*(each.notices.omitted for each in ranks), omitted]),
+        warnings=_together(each.notices.warnings for each in ranks),
+        inferred=tuple(_names(each.notices.inferred for each in ranks)),
     )
+
+
+def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
+    """What ranks have, each once."""
+    return tuple(dict.fromkeys(chain.from_iterable(of_each)))
 
 
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
@@ -347,7 +351,7 @@ def _of_first(ranks: Sequence[Manifest]) -> States:
 
 
 def _file_of(manifest: Manifest) -> str:
-    return manifest.stated_in or manifest.root
+    return manifest.files.stated_in or manifest.root
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
@@ -355,8 +359,8 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
 
     A tensor in the client state is left out too: it may be a rank's own random state.
     """
-    differing = {name: values for each in ranks for name, values in each.of_ranks.items()}
-    keys = (*ranks[0].rank_keys, *OF_RANKS)
+    differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
+    keys = (*ranks[0].files.rank_keys, *OF_RANKS)
     first = {key: to_json(ranks[0].state.get(key)) for key in keys}
     lines: set[str] = set()
     for other in ranks[1:]:
@@ -364,7 +368,7 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
         if own := {key: value for key, value in stated.items() if value != first[key]}:
             name = os.path.basename(_file_of(other))
             differing[name] = {**own, **differing.get(name, {})}
-        lines |= {key for key in ranks[0].rank_keys if key in own}
+        lines |= {key for key in ranks[0].files.rank_keys if key in own}
         ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
         for key in ours.keys() | theirs.keys():
             value = theirs.get(key)

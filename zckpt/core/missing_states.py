@@ -88,7 +88,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     # a step of the group is stated for parameters that were never updated too
-    own_steps = manifest.step_place is None or manifest.step_place.where == "state"
+    own_steps = manifest.run.step_place is None or manifest.run.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
     for rank in manifest.each if key_of else ():
         entries = rank.entries.values()

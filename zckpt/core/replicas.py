@@ -102,12 +102,12 @@ def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list
 
 def not_compared(manifest: Manifest) -> list[Notice]:
     """The warning about what was not looked at, where no tensor was to be read."""
-    if not manifest.uncompared:
+    if not manifest.notices.uncompared:
         return []
+    tensors = counted(manifest.notices.uncompared, "tensor")
     message = (
-        f"not looked at: whether ranks hold different values of "
-        f"{counted(manifest.uncompared, 'tensor')}. Their files state no checksums, and no tensor "
-        "was read; `zckpt verify` compares the bytes"
+        f"not looked at: whether ranks hold different values of {tensors}. Their files state no "
+        "checksums, and no tensor was read; `zckpt verify` compares the bytes"
     )
     return [warning("not-compared", message)]
 
@@ -158,7 +158,7 @@ def averaged(manifest: Manifest) -> Manifest:
     A weight is the rounded mean of the masters, since the mean of rounded weights is another
     number. Buffers are those of rank 0, and what drifts by nature is the copy that counts.
     """
-    if (manifest.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
+    if (manifest.run.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
         return manifest
     copies: dict[Key, list[Entry]] = {}
     for match in copies_of(manifest):
@@ -226,7 +226,7 @@ def _refuse_sums(manifest: Manifest) -> None:
 
 def _placements(manifest: Manifest) -> Mapping[str, Placement]:
     """How the ranks held each parameter; none if slices were not joined."""
-    return (manifest.tensor_parallel or UNCUT).placements
+    return (manifest.run.tensor_parallel or UNCUT).placements
 
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:

@@ -45,7 +45,7 @@ def part(whole: Manifest, row: Row) -> Manifest:
     def as_held(entry: Entry) -> Entry:
         if entry.slot == "state" or (shape := shapes.get(entry.parameter)) is None:
             return entry
-        of_module = None if whole.engine is None else whole.engine.dtype
+        of_module = None if whole.run.engine is None else whole.run.engine.dtype
         dtype = of_module or entry.dtype if entry.parameter in empty else entry.dtype
         return replace(entry, dtype=dtype, shape=shape, fragments=Runs(()), digest=None, mean=())
 

@@ -263,7 +263,9 @@ def of_numbers(source: Manifest, target: Manifest) -> list[State]:
 
 def _is_flat(manifest: Manifest) -> bool:
     """Whether its optimizer updates flat buffers, and not the parameters themselves."""
-    return isinstance(manifest.engine, FlatBufferEngine) and bool(manifest.origin.zero_stage)
+    return isinstance(manifest.run.engine, FlatBufferEngine) and bool(
+        manifest.run.origin.zero_stage
+    )
 
 
 # -- a manifest with fewer states
@@ -333,8 +335,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
 
 def weights_alone(manifest: Manifest) -> Manifest:
     """The manifest with its weights and buffers, and nothing of the optimizer and the run."""
-    return replace(
-        manifest,
+    return manifest.replace(
         entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
         parameters={

@@ -21,7 +21,7 @@ LOST = (
 
 def unlisted(manifest: Manifest) -> list[Notice]:
     """The warning that names the weights; none without an optimizer, or if files state them."""
-    ranks, engine = manifest.each, manifest.engine
+    ranks, engine = manifest.each, manifest.run.engine
     if isinstance(engine, FlatBufferEngine):  # DeepSpeed lists frozen parameters (0.19.8)
         return []
     if isinstance(engine, StateDictEngine) and not engine.guessed:
@@ -49,17 +49,17 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 def _may_be_share(manifest: Manifest) -> bool:
     """Whether one file of torch.save has an optimizer that knows its parameters by number."""
-    engine = manifest.engine
+    engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole
-    return is_whole and manifest.is_numbered and manifest.origin.dp in (None, 1)
+    return is_whole and manifest.notices.is_numbered and manifest.run.origin.dp in (None, 1)
 
 
 def refuse_share(manifest: Manifest) -> None:
     """Raises IncompleteCheckpoint, for a target that trains, if files show one rank's share."""
-    if manifest.share:
+    if share := manifest.notices.share:
         raise IncompleteCheckpoint(
             "missing-rank-file",
-            f"{manifest.root} has one rank's share of ZeroRedundancyOptimizer: {manifest.share}",
+            f"{manifest.root} has one rank's share of ZeroRedundancyOptimizer: {share}",
             hint="the other ranks' states are lost: call `consolidate_state_dict()` before saving. "
             "--weights-only takes the weights. If no state is lost, because the other weights are "
             "frozen: --param-names FILE names the optimizer's",

@@ -60,7 +60,7 @@ def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
 
     One of them names an optimizer, and the model is not there: else it is the program's.
     """
-    engine = manifest.engine
+    engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:
         return (), {}
     value: Any = manifest.state.get("client_state")

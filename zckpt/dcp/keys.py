@@ -61,7 +61,7 @@ class KeyNames(Struct, eq=False, dict=True):
 
     def __post_init__(self) -> None:
         manifest = self.manifest
-        roots = keys_of(manifest.engine)
+        roots = keys_of(manifest.run.engine)
         own = OPTIMIZER if roots.optimizer is None else roots.optimizer
         self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(own))
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule

@@ -89,7 +89,7 @@ class Source(Struct, eq=False, dict=True):
         steps.check_policy(self.reading.step_policy)
         refuse_unfinished([self.path])
         self.stored = self._stored()
-        files = self.manifest.files if self.stored is None else self.stored.files
+        files = self.manifest.files.paths if self.stored is None else self.stored.files
         self._fingerprints = {name: Fingerprint.of(os.stat(name)) for name in files}
 
     def _stored(self) -> StoredItems | None:
@@ -156,7 +156,7 @@ class Source(Struct, eq=False, dict=True):
 
     def _has_optimizers(self, keys: Collection[str]) -> bool:
         """Whether keys of a directory of torch's own are in the state of its optimizer."""
-        place = keys_of(self._weights.engine).optimizer
+        place = keys_of(self._weights.run.engine).optimizer
         if self.stored is None or place is None:
             return True
         paths = (self.stored.paths.get(key, (key,)) for key in keys)
@@ -213,7 +213,7 @@ def listing_of(manifest: Manifest) -> Listing:
     except ZckptError as error:
         warnings.warn(f"{manifest.root}: no keys are listed: {error.message}", stacklevel=2)
         return Listing({}, {})
-    listing.assumed.extend(dicts.warnings[len(manifest.warnings) :])
+    listing.assumed.extend(dicts.warnings[len(manifest.notices.warnings) :])
     return listing
 
 
@@ -223,7 +223,7 @@ def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
 
     if isinstance(value, BlankTensor):
         return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
-    item = OpenedItem(value, entry, manifest.records)
+    item = OpenedItem(value, entry, manifest.files.records)
     if isinstance(value, TensorName):
         tensor = entry(value)
         boxes = {(0,) * len(tensor.shape): StoredBox(tensor.shape, lambda: item)}

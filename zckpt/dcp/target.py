@@ -122,7 +122,7 @@ class LoadTarget:
     def _tensor(self, name: TensorName) -> torch.Tensor:
         """A tensor inside the manifest's state."""
         manifest = self.source.manifest
-        return as_torch(manifest.entries[name.name, "state"], manifest.records)
+        return as_torch(manifest.entries[name.name, "state"], manifest.files.records)
 
     def _number(self, meaning: KeyMeaning) -> Scalar | None:
         """A 0-d state."""
@@ -272,7 +272,7 @@ class LoadTarget:
             (item, self.planner.resolve_tensor(item).detach(), entries) for item, entries in wanted
         ]
         if any(item.storage_index.fqn in self.lookup.by_name for item in self.tensors):
-            self.records.update(dict.fromkeys(self.source.manifest.records))
+            self.records.update(dict.fromkeys(self.source.manifest.files.records))
         regions.fill(self._regions(targets), list(self.records))
         for item, tensor, _ in targets:
             self.planner.commit_tensor(item, tensor)

@@ -107,10 +107,10 @@ OF_SOME = frozenset({
 def steps(manifest: Manifest) -> None:
     """Every place that stores a step, and whether it is used."""
     rows = [
-        (line.step, "true" if line.truth else "not used", line.where) for line in manifest.steps
+        (line.step, "true" if line.truth else "not used", line.where) for line in manifest.run.steps
     ]
     table(("step", "", "where"), rows)
-    if not manifest.steps:
+    if not manifest.run.steps:
         print("no place in this checkpoint holds a step")
 
 
@@ -135,7 +135,7 @@ def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> N
     """A bar per tensor: which file holds which of its elements; `spelled` gives a path's name."""
     chosen = matching(manifest.entries.values(), pattern)
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
-    files = [file for file in manifest.files if file in used]
+    files = [file for file in manifest.files.paths if file in used]
     marks = {file: RANKS[place % len(RANKS)] for place, file in enumerate(files)}
     for file, mark in marks.items():
         print(f"{mark} = {safe(spelled(file))}")

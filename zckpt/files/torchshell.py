@@ -219,7 +219,7 @@ def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tupl
 def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record of filled files into their zip directories."""
     by_file: dict[str, dict[int, int]] = {}
-    for record in manifest.records:
+    for record in manifest.files.records:
         extent = record.extent
         crc = outcome.records.get(extent)
         if crc is None:  # no tensor was written there: the record is known, or it is padding

@@ -63,7 +63,7 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
             "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
         )
         without_group = warning("program-must-set", message, subject="param_groups")
-        own = replace(own, warnings=(*own.warnings, without_group))
+        own = own.replace(warnings=(*own.notices.warnings, without_group))
     return own, shells
 
 
@@ -114,8 +114,8 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifes
     the second group if it is empty. If the ds_config has the optimizer, all weights are one group.
     """
     groups = manifest.groups
-    of_trainer = program_of(manifest.siblings) == TRANSFORMERS
-    drops_empty = isinstance(manifest.engine, FlatBufferEngine)
+    of_trainer = program_of(manifest.files.siblings) == TRANSFORMERS
+    drops_empty = isinstance(manifest.run.engine, FlatBufferEngine)
     if not of_trainer or not drops_empty or groups is None or len(groups) != 1:
         return manifest, []
     (group,) = groups
@@ -129,7 +129,7 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifes
         "has biases and norms" if any(members.values()) else "is empty"
     )
     second_group = warning("value-assumed", message, subject="param_groups")
-    manifest = replace(manifest, warnings=(*manifest.warnings, second_group))
+    manifest = manifest.replace(warnings=(*manifest.notices.warnings, second_group))
     return regrouped(manifest, (group, second), members, [0, 0])
 
 
@@ -145,7 +145,7 @@ def regrouped(
     if isinstance(state.get("lr_scheduler"), dict):
         state["lr_scheduler"] = _rescheduled(state["lr_scheduler"], count, origins)
     shells = []
-    for item in manifest.siblings:
+    for item in manifest.files.siblings:
         if item.name in SCHEDULERS and (scheduler := _scheduler_of(item)) is not None:
             value = _rescheduled(scheduler, count, origins)
             shells.append(shell(item.name, value, Storages()))

@@ -29,7 +29,7 @@ def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool
     functions, lines = format.functions, list[Notice]()
     if not format.is_neutral:  # it states each file's checksum
         lines += duplicates.check_duplicates(manifest)
-    if format.compares is not None and not manifest.weights_differ:
+    if format.compares is not None and not manifest.run.weights_differ:
         hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
         lines += masters.check(manifest, format.compares, hint, accept_weights)
     if functions.check:
@@ -49,12 +49,12 @@ def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool
             "no mean of the tensor ranks' copies is loaded",
             hint='give replicas="rank0", or convert with --replicas mean and load the target',
         )
-    question = replicas, accept_weights, manifest.origin, manifest.fingerprints
+    question = replicas, accept_weights, manifest.run.origin, manifest.files.fingerprints
     if _asked.get(manifest.root) == question:
         return
-    with sources.unchanged(manifest.fingerprints):
+    with sources.unchanged(manifest.files.fingerprints):
         lines = check_tensors(manifest, replicas, accept_weights)
-    timed = (line for line in manifest.warnings if line.code == OTHER_TIME)
+    timed = (line for line in manifest.notices.warnings if line.code == OTHER_TIME)
     for line in (*timed, *lines):
         warnings.warn(line.message, stacklevel=3)
     _asked.clear()

@@ -86,10 +86,10 @@ def of_engine(manifest: Manifest) -> list[Row]:
     """The rows of the engine's own files."""
     format = formats.of(manifest)
     roles = () if format is None else format.roles
-    read = manifest.fingerprints
+    read = manifest.files.fingerprints
     return [
         _row(roles, _below(path, manifest.root), path, read[path].size if path in read else None)
-        for path in manifest.files
+        for path in manifest.files.paths
     ]
 
 
@@ -158,7 +158,7 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
     A file without a role may have another form than its ending says.
     """
     read = {role for role, need in required.items() if need.damaged in needs.LOST}
-    for item in chain(manifest.siblings, manifest.omitted_files):
+    for item in chain(manifest.files.siblings, manifest.files.omitted_files):
         own = known(needs.ROLES, item.name)
         is_asked = own is not None and (own.role.name in read or not sources.is_denied(item.path))
         state: State = "ok"
@@ -178,5 +178,5 @@ def roles_beside(folder: str) -> set[str]:
 
 def folder_of(manifest: Manifest) -> str:
     """The folder in which a program's files lie; that of the engine's if there are none."""
-    own = (item.path for item in manifest.siblings if os.sep not in item.name)
+    own = (item.path for item in manifest.files.siblings if os.sep not in item.name)
     return os.path.dirname(next(own, os.path.join(manifest.root, "")))

@@ -164,12 +164,12 @@ def of(manifest: Manifest) -> Verdict:
 
 def with_warnings(manifest: Manifest) -> Manifest:
     """A checkpoint that is only shown, with what is wrong among its warnings."""
-    return replace(manifest, warnings=(*manifest.warnings, *of(manifest).warnings()))
+    return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 
 def step_of(manifest: Manifest) -> int | float | None:
     """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
-    iteration = str(manifest.origin.tag).rpartition("_")[2]
+    iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():
         return int(iteration)
     return trainers_steps.global_step(manifest) if manifest.step is None else manifest.step
@@ -177,7 +177,7 @@ def step_of(manifest: Manifest) -> int | float | None:
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
     """The file that names the engine's folder inside of a program's, if the loader needs it."""
-    tag, format = manifest.origin.tag, formats.of(manifest)
+    tag, format = manifest.run.origin.tag, formats.of(manifest)
     folder = os.path.dirname(manifest.root)
     if (
         format is None
@@ -201,7 +201,7 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
     """Ranks that have no random state, though others have one."""
     own = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
     there = {number for row in own for _, number in row.rank}
-    origin = manifest.origin
+    origin = manifest.run.origin
     ranks = (origin.dp or 0) if {origin.tp, origin.pp} <= {None, 1} else 0
     without = sorted({*range(max((ranks, *(number + 1 for number in there))))} - there)
     if there and without:

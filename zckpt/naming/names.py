@@ -414,16 +414,19 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     for key, change in (("module_extra", lambda name: names[name]), ("module_metadata", module)):
         if isinstance(values := state.get(key), dict):
             state[key] = type(values)((change(name), value) for name, value in values.items())
-    engine, pipeline, slices = manifest.engine, manifest.pipeline, manifest.tensor_parallel
+    engine, pipeline, slices = (
+        manifest.run.engine,
+        manifest.run.pipeline,
+        manifest.run.tensor_parallel,
+    )
     if isinstance(engine, FlatBufferEngine) and engine.experts:
         layers = tuple(replace(layer, name=module(layer.name)) for layer in engine.experts)
         engine = replace(engine, experts=layers)
     entries = map(under_new_name, manifest.entries.values())
-    return replace(
-        manifest.with_each(lambda own: _under(own, rewrite, names)),
+    return manifest.with_each(lambda own: _under(own, rewrite, names)).replace(
         entries={entry.key: entry for entry in entries},
         replicas=tuple(map(under_new_name, manifest.replicas)),
-        sibling_weights=tuple(map(under_new_name, manifest.sibling_weights)),
+        sibling_weights=tuple(map(under_new_name, manifest.files.sibling_weights)),
         parameters={
             names[name]: replace(
                 parameter, aliases=tuple(names[alias] for alias in parameter.aliases)
@@ -431,7 +434,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
             for name, parameter in manifest.parameters.items()
         },
         buffers=tuple(names[name] for name in manifest.buffers),
-        inferred=tuple(names[name] for name in manifest.inferred),
+        inferred=tuple(names[name] for name in manifest.notices.inferred),
         engine=engine,
         pipeline=pipeline and pipeline.renamed(names),
         tensor_parallel=slices and slices.renamed(names),

@@ -22,7 +22,7 @@ from .names import RENAME_HINT
 
 def is_known(manifest: Manifest) -> bool:
     """Whether the manifest has the parameters in the module's order."""
-    return manifest.engine is None or manifest.engine.ordered is not False
+    return manifest.run.engine is None or manifest.run.engine.ordered is not False
 
 
 def need_order(manifest: Manifest) -> None:
@@ -47,7 +47,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, position)
-    tied = {entry.parameter for entry in manifest.replicas} if manifest.pipeline else set()
+    tied = {entry.parameter for entry in manifest.replicas} if manifest.run.pipeline else set()
     if (place := manifest.each[0].place) is not None:
         stages = Counter(n for own in manifest.ranks[:: place.grid.tp] for n in own.parameters)
         tied |= {name for name, count in stages.items() if count > 1}
@@ -71,7 +71,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     if wrong:
         hint = RENAME_HINT if lacking and unknown else ""
         raise WrongOption("names-do-not-fit", f"--param-names {'; it '.join(wrong)}", hint=hint)
-    engine = manifest.engine
+    engine = manifest.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
     buffers = [name for name, _ in every if name not in positions]
     if guessed and buffers and any(name not in trained for name in names):  # a list of all
@@ -85,7 +85,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
 
 
 def _ordered(manifest: Manifest, positions: Mapping[str, int]) -> Manifest:
-    parameters, engine = manifest.parameters, manifest.engine
+    parameters, engine = manifest.parameters, manifest.run.engine
 
     def position_of(name: str) -> tuple[bool, int]:
         parameter = parameters.get(name)
@@ -93,8 +93,7 @@ def _ordered(manifest: Manifest, positions: Mapping[str, int]) -> Manifest:
 
     order = sorted(parameters, key=position_of)
     entries = sorted(manifest.entries.values(), key=lambda entry: position_of(entry.parameter))
-    return replace(
-        manifest,
+    return manifest.replace(
         parameters={name: parameters[name] for name in order},
         entries={entry.key: entry for entry in entries},
         engine=None if engine is None else replace(engine, ordered=True),

@@ -77,7 +77,7 @@ def stream(
     """
     if not isinstance(checkpoint, Manifest):
         checkpoint = read(checkpoint, Reading(format, tag, step_policy))
-    if checkpoint.fingerprints:  # it is of files, and no program has made it
+    if checkpoint.files.fingerprints:  # it is of files, and no program has made it
         check_to_load(checkpoint, None, accept_weights)
     manifest = renamed(checkpoint, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
@@ -153,8 +153,8 @@ class _Streamer(Subscriber):
             if own
         }
         self._loaded: dict[int, int] = {}  # calls of each module that have not ended
-        self._checker = RecordChecker(manifest.records)
-        self._readers = [Reader(fingerprints=manifest.fingerprints) for _ in range(2)]
+        self._checker = RecordChecker(manifest.files.records)
+        self._readers = [Reader(fingerprints=manifest.files.fingerprints) for _ in range(2)]
         self._element_readers = [  # of the program's thread and the prefetcher's
             ElementReader(reader, self._checker, SCRATCH) for reader in self._readers
         ]

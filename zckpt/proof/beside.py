@@ -38,7 +38,7 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     ours, theirs = (
         {
             item.name: item
-            for item in (*side.siblings, *side.omitted_files)
+            for item in (*side.files.siblings, *side.files.omitted_files)
             if has_run or item.name.endswith(OF_TENSORS)
         }
         for side in (a, b)

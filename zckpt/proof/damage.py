@@ -108,7 +108,7 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 
     Other padding may contain anything: what was in memory, or stale parts of weights.
     """
-    if not manifest.zero_padding:
+    if not manifest.run.zero_padding:
         return []
     damaged = {damage.record.extent for damage in outcome.damage}
     return [
@@ -131,7 +131,7 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
     known = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
         record
-        for record in b.records
+        for record in b.files.records
     }  # fmt: skip
     equal = {
         result.match.a.name
@@ -139,7 +139,7 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
         if result.match.how == "bits" and result.difference is None
     }
     names, others = {}, {}
-    for record in a.records:
+    for record in a.files.records:
         name = os.path.relpath(record.extent.file, a.root)
         other = known.get((name, record.extent.offset, record.extent.length))
         if other is not None and None not in (other.crc, record.crc) and other.crc != record.crc:
@@ -197,7 +197,7 @@ def unused(manifest: Manifest) -> list[Report]:
             offset=extent.offset,
             length=extent.length,
         )
-        for extent in manifest.unused
+        for extent in manifest.files.unused
     ]
 
 

@@ -31,15 +31,15 @@ def digest(manifest: Manifest) -> str:
     in a folder, does not count.
     """
     covered: dict[str, set[Covered]] = {}
-    for record in manifest.records:
+    for record in manifest.files.records:
         if record.crc is not None:
             covered.setdefault(record.extent.file, set()).add(_covered(record.extent, record.crc))
     for entry in chain(manifest.entries.values(), manifest.replicas):
         for extent in (fragment.extent for fragment in entry.fragments):
             covered.setdefault(extent.file, set()).add(_covered(extent))
     crc = 0
-    for path in sorted(manifest.files):
-        name = os.path.relpath(path, manifest.root) if len(manifest.files) > 1 else ""
+    for path in sorted(manifest.files.paths):
+        name = os.path.relpath(path, manifest.root) if len(manifest.files.paths) > 1 else ""
         places = sorted(covered.get(path, ()))
         crc = crc32(repr((name, sources.size(path), places)).encode(), crc)
         crc = crc_of(_between(path, places), crc)

@@ -82,7 +82,7 @@ class Measuring(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         self.entries = [entry for group in self.groups for entry in group]
         self.totals = {entry.name: Total(entry.numel) for entry in self.entries}
-        self.records, fingerprints = self.manifest.records, self.manifest.fingerprints
+        self.records, fingerprints = self.manifest.files.records, self.manifest.files.fingerprints
         self.checker = RecordChecker(self.records, collect=True, fingerprints=fingerprints)
         self.lock = Lock()
 
@@ -154,7 +154,7 @@ def measure_all(
         ],
         "problems": [
             *damaged(manifest, checker),
-            *(line_of(item, tensor=None, kind="warning") for item in manifest.warnings),
+            *(line_of(item, tensor=None, kind="warning") for item in manifest.notices.warnings),
             *problems(manifest, measured, statistics),
         ],
         "bytes": sum(entry.length for entry in measured),

@@ -70,7 +70,7 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
     """Damaged tensors and records of one side."""
     problems = [line for result in outcome.results for line in damage.digest(result, manifest)]
     tensors = {line["tensor"] for line in problems}
-    files = {record.extent.file for record in manifest.records}
+    files = {record.extent.file for record in manifest.files.records}
     wrong = [item for item in outcome.damage if item.record.extent.file in files]
     contents = damage.contents_of(manifest, (item.record.extent for item in wrong))
     for item in wrong:
@@ -173,7 +173,7 @@ def versions(a: Manifest, b: Manifest | None) -> Report:
 
 
 def _engine(manifest: Manifest) -> Report:
-    origin = manifest.origin
+    origin = manifest.run.origin
     return {
         "format": origin.format,
         "version": origin.version,

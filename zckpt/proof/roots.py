@@ -20,7 +20,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     every = (*proven.parameters, *proven.buffers)
     own = {each: each.removeprefix(front) for each in every if each.startswith(front)}
     if not own:
-        if manifest.origin.root != name:
+        if manifest.run.origin.root != name:
             raise WrongOption(
                 "option-names-nothing",
                 f"{manifest.root} and {proven.root}: one model, and it is not called {name}",
@@ -33,9 +33,8 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     places = {group: place for place, group in enumerate(used)}
     # a checkpoint of weights may state the groups of parameters without their hyper-parameters
     groups = tuple(proven.groups[group] for group in used) if proven.groups else ()
-    return replace(
-        proven,
-        origin=replace(proven.origin, root=name),
+    return proven.replace(
+        origin=replace(proven.run.origin, root=name),
         entries={
             new.key: new
             for entry in proven.entries.values()

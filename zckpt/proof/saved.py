@@ -16,9 +16,12 @@ from ..core.fragments import Runs
 from ..core.grouping import by_key
 from ..core.inert import from_json, plain_group
 from ..core.manifest import (
+    Files,
     Hex,
     Manifest,
+    Notices,
     Parameter,
+    Run,
     Sizes,
     parameters_from_json,
     parameters_to_json,
@@ -90,13 +93,13 @@ def about(manifest: Manifest) -> Report:
     groups = manifest.groups
     return {
         "step": manifest.step,
-        "warnings": description.said(manifest.warnings),
+        "warnings": description.said(manifest.notices.warnings),
         "held": {
             "parameters": parameters_to_json(manifest.parameters, manifest.states),
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
             "format": manifest.format,
-            "source": plain_facts(manifest.origin),
+            "source": plain_facts(manifest.run.origin),
             "states": {
                 state.key: state.parameters
                 for state in _others(manifest)
@@ -104,8 +107,8 @@ def about(manifest: Manifest) -> Report:
             },
             "optimizer": manifest.optimizer,
             "state": description.state(manifest),
-            "of_ranks": manifest.of_ranks,
-            "layout": manifest.layout,
+            "of_ranks": manifest.files.of_ranks,
+            "layout": manifest.files.layout,
             "unread": [
                 {
                     "key": row.key,
@@ -116,7 +119,7 @@ def about(manifest: Manifest) -> Report:
                 }
                 for row in manifest.states.of_form("unsupported")
             ],
-            **({"contents": digest(manifest)} if manifest.inferred else {}),
+            **({"contents": digest(manifest)} if manifest.notices.inferred else {}),
         },
     }
 
@@ -273,17 +276,19 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         proven = Manifest(
             root=path,
             format=held.format,
-            origin=Origin.of_json(report["versions"]["a"] if held.source is None else held.source),
             entries=entries,
             parameters=parameters,
             buffers=held.buffers,
             groups=None if held.groups is None else tuple(map(_dictionary, held.groups)),
             optimizer=held.optimizer,
-            **facts._asdict(),
-            of_ranks=held.of_ranks,
-            layout=held.layout,
-            states_inferred=False,
-        )
+            run=Run(
+                origin=Origin.of_json(
+                    report["versions"]["a"] if held.source is None else held.source
+                )
+            ),
+            files=Files(of_ranks=held.of_ranks, layout=held.layout),
+            notices=Notices(states_inferred=False),
+        ).replace(**facts._asdict())
         return with_updates(proven), held.contents
     except MALFORMED as error:
         raise CorruptCheckpoint(

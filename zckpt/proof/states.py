@@ -72,7 +72,7 @@ class _Comparison:
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
         self.same_engine = engine_name(a) == engine_name(b)
-        self.same_stage = a.origin.zero_stage == b.origin.zero_stage
+        self.same_stage = a.run.origin.zero_stage == b.run.origin.zero_stage
         self.same_files = twins(a, b)
         self.other_wrapper = self.same_engine and _wrapper(a) != _wrapper(b)
         self.lines: list[Report] = []
@@ -152,8 +152,8 @@ class _Comparison:
     def _compare_ranks(self) -> None:
         """What files of further ranks state; what is not listed of a rank is as of the first."""
         a, b = self.sides.values()
-        for name in dict.fromkeys((*a.of_ranks, *b.of_ranks)):
-            ours, theirs = a.of_ranks.get(name, {}), b.of_ranks.get(name, {})
+        for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
+            ours, theirs = a.files.of_ranks.get(name, {}), b.files.of_ranks.get(name, {})
             for key in dict.fromkeys((*ours, *theirs)):
                 one, other = (
                     own[key] if key in own else _as_of_first(manifest, key)
@@ -163,7 +163,7 @@ class _Comparison:
 
     def _compare_layouts(self) -> None:
         """What files of one name state; a version of an engine may not write all of it there."""
-        a, b = (manifest.layout for manifest in self.sides.values())
+        a, b = (manifest.files.layout for manifest in self.sides.values())
         for name in dict.fromkeys((*a, *b)):
             ours, theirs = a.get(name, {}), b.get(name, {})
             if ours and theirs:
@@ -211,7 +211,7 @@ class _Comparison:
 
     def _has_place(self, manifest: Manifest, path: str) -> bool:
         """Whether the files of a checkpoint could have this part of the state."""
-        part, engine = path.partition(".")[0], manifest.engine
+        part, engine = path.partition(".")[0], manifest.run.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
         if path == CLIPPING and self.other_wrapper and _wrapper(manifest)[0] in UNCLIPPED:
@@ -251,8 +251,8 @@ class _Comparison:
             yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
         a, b = self.sides.values()
         for manifest, its_twin in ((a, b), (b, a)):
-            if manifest.of_ranks and not self.same_files:
-                keys = dict.fromkeys(key for own in manifest.of_ranks.values() for key in own)
+            if manifest.files.of_ranks and not self.same_files:
+                keys = dict.fromkeys(key for own in manifest.files.of_ranks.values() for key in own)
                 yield (
                     f"{listed(list(keys), 4)} of further ranks: only {manifest.root} has them, "
                     f"and {its_twin.root} has other ranks"
@@ -307,7 +307,7 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 def _has_second_names(manifest: Manifest) -> bool:
     """Whether files would have a tied weight's second name; safetensors have each weight once."""
-    engine = manifest.engine
+    engine = manifest.run.engine
     if isinstance(engine, StateDictEngine):
         return not (engine.dialect or engine.storage or _is_weights(manifest))
     return isinstance(engine, FlatBufferEngine)
@@ -315,14 +315,14 @@ def _has_second_names(manifest: Manifest) -> bool:
 
 def _facts(manifest: Manifest) -> Report:
     """How a checkpoint was saved: a program may save the same run in another way."""
-    place = manifest.step_place
-    facts = with_facts({}, manifest.engine, None).get("engine") or {}
+    place = manifest.run.step_place
+    facts = with_facts({}, manifest.run.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
     return {
         "engine": to_json(facts),
         "optimizer": manifest.optimizer,
         "step": None if place is None else {**place.to_state(), "stale": to_json(place.stale)},
-        "source": plain_facts(manifest.origin),
+        "source": plain_facts(manifest.run.origin),
     }
 
 
@@ -341,7 +341,7 @@ def _as_of_first(manifest: Manifest, path: str) -> Any:
 
 def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
     """The engine; with the kind of its files, where each kind has parts of its own."""
-    engine = manifest.engine
+    engine = manifest.run.engine
     if isinstance(engine, NamedWeightsEngine):
         return engine.name, engine.dialect
     return (None if engine is None else engine.name,)
@@ -349,7 +349,7 @@ def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
 
 def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
     """What decides whether the loss is scaled: the engine's own class, and the module's type."""
-    engine = manifest.engine
+    engine = manifest.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.optimizer_class, engine.dtype
     return None, None
@@ -357,7 +357,7 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
 
 def _sizes(manifest: Manifest) -> tuple[Any, ...]:
     """The stage and the sizes of the grid of ranks."""
-    return manifest.origin.zero_stage or None, manifest.origin.sizes
+    return manifest.run.origin.zero_stage or None, manifest.run.origin.sizes
 
 
 def _is_weights(manifest: Manifest) -> bool:

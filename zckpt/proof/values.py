@@ -78,10 +78,10 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 def step_place(manifest: Manifest) -> StepPlace | None:
     """Where the optimizer keeps its step; None if it has none, or if the engine has its own."""
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
-    if not has_steps or isinstance(manifest.engine, NamedWeightsEngine):
+    if not has_steps or isinstance(manifest.run.engine, NamedWeightsEngine):
         return None
-    usual = StepPlace("state", "F32") if isinstance(manifest.engine, StateDictEngine) else None
-    return manifest.step_place or usual
+    usual = StepPlace("state", "F32") if isinstance(manifest.run.engine, StateDictEngine) else None
+    return manifest.run.step_place or usual
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
@@ -183,7 +183,7 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
     DeepSpeed has none in its groups; state dicts do not say whether they are frozen.
     """
-    sides = [side for side in (a, b) if isinstance(side.engine, StateDictEngine)]
+    sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}
     frozen = {
         name
@@ -201,7 +201,7 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
     No value differs: both engines load what is there.
     """
     statements = [
-        side.engine.excludes_frozen if isinstance(side.engine, FlatBufferEngine) else None
+        side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
         for side in (a, b)
     ]
     if None in statements or statements[0] == statements[1]:
@@ -217,7 +217,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     """Hyper-parameters that both have, and which parameters belong to which group."""
     if a.groups is None or b.groups is None:
         return []
-    if layers_of(a.engine) != layers_of(b.engine):
+    if layers_of(a.run.engine) != layers_of(b.run.engine):
         return _groups_of_experts(a, b)
     lines: list[Report] = []
     if len(a.groups) != len(b.groups):
@@ -245,7 +245,8 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
     DeepSpeed removes them from the optimizer, and flat keys of torch stand below parameters.
     """
     has_empty = [
-        isinstance(side.engine, StateDictEngine) and side.engine.layout != "flat" for side in (a, b)
+        isinstance(side.run.engine, StateDictEngine) and side.run.engine.layout != "flat"
+        for side in (a, b)
     ]
     if a.groups is None or b.groups is None or len(a.groups) == len(b.groups):
         return a, b, []

@@ -64,11 +64,11 @@ def verify_alone(
                     *damage.not_zero(outcome, manifest),
                     *stateless,
                     *values.unsupported_states(manifest),
-                    *manifest.notes,
+                    *manifest.notices.notes,
                 )
             ),
         ],
-        "inferred": {"a": list(manifest.inferred)},
+        "inferred": {"a": list(manifest.notices.inferred)},
         "versions": versions(manifest, None),
     }
 
@@ -215,11 +215,11 @@ def inferences(
     of the files is equal all the same.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
-    theirs = set(b.inferred if b.states_inferred else a.inferred)
-    shared = [name for name in a.inferred if name in compared and name in theirs]
+    theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)
+    shared = [name for name in a.notices.inferred if name in compared and name in theirs]
     if shared and are_copies():
         shared = []
-    inferred = {"a": list(a.inferred), "b": list(b.inferred)}
+    inferred = {"a": list(a.notices.inferred), "b": list(b.notices.inferred)}
     if not shared:
         return {"inferred": inferred, "unproven": []}
     unproven = problem(

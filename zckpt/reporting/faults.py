@@ -64,7 +64,7 @@ def _line(found: Found, line: Report) -> Report:
 def of_files(found: Found) -> Iterator[Report]:
     """What its reader warns of, and files that are missing, damaged or of another save."""
     own = verdict.of(found.known)
-    yield from (line_of(notice, kind="warning") for notice in found.known.warnings)
+    yield from (line_of(notice, kind="warning") for notice in found.known.notices.warnings)
     for notice in own.missing:
         # the optimizer of a checkpoint that lacks a file was left out by this command
         if not (found.faults and notice.code == "optimizer-missing"):

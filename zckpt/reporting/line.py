@@ -54,11 +54,11 @@ def _files(found: Found) -> Iterable[str]:
     """The files that are there."""
     if found.manifest is None:
         return files_below(found.root)
-    return (path for path in found.manifest.files if found.lost.get(path) != "missing")
+    return (path for path in found.manifest.files.paths if found.lost.get(path) != "missing")
 
 
 def _known(manifest: Manifest, found: Found) -> Report:
-    origin = manifest.origin
+    origin = manifest.run.origin
     program, version, stage = origin.format or manifest.format, origin.version, origin.zero_stage
     engine = f"{ENGINES.get(program, program)}{f' {version}' if version else ''}"
     types = Counter(

@@ -114,7 +114,7 @@ def _document(
         document = _begun(found)
         lines = [*faults.of_files(found)]
         try:
-            with unchanged(found.manifest.fingerprints):
+            with unchanged(found.manifest.files.fingerprints):
                 document |= _read(found, copying, begin, lines)
         except NO_FAULT:
             raise

@@ -187,8 +187,8 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     manifest, lost = found.known, found.lost
     entries, ranges = found.entries, {}
     if lost:
-        manifest = replace(
-            manifest, records=tuple(r for r in manifest.records if r.extent.file not in lost)
+        manifest = manifest.replace(
+            records=tuple(r for r in manifest.files.records if r.extent.file not in lost)
         )
         pairs = [kept(entry, lost) for entry in entries]
         whole = {id(entry) for entry in entries}

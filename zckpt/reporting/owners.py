@@ -30,7 +30,7 @@ def section(found: Found, problems: Sequence[Report]) -> Report:
     """Files, pieces of tensors, and damaged bytes."""
     manifest, entries, places = found.known, found.entries, found.places
     damaged = [line for line in problems if line.get("file") and "offset" in line]
-    numbers = {path: number for number, path in enumerate(manifest.files)}
+    numbers = {path: number for number, path in enumerate(manifest.files.paths)}
     states = {line["file"]: "damaged" for line in damaged} | found.lost
     rows = of_engine(manifest)
     sizes = {row.path: row.size for row in rows}
@@ -39,7 +39,8 @@ def section(found: Found, problems: Sequence[Report]) -> Report:
     groups = [places.row(entry.parameter) for entry in entries]
     return {
         "files": [
-            _file(row, manifest.origin, states.get(row.path, "ok"), sizes[row.path]) for row in rows
+            _file(row, manifest.run.origin, states.get(row.path, "ok"), sizes[row.path])
+            for row in rows
         ],
         "groups": list(places.rows),
         "of_tensor": groups,

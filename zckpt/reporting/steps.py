@@ -18,12 +18,12 @@ def section(found: Found) -> Report:
     true = manifest.step
     if true is None and owners:
         true = owners.most_common(1)[0][0]
-    alone = sum(each.truth for each in manifest.steps) == 1
+    alone = sum(each.truth for each in manifest.run.steps) == 1
     stated: list[tuple[str, float | int, bool, int | None]]
     stated = [(where, step, True, None) for where, step in found.stated]
     stated += [
         (each.where, each.step, each.truth, owners.get(each.step) if each.truth and alone else None)
-        for each in manifest.steps
+        for each in manifest.run.steps
         if not (found.stated and each.truth)
     ]
     places = [
@@ -61,7 +61,7 @@ def _named(found: Found, where: str) -> str | None:
 
 def agreeing(manifest: Manifest, stated: tuple[tuple[str, float | int], ...]) -> str:
     """In how many places which step stands, for a sentence."""
-    steps = [step for _, step in stated] or [each.step for each in manifest.steps if each.truth]
+    steps = [step for _, step in stated] or [each.step for each in manifest.run.steps if each.truth]
     if not steps:
         return "no step is stored"
     counts = Counter(steps).most_common()

@@ -155,10 +155,10 @@ def _reasons(
 
 def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
     """The words of the next run, with the stage of the one that it has saved."""
-    if other is None or not to == manifest.format == other.origin.format:
+    if other is None or not to == manifest.format == other.run.origin.format:
         return words
-    stage = other.origin.zero_stage
-    is_stated = "stage" in words or stage in (None, manifest.origin.zero_stage)
+    stage = other.run.origin.zero_stage
+    is_stated = "stage" in words or stage in (None, manifest.run.origin.zero_stage)
     return words if is_stated else {**words, "stage": stage}
 
 
@@ -209,7 +209,7 @@ def _tried(
     The manifest is read again only if a conversion reads it in another way: with the names of an
     optimizer that has none, or with model ranks apart.
     """
-    is_in_doubt = manifest.groups is None or manifest.origin.pp or manifest.origin.tp
+    is_in_doubt = manifest.groups is None or manifest.run.origin.pp or manifest.run.origin.tp
     is_read_alike = not (is_in_doubt or cure.words.get("tp"))
     more: Words = {**cure.words, **reading}
     return api.try_out(source.path, manifest if is_read_alike else None, to=cure.to, **more)

@@ -65,7 +65,7 @@ class Asked(Struct, frozen=True):
             words["dp"] = manifest.dp
         elif "dp" not in words:
             assert self.size is not None
-            ranks = prod(words.get(name) or manifest.origin.sizes.get(name, 1) for name in GRID)
+            ranks = prod(words.get(name) or manifest.run.origin.sizes.get(name, 1) for name in GRID)
             if self.size % ranks:
                 raise WrongOption(
                     "sizes-do-not-fit",
@@ -123,7 +123,7 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
     number, and for another engine what its format does not understand. A checkpoint that belongs to
     no engine is written for the one that trained.
     """
-    origin = manifest.origin
+    origin = manifest.run.origin
     to = str(origin.format) if to == manifest.format else to
     target = formats.named(to)
     names = () if target.fits_any_dp else GRID  # such files do not say for which ranks they are
@@ -141,7 +141,7 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
     """What a program must be told to load it and not another one of the run; empty if nothing."""
-    say, tag = formats.named(manifest.format).to_load, str(manifest.origin.tag)
+    say, tag = formats.named(manifest.format).to_load, str(manifest.run.origin.tag)
     is_below = say is not None and os.path.isdir(os.path.join(candidate.path, tag))
     return say(candidate.path, tag) if say and is_below else ""
 
@@ -161,7 +161,7 @@ def batch(
     manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> list[Notice]:
     """A warning about the batch of a rank, if their number differs and none of `lines` is of it."""
-    before, now = manifest.origin.dp, words["dp"]
+    before, now = manifest.run.origin.dp, words["dp"]
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
     if not of_zero or before in (None, now) or any(line["code"] == CHANGES for line in lines):
         return []
@@ -220,7 +220,7 @@ def engine_differences(
 ) -> list[Notice]:
     """How the engine itself differs from that of the run, for files of one format."""
     find = formats.named(to).functions.unlike
-    if find is None or not to == manifest.format == other.origin.format:
+    if find is None or not to == manifest.format == other.run.origin.format:
         return []
     return find(manifest, other, options_of(_of_target(words)))
 

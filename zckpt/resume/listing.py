@@ -148,7 +148,7 @@ def _row(
         notes = ()
     if manifest is None:
         return row
-    origin = manifest.origin
+    origin = manifest.run.origin
     row |= {
         "step": step_of(manifest),
         "format": manifest.format,
@@ -156,7 +156,9 @@ def _row(
         "zero_stage": origin.zero_stage,
         "sizes": origin.sizes,
     }
-    row["warnings"] = said([*notes, *manifest.warnings, *(() if problems else verdict.doubts)])
+    row["warnings"] = said(
+        [*notes, *manifest.notices.warnings, *(() if problems else verdict.doubts)]
+    )
     if asked is not None:
         reasons = [*verdict.alone, *_obstacles(manifest, asked)]
         row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}

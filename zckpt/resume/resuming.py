@@ -259,18 +259,18 @@ class Resuming(Struct, dict=True):
         are_read = self.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
         unsure += own.remarks
-        missing = missing_of(manifest, str(manifest.origin.format), words)
+        missing = missing_of(manifest, str(manifest.run.origin.format), words)
         missing = [replace(each, severity="warning") for each in missing]
         differences = obstacles(manifest, words)
         if self.is_elsewhere and not differences:
             message = f"{self.run} is in an object store"
             differences = [problem("format-differs", message, file=self.run)]
         about: Words = {
-            "tag": manifest.origin.tag,
+            "tag": manifest.run.origin.tag,
             "step": verdict.step_of(manifest),
             "format": manifest.format,
             "sizes": sizes_of(words),
-            "ranks_before": manifest.origin.dp,
+            "ranks_before": manifest.run.origin.dp,
             "obstacles": said(differences),
         }
         plan: Words = {"about": about, "target": None, "is_written": False, "said": []}

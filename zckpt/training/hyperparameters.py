@@ -22,12 +22,12 @@ def are_inferred(source: Manifest) -> bool:
 
     DeepSpeed's elastic files store none (0.19.8).
     """
-    return isinstance(source.engine, FlatBufferEngine) and source.engine.elastic
+    return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.elastic
 
 
 def are_given(source: Manifest) -> bool:
     """Whether the user has stated the hyper-parameters of a source that stores none."""
-    return isinstance(source.engine, FlatBufferEngine) and source.engine.given
+    return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.given
 
 
 def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
@@ -100,5 +100,5 @@ def torch_groups(
 
 
 def _adam_w_mode(source: Manifest) -> bool:
-    config = source.engine.config if isinstance(source.engine, FlatBufferEngine) else {}
+    config = source.run.engine.config if isinstance(source.run.engine, FlatBufferEngine) else {}
     return nested(config, "optimizer", "params", "adam_w_mode") is not False

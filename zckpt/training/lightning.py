@@ -77,8 +77,8 @@ def resuming(
     optimizer that is not Lightning's first.
     """
     if not is_in(source):
-        return trainers.resuming(source.siblings, otherwise)
-    engine = source.engine if isinstance(source.engine, StateDictEngine) else None
+        return trainers.resuming(source.files.siblings, otherwise)
+    engine = source.run.engine if isinstance(source.run.engine, StateDictEngine) else None
     if engine and WHOLE.numbered_as(engine.optimizer) != WHOLE:
         return otherwise
     return lambda path: (
@@ -91,7 +91,9 @@ def refuse_averages(source: Manifest) -> None:
 
     A target with everything in one file keeps both the averages and the weights that are trained.
     """
-    is_chosen = source.origin.root is not None or not isinstance(source.engine, StateDictEngine)
+    is_chosen = source.run.origin.root is not None or not isinstance(
+        source.run.engine, StateDictEngine
+    )
     if not is_in(source) or is_chosen or TRAINED not in source.state["client_state"]:
         return
     model = WHOLE.model[0]

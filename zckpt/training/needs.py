@@ -17,7 +17,6 @@ import re
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ..core.facts import StateDictEngine
 from ..core.inventory import Role, known, role
@@ -148,15 +147,15 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
     """A source whose target gets no optimizer: the files of its run are left out, and named."""
     of_run = [
         item
-        for item in manifest.siblings
+        for item in manifest.files.siblings
         if (own := known(ROLES, item.name)) is not None and own.role.name in OF_RUN
     ]
     if not of_run:
         return manifest
     names = listed([item.name for item in of_run], len(of_run))
     left = note("file-omitted", f"{names}: weights alone continue no run", file=of_run[0].path)
-    siblings = tuple(item for item in manifest.siblings if item not in of_run)
-    return replace(manifest, siblings=siblings, omitted=(*manifest.omitted, left))
+    siblings = tuple(item for item in manifest.files.siblings if item not in of_run)
+    return manifest.replace(siblings=siblings, omitted=(*manifest.notices.omitted, left))
 
 
 def of_program(manifest: Manifest) -> list[Need]:
@@ -164,7 +163,7 @@ def of_program(manifest: Manifest) -> list[Need]:
     rows: dict[str, Need] = {}
     has_scheduler = manifest.state.get("lr_scheduler") is not None
     scheduler_of = "engine" if has_scheduler else "program"
-    names = {os.path.basename(path) for path in manifest.files}
+    names = {os.path.basename(path) for path in manifest.files.paths}
     for need in NEEDS.get(_program(manifest) or "", ()):
         if (
             need.engine in ("", manifest.format)
@@ -180,9 +179,9 @@ def _program(manifest: Manifest) -> str | None:
 
     What is known by one file alone would be unknown without it. The Trainer writes its state last.
     """
-    names = {item.name for item in (*manifest.siblings, *manifest.omitted_files)}
-    files = manifest.files
-    engine = manifest.engine
+    names = {item.name for item in (*manifest.files.siblings, *manifest.files.omitted_files)}
+    files = manifest.files.paths
+    engine = manifest.run.engine
     if manifest.format == "dcp" and manifest.root.endswith(ENDING):
         is_lightnings = isinstance(engine, StateDictEngine) and engine.model == SHARDED.model
         return LIGHTNING if is_lightnings else None
@@ -190,7 +189,7 @@ def _program(manifest: Manifest) -> str | None:
         STEP_SCHEDULER_FILE in names or any(map(RNG_OF_AUTOMODEL.fullmatch, names))
     ):
         return AUTOMODEL
-    program = program_of(manifest.siblings)
+    program = program_of(manifest.files.siblings)
     of_transformers = any(map(OF_TRANSFORMERS.search, files))
     if program == TRANSFORMERS:
         return program if of_transformers else None

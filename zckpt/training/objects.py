@@ -148,14 +148,15 @@ def without_others(
             filtered.dictionary(group, f"param_groups.{place}")
             for place, group in enumerate(groups)
         )
-    engine = manifest.engine
+    engine = manifest.run.engine
     if isinstance(engine, FlatBufferEngine):
         engine = replace(engine, config=filtered.dictionary(engine.config, "config"))
-    return replace(
-        manifest.with_each(lambda own: without_others(own, needed, admitted)).with_state(state),
-        groups=groups,
-        engine=engine,
-        omitted=(*manifest.omitted, *filtered.omitted),
+    return (
+        manifest.with_each(lambda own: without_others(own, needed, admitted))
+        .with_state(state)
+        .replace(
+            groups=groups, engine=engine, omitted=(*manifest.notices.omitted, *filtered.omitted)
+        )
     )
 
 
@@ -167,7 +168,7 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
     names = _Names()
     values = (manifest.state_with_states, manifest.groups, _config(manifest))
     kept = frozenset().union(*map(names.of, values)) - COMMON
-    return _sorted((kept | (manifest.objects - DESCRIBING)) - {ITSELF.name, *needed})
+    return _sorted((kept | (manifest.files.objects - DESCRIBING)) - {ITSELF.name, *needed})
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
@@ -186,7 +187,7 @@ def admissible(value: Any, needed: Collection[str]) -> list[str]:
 
 
 def _config(manifest: Manifest) -> Mapping[str, Any] | None:
-    return manifest.engine.config if isinstance(manifest.engine, FlatBufferEngine) else None
+    return manifest.run.engine.config if isinstance(manifest.run.engine, FlatBufferEngine) else None
 
 
 def _refusal(names: list[str]) -> str:

@@ -69,9 +69,9 @@ def kept_place(source: Manifest) -> StepPlace:
 
     The optimizer is the program's own, whatever it is called. But some engines have their own.
     """
-    if source.step_place is None or isinstance(source.engine, NamedWeightsEngine):
+    if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
-    return source.step_place
+    return source.run.step_place
 
 
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
@@ -83,7 +83,7 @@ def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
     if named is not None:
         return WRITTEN[named]
     place = kept_place(source)
-    if isinstance(source.engine, StateDictEngine):
+    if isinstance(source.run.engine, StateDictEngine):
         return place
     of_engine = place.optimizer is not None and place.optimizer not in WRITTEN
     of_torch = place.where == "state" and plain_name(source.optimizer or "") in OF_TORCH
@@ -222,7 +222,7 @@ def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
     step = manifest.step
     if policy is None or not policy.isdecimal() or step is None or step == int(policy):
         return []
-    if any(sighting.where.startswith(STATED) for sighting in manifest.steps):
+    if any(sighting.where.startswith(STATED) for sighting in manifest.run.steps):
         return []
     message = f"--step-policy {policy} is not used: all places state step {step:g}"
     return [warning("option-without-effect", message, subject="--step-policy")]

@@ -57,11 +57,11 @@ def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
 
 def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
     """The counters of files, and of the folder in which a trainer has saved."""
-    folder = _folder(manifest) if program_of(manifest.siblings) else ""
+    folder = _folder(manifest) if program_of(manifest.files.siblings) else ""
     name = os.path.basename(os.path.abspath(folder)) if folder else ""
     if match := CHECKPOINT.fullmatch(name):
         yield Sighting(f"name of the folder {name}", int(match[1]), False, FOLDER)
-    for item in manifest.siblings:
+    for item in manifest.files.siblings:
         for kind, pattern, key in _COUNTED:
             if pattern.fullmatch(item.name):
                 step = _number(item, key, number_in)
@@ -84,7 +84,7 @@ def _number(item: Sibling, key: str, number_in: Number) -> int | None:
 
 def _folder(manifest: Manifest) -> str:
     """The folder of the files beside a checkpoint."""
-    paths = [item.path for item in manifest.siblings if "/" not in item.name]
+    paths = [item.path for item in manifest.files.siblings if "/" not in item.name]
     return os.path.dirname(paths[0]) if paths else ""
 
 
@@ -100,7 +100,7 @@ def counted_updates(source: Manifest) -> int:
 
 
 def _seen(manifest: Manifest, kind: str) -> int | None:
-    steps = (int(each.step) for each in manifest.steps if each.counter == kind)
+    steps = (int(each.step) for each in manifest.run.steps if each.counter == kind)
     return next(steps, None)
 
 
@@ -115,11 +115,11 @@ def disagreements(manifest: Manifest) -> list[Notice]:
     counted = global_step(manifest)
     if counted is None:
         return []
-    state = next(item.path for item in manifest.siblings if item.name == STATE)
+    state = next(item.path for item in manifest.files.siblings if item.name == STATE)
     lines = []
     engine = (manifest.state.get("counters") or {}).get("global_steps")
     if type(engine) is int and engine != counted:
-        where = f"{manifest.stated_in} has" if manifest.stated_in else "the engine has"
+        where = f"{manifest.files.stated_in} has" if manifest.files.stated_in else "the engine has"
         message = f"{state} has global_step {counted}, but {where} global_steps {engine}"
         hint = "the files are of two saves: copy all files of one save again"
         make = problem
@@ -148,12 +148,12 @@ def disagreements(manifest: Manifest) -> list[Notice]:
 
 def _epochs(manifest: Manifest) -> float:
     """The epochs that the Trainer has completed; none if its state does not say it."""
-    epoch: Any = (json_of(manifest.siblings, STATE) or {}).get("epoch")
+    epoch: Any = (json_of(manifest.files.siblings, STATE) or {}).get("epoch")
     return epoch // 1 if is_step(epoch) else 0
 
 
 def _accumulates(manifest: Manifest) -> bool:
     """Whether an update of the engine takes several batches, or no file says how many."""
-    engine = manifest.engine
+    engine = manifest.run.engine
     stated = engine.config if isinstance(engine, FlatBufferEngine) else {}
     return stated.get("gradient_accumulation_steps") != 1

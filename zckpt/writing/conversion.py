@@ -129,10 +129,10 @@ def decide(
         raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
     resumes = format.is_resumed and not options.weights_only
     own = verdict.of(manifest)
-    manifest = replace(manifest, warnings=(*manifest.warnings, *own.warnings(resumes)))
+    manifest = manifest.replace(warnings=(*manifest.notices.warnings, *own.warnings(resumes)))
     if options.weights_only and format.family == "torch":  # others write a fresh optimizer
         manifest = needs.for_weights_alone(manifest)
-    if manifest.buffers_named:  # when it was read
+    if manifest.notices.buffers_named:  # when it was read
         options = _without_buffers(options, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
     if resumes:
@@ -162,7 +162,7 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
     The target's files are built, in a temporary folder, only if nothing else shows whether they
     have a place for a state of the optimizer.
     """
-    command = "reshard" if to == manifest.origin.format else "convert"
+    command = "reshard" if to == manifest.run.origin.format else "convert"
     target = os.path.abspath("DST")
     decision = decide(command, manifest, target, to, reading, options)
     if not decision.keeping({}).is_known:
@@ -260,7 +260,7 @@ def write(
 def _for_few(manifest: Manifest, options: Options) -> Options:
     """The options for FEW ranks instead of more, if a target of these has the same states."""
     dp = options[DP]
-    if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.engine):
+    if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.run.engine):
         return options
     pairs = ((option, FEW if option.name == DP.name else value) for option, value in options.given)
     return Options(tuple(pairs))
@@ -313,7 +313,7 @@ def _filled(
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.extend(said([warning]))
-            shells = replace(shells, warnings=(*shells.warnings, warning))
+            shells = shells.replace(warnings=(*shells.notices.warnings, warning))
         if format.functions.seal is not None:
             format.functions.seal(root, shells, outcome)
 
@@ -334,10 +334,10 @@ def _identity(
 ) -> Identity:
     """Which conversion this is: another one may not continue what it leaves unfinished."""
     crc = 0
-    for record in manifest.records:
+    for record in manifest.files.records:
         place = record.extent
         crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
-    source = {"records": f"{crc:08x}", **files_seen(manifest.root, manifest.fingerprints)}
+    source = {"records": f"{crc:08x}", **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {option.flag: value for option, value in options.given}
     flags |= {
         "--to": to,

@@ -54,7 +54,7 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
     Of a parameter without any state it begins afresh.
     """
-    place = manifest.step_place
+    place = manifest.run.step_place
     steps = (item.step for own in manifest.each for item in own.parameters.values())
     has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
     if not (has_step or states.states_of(manifest)):
@@ -115,7 +115,7 @@ class Keeping(Struct, frozen=True):
                 self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)
             self.report["left_out"] += said(self._beside(shells))
-            of_counts = _of_counts(self.source.step_place, shells.step_place)
+            of_counts = _of_counts(self.source.run.step_place, shells.run.step_place)
             self.report["warnings"] += said((*of_counts, *self._of_texts(shells)))
             return shells
 

@@ -81,7 +81,7 @@ def parts_of(
         state = part.state
         if parts:  # the first one has the program's own state
             state = {k: v for k, v in state.items() if k not in ("lr_scheduler", "client_state")}
-        parts.append(replace(part, siblings=manifest.siblings, state=state))
+        parts.append(part.replace(siblings=manifest.files.siblings, state=state))
     return parts
 
 
@@ -126,8 +126,12 @@ def lay_out(
         layouts[0],
         shells=lambda: chain.from_iterable(each.shells() for each in layouts),
         siblings=[(name, item) for name, item in layouts[0].siblings if name in kept],
-        omitted=_joined(whole, parts, [each.omitted for each in layouts], lambda m: m.omitted),
-        warnings=_joined(whole, parts, [each.warnings for each in layouts], lambda m: m.warnings),
+        omitted=_joined(
+            whole, parts, [each.omitted for each in layouts], lambda m: m.notices.omitted
+        ),
+        warnings=_joined(
+            whole, parts, [each.warnings for each in layouts], lambda m: m.notices.warnings
+        ),
         about=f"{layouts[0].about} ({', '.join(whole.roots)})",
     )
 

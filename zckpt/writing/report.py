@@ -55,5 +55,5 @@ def report_on(
         "copied": [name for name, _ in layout.siblings],
         "left_out": said(layout.omitted),
         "warnings": said(warnings),
-        "inferred": list(manifest.inferred),
+        "inferred": list(manifest.notices.inferred),
     }

@@ -38,7 +38,7 @@ from . import models
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     """The source under the names that the target needs, in the order that the user gives."""
-    family_of_origin = formats.family_of(str(manifest.origin.format))
+    family_of_origin = formats.family_of(str(manifest.run.origin.format))
     is_plain = has_plain_names(format, manifest, options)
     if options[RENAME]:
         manifest = renamed(manifest, options[RENAME])
@@ -80,8 +80,8 @@ def _is_in_order(manifest: Manifest) -> bool:
 
     Without ZeRO, model ranks have names of their own, and experts have those of one rank.
     """
-    is_apart = bool(manifest.ranks) or bool(layers_of(manifest.engine))
-    return is_apart and manifest.origin.zero_stage == 0
+    is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
+    return is_apart and manifest.run.origin.zero_stage == 0
 
 
 def laid_out(
@@ -119,10 +119,10 @@ def laid_out(
         layout = _with_files(layout, files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
-    known = (*manifest.omitted, *layout.omitted)
-    own = [line for line in admitted.omitted if line not in known]
+    known = (*manifest.notices.omitted, *layout.omitted)
+    own = [line for line in admitted.notices.omitted if line not in known]
     # a folder for inference lacks much else of a run, which is not listed
-    weights = [line for line in manifest.omitted if line.code == "weights-omitted"]
+    weights = [line for line in manifest.notices.omitted if line.code == "weights-omitted"]
     layout = replace(
         layout,
         omitted=[*dict.fromkeys((*layout.omitted, *weights, *own))],
@@ -142,7 +142,7 @@ def _run(path: str, format: Format) -> Manifest:
             hint="convert it to a universal checkpoint with what it needs, and give that",
             file=path,
         ) from error
-    if run.origin.format != format.name:
+    if run.run.origin.format != format.name:
         raise NotACheckpoint(
             "like-does-not-fit",
             f"--like {path} is no checkpoint of {format.name}",
@@ -171,15 +171,15 @@ def _pointing_to_the_best(
 
     If the best checkpoint is another one, which is not written too, the layout gets a warning.
     """
-    path = best.best_of(manifest.siblings)
+    path = best.best_of(manifest.files.siblings)
     if path is None:
         return layout
     if best_in:
         path_of_best = os.path.join(os.path.abspath(best_in), os.path.basename(path))
-    elif best.is_best(manifest.siblings):
+    elif best.is_best(manifest.files.siblings):
         path_of_best = os.path.abspath(target)
     else:
-        keeps_format = manifest.origin.format == to
-        line = best.not_written(path, manifest.siblings, keeps_format)
+        keeps_format = manifest.run.origin.format == to
+        line = best.not_written(path, manifest.files.siblings, keeps_format)
         return replace(layout, warnings=[*layout.warnings, line])
-    return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])
+    return _with_files(layout, [best.pointing_to(manifest.files.siblings, path_of_best)])

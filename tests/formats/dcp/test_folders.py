@@ -180,7 +180,7 @@ class TestHomeMade:
         dcp.save({"optim": optimizer_of(), "time": 2.5}, checkpoint_id=run / "optim")
         manifest = zckpt.read(run)
         assert manifest.state["client_state"] == {"time": 1.5}
-        assert "optim: time, which model/ has otherwise" in texts(manifest.omitted)
+        assert "optim: time, which model/ has otherwise" in texts(manifest.notices.omitted)
 
     def test_a_dialect_has_folders_of_its_own(self, tmp_path: Path) -> None:
         zckpt.convert(AUTOMODEL, tmp_path / "target", to="dcp", dialect="accelerate")
@@ -251,7 +251,7 @@ def test_damaged_whole_weights_show_no_shapes(tmp_path: Path) -> None:
     model = Path(shutil.copytree(AUTOMODEL / "model", tmp_path / "model"))
     (whole,) = (model / "consolidated").glob("*.safetensors")
     whole.write_bytes(whole.read_bytes()[:100])
-    (warning,) = texts(zckpt.read(model).warnings)
+    (warning,) = texts(zckpt.read(model).notices.warnings)
     assert warning.startswith(f"not compared with the weights: {whole}")
 
 

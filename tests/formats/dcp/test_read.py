@@ -271,7 +271,7 @@ class TestUnused:
 
     def test_zckpt_aligns_items(self, checkpoint: Path, tmp_path: Path) -> None:
         zckpt.convert(checkpoint, tmp_path / "target", to="dcp", dp=3)
-        assert zckpt.read(tmp_path / "target").unused == ()
+        assert zckpt.read(tmp_path / "target").files.unused == ()
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,10 @@ class TestUnused:
     ],
 )
 def test_what_zckpt_cannot_use_is_named(change: Change, said: str, checkpoint: Path) -> None:
-    (frozen,) = texts(zckpt.read(checkpoint).warnings)
+    (frozen,) = texts(zckpt.read(checkpoint).notices.warnings)
     assert frozen.startswith("the optimizer lists 12 of 14 weights: ")
     change_metadata(checkpoint, change)
-    warnings = {*texts(zckpt.read(checkpoint).warnings)}
+    warnings = {*texts(zckpt.read(checkpoint).notices.warnings)}
     assert frozen in warnings
     (warning,) = warnings - {frozen}
     assert said in warning
@@ -349,7 +349,7 @@ def test_an_average_is_not_the_model(called: str, tmp_path: Path) -> None:
     model, average = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     state = {called: average.state_dict(), "net": model.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "run")
-    engine = zckpt.read(tmp_path / "run").engine
+    engine = zckpt.read(tmp_path / "run").run.engine
     assert isinstance(engine, StateDictEngine)
     assert engine.model == ("net",)
 
@@ -377,7 +377,7 @@ def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
         checkpoint_id=tmp_path / "run",
     )
     manifest = zckpt.read(tmp_path / "run")
-    assert any("frozen copy" in warning for warning in texts(manifest.warnings))
+    assert any("frozen copy" in warning for warning in texts(manifest.notices.warnings))
     dcp.save(
         {"model": both, "optim": {"state": {}, "param_groups": [{**group, "params": [0, 1]}]}},
         checkpoint_id=tmp_path / "raw",

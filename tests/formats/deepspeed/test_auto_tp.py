@@ -72,5 +72,5 @@ def test_the_config_of_a_trainer(config: Any, heads: int | None, tmp_path: Path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     sibling = Sibling("config.json", str(path), path.stat().st_size)
-    source = replace(zckpt.read("examples/run"), siblings=(sibling,))
+    source = zckpt.read("examples/run").replace(siblings=(sibling,))
     assert auto_of(source) == AutoTP(heads)

@@ -42,7 +42,9 @@ def run(way: str, once: Once) -> Path:
 
 def records(run: Path) -> Iterator[Record]:
     rules = None if run is RUN else "neox"
-    return (record for record in zckpt.read(run, tp_rules=rules).records if record.extent.length)
+    return (
+        record for record in zckpt.read(run, tp_rules=rules).files.records if record.extent.length
+    )
 
 
 def write(run: Path, target: Path, way: str) -> None:

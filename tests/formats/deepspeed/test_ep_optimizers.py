@@ -201,7 +201,7 @@ def test_several_sizes_need_names(trained_experts: Trained) -> None:
     case = WITHOUT_ZERO[SEVERAL]
     names = names_of(case, oracle_of(root))
     assert names is not None
-    layers = zckpt.read(root / "run", param_names=names).engine.experts  # type: ignore[union-attr]
+    layers = zckpt.read(root / "run", param_names=names).run.engine.experts  # type: ignore[union-attr]
     assert [(layer.name, layer.ep) for layer in layers] == [("sparse", 4), ("block.residual", 2)]
 
 

@@ -128,8 +128,8 @@ def test_experts_have_other_names(run: Path, tmp_path: Path) -> None:
     zckpt.convert(run, tmp_path / "universal", rename=[(r"^sparse\.", "first."), (r"^", "m.")])
     zckpt.convert(tmp_path / "universal", tmp_path / "other", to="deepspeed", ep=4)
     manifest = zckpt.read(tmp_path / "other")
-    assert isinstance(manifest.engine, FlatBufferEngine)
-    names = [layer.name for layer in manifest.engine.experts]
+    assert isinstance(manifest.run.engine, FlatBufferEngine)
+    names = [layer.name for layer in manifest.run.engine.experts]
     assert names == ["m.first", "m.block.residual"]
     assert (f"m.first{INSIDE}3.gain", "exp_avg") in manifest.entries
 

@@ -459,7 +459,7 @@ def test_a_step_of_one_element(cut: Cut, tmp_path: Path) -> None:
         for each in kept(rank):
             each["step"] = torch.tensor([3.0])
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
-    assert manifest.step_place == StepPlace("state", "F32", (1,))
+    assert manifest.run.step_place == StepPlace("state", "F32", (1,))
     assert manifest.states.scalars == {}
     assert (manifest.step, of_partitions(manifest)) == (3, [])
 
@@ -476,7 +476,7 @@ def test_a_state_that_is_called_step(cut: Cut, tmp_path: Path) -> None:
     manifest = zckpt.read(run)
     assert slots(manifest) == {"exp_avg", "exp_avg_sq", "step"}
     assert torch.equal(zckpt.load(run, "weight/step"), zckpt.load(run, "weight/exp_avg"))
-    assert (manifest.step, manifest.step_place) == (9, StepPlace("group", "int"))
+    assert (manifest.step, manifest.run.step_place) == (9, StepPlace("group", "int"))
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -505,12 +505,14 @@ def test_stale_steps_of_groups_may_differ(cut: Cut, tmp_path: Path) -> None:
     for number, rank in enumerate(ranks):
         groups_of(rank)[0]["step"] = number
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
-    assert [each for each in manifest.steps if "flat" in each.where or "groups" in each.where] == [
+    assert [
+        each for each in manifest.run.steps if "flat" in each.where or "groups" in each.where
+    ] == [
         Sighting("state of flat group 0", 3, True),
         Sighting("param_groups[0]", 1, False),
     ]
     assert manifest.step == 3
-    assert all(each.step is not None for each in manifest.steps)
+    assert all(each.step is not None for each in manifest.run.steps)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +526,7 @@ def test_a_step_that_grows_no_more(
     for rank in ranks:
         kept(rank)[0]["step"] = torch.tensor(in_state, dtype=torch.bfloat16)
         groups_of(rank)[0]["step"] = in_group
-    warnings = zckpt.read(made.saved(tmp_path / "run", (model, ranks))).warnings
+    warnings = zckpt.read(made.saved(tmp_path / "run", (model, ranks))).notices.warnings
     found = texts(line for line in warnings if line.code == "step-doubtful")
     assert len(found) == stalls
     assert all("the step of state of flat group 0 is 256 in BF16" in line for line in found)

@@ -192,7 +192,7 @@ class TestWholeModel:
         assert [name for name in masters if not same_bits(loaded[name], masters[name])] == []
 
     def test_padded_rows_are_kept_and_counted(self, run: Path) -> None:
-        facts = zckpt.read(run, tp_rules=None).tensor_parallel
+        facts = zckpt.read(run, tp_rules=None).run.tensor_parallel
         assert facts is not None
         assert facts.vocabularies == {"tied_modules.embed.weight": Vocabulary(rows=36, used=31)}
 
@@ -288,7 +288,9 @@ class TestFiles:
     def test_client_state_of_other_ranks_is_named(self, run: Path) -> None:
         (path,) = run.glob("*/mp_rank_03_*")
         edit(path, lambda model: model.update(own=torch.arange(3)))
-        assert texts(zckpt.read(run).omitted) == ["client_state 'own' of model ranks other than 0"]
+        assert texts(zckpt.read(run).notices.omitted) == [
+            "client_state 'own' of model ranks other than 0"
+        ]
 
 
 def apart_of(run: Path) -> dict[tuple[int, str], int]:
@@ -298,7 +300,7 @@ def apart_of(run: Path) -> dict[tuple[int, str], int]:
     for rank, own in enumerate(manifest.ranks):
         for entry in own.entries.values():
             view = memoryview(bytearray(entry.length))
-            fill(entry, view, manifest.records)
+            fill(entry, view, manifest.files.records)
             digests[rank, entry.name] = zlib.crc32(view)
     return digests
 
@@ -451,7 +453,7 @@ class TestRules:
         zckpt.convert(bare, tmp_path / "universal", tp_rules=rules)
         oracle = torch.load(grid_trained(BOTH) / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
-        facts = zckpt.read(bare, tp_rules=rules).tensor_parallel
+        facts = zckpt.read(bare, tp_rules=rules).run.tensor_parallel
         assert facts is not None
         assert facts.placements["1.fused.weight"] == Cut(0, (16, 4, 8))
 

@@ -117,8 +117,8 @@ def test_a_run_of_one_model_rank(tmp_path: Path) -> None:
     zckpt.convert(tmp_path / "dcp", tmp_path / "out", to="deepspeed", like="examples/run")
     found = zckpt.diff(tmp_path / "out", "examples/run")
     assert (found["differences"], found["only_a"], found["only_b"]) == ([], [], [])
-    config = zckpt.read(tmp_path / "out").engine.config  # type: ignore[union-attr]
-    assert config == zckpt.read("examples/run").engine.config  # type: ignore[union-attr]
+    config = zckpt.read(tmp_path / "out").run.engine.config  # type: ignore[union-attr]
+    assert config == zckpt.read("examples/run").run.engine.config  # type: ignore[union-attr]
 
 
 @first

@@ -38,7 +38,7 @@ def test_equal_pickles_are_parsed_once(
     monkeypatch.setattr(torchfile._Parser, "loaded", load)
     monkeypatch.setattr(states, "LONG_WAIT", wait)
     manifest = zckpt.read(run)
-    assert len(manifest.files) == 2 * DP
+    assert len(manifest.files.paths) == 2 * DP
     for each in ("records", "files", "parameters"):
         assert getattr(manifest, each) == getattr(expected, each)
     assert api.tensors(manifest, "*", fragments=True) == api.tensors(expected, "*", fragments=True)

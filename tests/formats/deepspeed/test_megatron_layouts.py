@@ -270,7 +270,7 @@ class TestSums:
     def test_parts_are_no_copies_but_their_moments_are(self, laid: Laid) -> None:
         """Every part has the same gradient."""
         root, numbers = laid(SEQUENTIAL_PARTS)
-        warnings = zckpt.read(root, tp_rules="neox-parallel").warnings
+        warnings = zckpt.read(root, tp_rules="neox-parallel").notices.warnings
         assert ["the part of tensor rank 0" in line for line in texts(warnings)] == [True]
         own = [
             line["tensor"] for line in zckpt.verify(root, tp_rules="neox-parallel")["differences"]

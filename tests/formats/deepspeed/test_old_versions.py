@@ -105,8 +105,8 @@ class TestOtherContainers:
         rewrite(root / "run", tmp_path / "run", "0.8.2", int_step=True)
         manifest = zckpt.read(tmp_path / "run")
         assert manifest.step == 3
-        assert manifest.step_place is not None
-        assert manifest.step_place.to_state() == {"in": "state", "type": "int"}
+        assert manifest.run.step_place is not None
+        assert manifest.run.step_place.to_state() == {"in": "state", "type": "int"}
 
 
 @pytest.mark.engines

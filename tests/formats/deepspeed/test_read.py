@@ -63,7 +63,7 @@ def test_a_loss_scale_at_its_minimum(trained: Trained) -> None:
     lowest = dataclasses.replace(case, name="z2_dp2_fp16_lowest", config=config)
     for each, is_warned in ((lowest, True), (case, False)):
         run = trained(each) / "run"
-        for lines in (zckpt.read(run).warnings, zckpt.stats(run)["problems"]):
+        for lines in (zckpt.read(run).notices.warnings, zckpt.stats(run)["problems"]):
             found = any("loss scale is at its minimum, 256" in line for line in texts(lines))
             assert found == is_warned
 
@@ -181,7 +181,7 @@ class TestWherePeersAreSilentlyWrong:
 
     def test_weights_left_out_by_the_user_are_named(self, trained: Trained) -> None:
         for name in ("z2_dp2_no_frozen", "z3_dp2_no_frozen"):
-            warnings = zckpt.read(trained(CASES[name]) / "run").warnings
+            warnings = zckpt.read(trained(CASES[name]) / "run").notices.warnings
             assert any("exclude_frozen_parameters" in warning for warning in texts(warnings))
 
 
@@ -201,7 +201,7 @@ class TestDirectories:
 
     def test_ranks_are_sorted_as_numbers(self, trained: Trained) -> None:
         manifest = zckpt.read(trained(CASES["z3_dp12_many_ranks"]) / "run")
-        ranks = [file for file in manifest.files if "optim_states" in file]
+        ranks = [file for file in manifest.files.paths if "optim_states" in file]
         assert [f"rank_{rank}_" in file for rank, file in enumerate(ranks)] == [True] * 12
 
 

@@ -251,8 +251,8 @@ class TestRefusals:
         self, options: Any, grid_trained: Trained, tmp_path: Path
     ) -> None:
         manifest = zckpt.read(grid_trained(BOTH) / "run")
-        origin = replace(manifest.origin, pp=None, tp=None)
-        plain = replace(manifest, origin=origin, pipeline=None)
+        origin = replace(manifest.run.origin, pp=None, tp=None)
+        plain = manifest.replace(origin=origin, pipeline=None)
         with pytest.raises(WrongOption, match=r"--pp.* is not a pipeline"):
             write.lay_out(plain, options_of(options))
 

@@ -63,7 +63,9 @@ def in_run(source: Manifest, run: Manifest, **options: Any) -> Manifest:
 
 def said(result: Manifest, run: Manifest) -> str:
     """The warnings that neither side had."""
-    return "; ".join(texts(line for line in result.warnings if line not in run.warnings))
+    return "; ".join(
+        texts(line for line in result.notices.warnings if line not in run.notices.warnings)
+    )
 
 
 def test_tensors_are_of_the_source_and_their_order_is_of_the_run(
@@ -123,9 +125,9 @@ def test_another_adam(source: Manifest, run: Manifest, of_run: bool, how: str) -
 
 
 def with_experts(source: Manifest, run: Manifest) -> tuple[Manifest, Manifest]:
-    assert isinstance(run.engine, FlatBufferEngine)
-    engine = replace(run.engine, experts=({"name": "moe"},))  # type: ignore[arg-type]
-    return source, replace(run, engine=engine)
+    assert isinstance(run.run.engine, FlatBufferEngine)
+    engine = replace(run.run.engine, experts=({"name": "moe"},))  # type: ignore[arg-type]
+    return source, run.replace(engine=engine)
 
 
 def without_groups(source: Manifest, run: Manifest) -> tuple[Manifest, Manifest]:
@@ -187,7 +189,7 @@ def test_rows_that_only_pad_a_vocabulary(
     """The run has 6 rows, of which `used` have a meaning; the source has 4."""
     wide = replace(run.parameters["embed"], shape=(6, 2))
     run = replace(run, parameters={**run.parameters, "embed": wide})
-    run = replace(run, tensor_parallel=TensorParallel({}, {"embed": Vocabulary(6, used)}))
+    run = run.replace(tensor_parallel=TensorParallel({}, {"embed": Vocabulary(6, used)}))
     if fits:
         assert in_run(source, run).parameters["embed"].shape == (4, 2)
     else:
@@ -220,7 +222,7 @@ def test_counters_of_as_many_steps(
 def test_counters_of_the_trainer(source: Manifest, run: Manifest) -> None:
     """It has counted updates that the optimizer has skipped."""
     counted = Sighting("x", 6, False, trainers_steps.TRAINER)
-    source = replace(with_state(at_step_5(source), counters=None), steps=(counted,))
+    source = with_state(at_step_5(source), counters=None).replace(steps=(counted,))
     result = in_run(source, with_state(run, counters={"global_steps": 3, "global_samples": 24}))
     expected = {"global_steps": 6, "skipped_steps": 0, "global_samples": 48}
     assert result.state["counters"] == expected
@@ -264,15 +266,15 @@ def test_the_client_state_is_of_the_source_but_for_the_grid(
 
 def test_what_counts_the_batches_of_the_run(source: Manifest, run: Manifest) -> None:
     """The members of groups are counted anew, and the loss scale stays the run's."""
-    assert isinstance(run.engine, FlatBufferEngine)
-    run = replace(run, engine=replace(run.engine, dtype="F16"))
+    assert isinstance(run.run.engine, FlatBufferEngine)
+    run = run.replace(engine=replace(run.run.engine, dtype="F16"))
     optimizer = {"members": [[0]], "clip_grad": 1.0}
     run = with_state(run, optimizer=optimizer, random_ltd={"seen": 4})
     source = with_state(source, optimizer={"members": [[1]]})
     states = [States((StateRow("k", "other", (name,), 1),)) for name in "ab"]
     run, source = replace(run, states=states[0]), replace(source, states=states[1])
     result = in_run(source, run)
-    assert result.engine == run.engine
+    assert result.run.engine == run.run.engine
     assert (result.state["optimizer"], result.states) == ({"clip_grad": 1.0}, states[1])
     assert "the loss scale is that of --like; random_ltd is as in --like" in said(result, run)
     result = in_run(with_state(source, optimizer={}), run)

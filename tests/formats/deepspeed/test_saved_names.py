@@ -167,7 +167,7 @@ def assert_names(run: Path, count: int) -> None:
         assert TorchFile(str(path)).saved_as == path.stem
         assert zipfile.ZipFile(path).testzip() is None
         torch.load(path, weights_only=False)
-    assert zckpt.read(run).notes == ()
+    assert zckpt.read(run).notices.notes == ()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

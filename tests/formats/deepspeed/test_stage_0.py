@@ -122,7 +122,7 @@ class TestNames:
         self, value: float, edited: Callable[..., Path], trained: Trained, tmp_path: Path
     ) -> None:
         run = edited("z0_dp2_bf16", lambda model: self.fill(model, self.PAIR, value))
-        assert zckpt.read(run).inferred == self.PAIR
+        assert zckpt.read(run).notices.inferred == self.PAIR
         oracle = torch.load(trained(STAGE_0["z0_dp2_bf16"]) / "oracle.pt", weights_only=False)
         tensors = moments(run, tmp_path)
         for name in oracle["trainable"]:
@@ -152,7 +152,7 @@ class TestNames:
                     tensor.view(-1)[5] = 2.0 + number
 
         run = edited("z0_dp2_plain_bf16", change)
-        assert zckpt.read(run).inferred == ()
+        assert zckpt.read(run).notices.inferred == ()
         oracle = torch.load(trained(STAGE_0["z0_dp2_plain_bf16"]) / "oracle.pt", weights_only=False)
         tensors = moments(run, tmp_path)
         for name in names:
@@ -300,7 +300,7 @@ def test_fused_adam_counts_in_the_last_parameter(tmp_path: Path) -> None:
     run = saved_by_fused_adam(tmp_path / "run", (0, 0, 0, 5))
     manifest = zckpt.read(run)
     assert manifest.step == 5
-    assert [(line.step, line.truth) for line in manifest.steps[:3]] == [
+    assert [(line.step, line.truth) for line in manifest.run.steps[:3]] == [
         (0, False), (5, True), (0, False)
     ]  # fmt: skip
     zckpt.convert(run, tmp_path / "universal")

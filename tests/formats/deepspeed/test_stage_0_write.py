@@ -232,7 +232,7 @@ class TestOlderBf16:
     def test_stays_so(self, stage: int | None, old: Path, trained: Trained, tmp_path: Path) -> None:
         case = CASES["z1_dp2_bf16_optimizer"]
         manifest = zckpt.read(old)
-        assert manifest.engine.config["zero_optimization"]["stage"] == 0  # type: ignore[union-attr]
+        assert manifest.run.engine.config["zero_optimization"]["stage"] == 0  # type: ignore[union-attr]
         assert manifest.source["zero_stage"] == 1
         zckpt.reshard(old, tmp_path / "run", dp=3, stage=stage)
         files = sorted(path.name for path in (tmp_path / "run").glob("*/*optim_states.pt"))
@@ -334,7 +334,7 @@ def test_frozen_parameters_have_numbers(trained: Trained, tmp_path: Path) -> Non
     report = zckpt.reshard(run, tmp_path / "again", stage=0, param_names=names)
     assert report["warnings"] == []
     zckpt.reshard(tmp_path / "again", tmp_path / "third", dp=3)
-    assert zckpt.read(tmp_path / "third").inferred == ()
+    assert zckpt.read(tmp_path / "third").notices.inferred == ()
     for path in (tmp_path / "again", tmp_path / "third"):
         (file,) = path.glob("*/mp_rank_00_model_states.pt")
         optimizer = torch.load(file, weights_only=False)["optimizer"]

@@ -70,7 +70,7 @@ class TestTrainer:
         assert names >= SIBLINGS[trainer]
         assert not {"latest", "zero_to_fp32.py"} & names
         manifest = zckpt.read(directory)
-        counted = {each.where: each.step for each in manifest.steps if each.counter}
+        counted = {each.where: each.step for each in manifest.run.steps if each.counter}
         assert counted == COUNTED[trainer]
         assert disagreements(manifest) == []
 

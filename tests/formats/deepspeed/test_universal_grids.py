@@ -206,9 +206,9 @@ def test_read_for_another_directory(grid_trained: Trained, tmp_path: Path) -> No
     root = grid_trained("tensor_tp2_dp2_z2")
     zckpt.convert(without_padding(root, tmp_path), tmp_path / "universal")
     converted(tmp_path / "universal", tmp_path / "out")
-    again = zckpt.read(tmp_path / "out").tensor_parallel
+    again = zckpt.read(tmp_path / "out").run.tensor_parallel
     assert again is not None
-    assert again == zckpt.read(tmp_path / "universal").tensor_parallel
+    assert again == zckpt.read(tmp_path / "universal").run.tensor_parallel
     assert zckpt.verify(tmp_path / "out", against=tmp_path / "full")["equal"]
 
 
@@ -235,7 +235,7 @@ class TestFaults:
             == [line for line in found["states"] if "layout" not in line["key"]]
             == []
         )
-        facts = [zckpt.read(path).tensor_parallel for path in paths]
+        facts = [zckpt.read(path).run.tensor_parallel for path in paths]
         before, after = (each.placements for each in facts if each is not None)
         names = {name: name.replace("dense", "out").replace("norm", "ln") for name in before}
         assert after == {names[name]: rule for name, rule in before.items()}
@@ -264,7 +264,7 @@ class TestFaults:
             info = {"tp_replicated_parameter_patterns": ["(a+)+$"]}
             edit(path, lambda value, info=info: value["universal_checkpoint_info"].update(info))
         manifest = zckpt.read(tmp_path / "universal")
-        assert any("zckpt does not run" in line for line in texts(manifest.warnings))
+        assert any("zckpt does not run" in line for line in texts(manifest.notices.warnings))
         with pytest.raises(MissingData, match="nothing says how"):
             zckpt.convert(tmp_path / "universal", tmp_path / "out", to="deepspeed", tp=2)
 

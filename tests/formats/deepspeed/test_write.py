@@ -581,7 +581,9 @@ def test_a_target_says_nothing_of_an_option_that_no_one_typed(stage: int, tmp_pa
     zckpt.convert(tmp_path / "state.pt", run, to="deepspeed", stage=stage, dp=2)
     zckpt.reshard(run, tmp_path / "again", dp=3)
     for target in (run, tmp_path / "again"):
-        assert not any("exclude_frozen" in line for line in texts(zckpt.read(target).warnings))
+        assert not any(
+            "exclude_frozen" in line for line in texts(zckpt.read(target).notices.warnings)
+        )
     for path in run.glob("*/*model_states.pt"):  # as the engine does it
         model_file = torch.load(path, weights_only=False)
         assert (model_file["frozen_param_shapes"], model_file["frozen_param_fragments"]) == (
@@ -592,7 +594,7 @@ def test_a_target_says_nothing_of_an_option_that_no_one_typed(stage: int, tmp_pa
         torch.save(model_file, path)
     zckpt.reshard(run, tmp_path / "left_out", dp=3)
     for source in (run, tmp_path / "left_out"):
-        assert any("exclude_frozen" in line for line in texts(zckpt.read(source).warnings))
+        assert any("exclude_frozen" in line for line in texts(zckpt.read(source).notices.warnings))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -627,6 +629,6 @@ def test_a_base_model_under_an_adapter_arrives(stage: int, quantized: bool, tmp_
     frozen = {name for name, each in manifest.parameters.items() if not each.trainable}
     assert frozen == {f"{front}.embed.weight", f"{front}.norm.weight"}
     assert manifest.buffers == ((f"{front}.head.base_layer.weight",) if quantized else ())
-    assert not any("exclude_frozen_parameters" in line for line in texts(manifest.warnings))
+    assert not any("exclude_frozen_parameters" in line for line in texts(manifest.notices.warnings))
     for name in frozen:
         assert torch.equal(zckpt.load(target, f"{name}/param"), model[name])

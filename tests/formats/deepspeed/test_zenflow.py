@@ -90,9 +90,9 @@ def say(run: Path, **changes: Any) -> None:
 
 
 def test_masters_of_zenflow_are_older(example: Path) -> None:
-    assert not any("ZenFlow" in line for line in texts(zckpt.read(example).warnings))
+    assert not any("ZenFlow" in line for line in texts(zckpt.read(example).notices.warnings))
     say(example)
-    warnings = zckpt.read(example).warnings
+    warnings = zckpt.read(example).notices.warnings
     assert ["older than the weights of the module" in line for line in texts(warnings)] == [True]
 
 

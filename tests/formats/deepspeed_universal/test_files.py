@@ -52,5 +52,5 @@ class TestDirectories:
         run = self.both(example, tmp_path)
         (run / "trainer_state.json").write_text("{}")
         for name in ("deepspeed", FORMAT):
-            siblings = zckpt.read(run, format=name).siblings
+            siblings = zckpt.read(run, format=name).files.siblings
             assert [sibling.name for sibling in siblings] == ["trainer_state.json"]

@@ -265,7 +265,7 @@ class TestSteps:
         assert manifest.parameters[folders[0].name].step == 2
         assert manifest.parameters[folders[1].name].step == 7
         assert manifest.step is None
-        places = {line.step: line.where for line in manifest.steps if line.truth}
+        places = {line.step: line.where for line in manifest.run.steps if line.truth}
         assert folders[0].name in places[2]
         with pytest.raises(ZckptError, match="one step for"):
             convert(merged, tmp_path / "target", step_policy="keep")
@@ -294,7 +294,7 @@ class TestSteps:
             path.unlink()
         manifest = zckpt.read(merged)
         assert manifest.step is None
-        assert any("without a step" in warning for warning in texts(manifest.warnings))
+        assert any("without a step" in warning for warning in texts(manifest.notices.warnings))
 
 
 MERGED = [
@@ -344,7 +344,9 @@ class TestRoundRobin:
         root = trained(self.CASE)
         run = merge(root / "run", tmp_path / "run")
         manifest = zckpt.read(run, format=FORMAT)
-        assert any("round_robin_gradients" in warning for warning in texts(manifest.warnings))
+        assert any(
+            "round_robin_gradients" in warning for warning in texts(manifest.notices.warnings)
+        )
         with pytest.raises(InconsistentCheckpoint, match="not the rounded masters"):
             zckpt.convert(run, tmp_path / "universal", format=FORMAT)
         zckpt.convert(run, tmp_path / "universal", format=FORMAT, accept_weights=True)
@@ -361,7 +363,7 @@ class TestRoundRobin:
         root = trained(self.CASE)
         merged = convert(root / "run", tmp_path / "merged")
         manifest = zckpt.read(merged)
-        assert not any("round_robin" in warning for warning in texts(manifest.warnings))
+        assert not any("round_robin" in warning for warning in texts(manifest.notices.warnings))
         zckpt.convert(merged, tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)

@@ -199,7 +199,9 @@ class TestTensorParallelism:
         assert [len(manifest.parameters), manifest.step, manifest.dp] == [7, 5, 3]
         for group, names in enumerate(GROUPS):
             assert [name for name, p in manifest.parameters.items() if p.group == group] == names
-        assert any("modules of 2 model-parallel ranks" in what for what in texts(manifest.omitted))
+        assert any(
+            "modules of 2 model-parallel ranks" in what for what in texts(manifest.notices.omitted)
+        )
         zckpt.convert(run, tmp_path / "universal")
         loaded = load(tmp_path / "universal")
         assert sorted({name.rpartition("/")[2] for name in loaded}) == [

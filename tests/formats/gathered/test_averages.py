@@ -30,8 +30,10 @@ def fsdp2(once: Once) -> Path:
 )
 def test_are_joined_as_the_models(name: str, place: str, front: str, fsdp2: Path) -> None:
     manifest = zckpt.read(fsdp2 / name)
-    assert any("joined as the model's DTensors are" in line for line in texts(manifest.warnings))
-    assert not any(line.startswith("ema") for line in texts(manifest.omitted))
+    assert any(
+        "joined as the model's DTensors are" in line for line in texts(manifest.notices.warnings)
+    )
+    assert not any(line.startswith("ema") for line in texts(manifest.notices.omitted))
     for weight, whole in torch.load(fsdp2 / "averages.pt").items():
         keys = [
             key for key in map(name_of, manifest.entries) if key.endswith(f"{front}{weight}'/state")
@@ -43,13 +45,13 @@ def test_are_joined_as_the_models(name: str, place: str, front: str, fsdp2: Path
 @pytest.mark.parametrize("name", ["ema_list", "ema_renamed"])
 def test_others_are_left_out_as_a_whole(name: str, fsdp2: Path) -> None:
     manifest = zckpt.read(fsdp2 / name)
-    assert sum(line.startswith("ema is left out") for line in texts(manifest.warnings)) == 1
+    assert sum(line.startswith("ema is left out") for line in texts(manifest.notices.warnings)) == 1
     assert not any("ema" in name for name, _ in manifest.entries)
-    assert not any(line.startswith("ema") for line in texts(manifest.omitted))
+    assert not any(line.startswith("ema") for line in texts(manifest.notices.omitted))
     assert "ema" not in (manifest.state.get("client_state") or {})
 
 
 def test_whole_ones_stay(fsdp2: Path) -> None:
     manifest = zckpt.read(fsdp2 / "ema_whole")
-    assert not any("ema" in line for line in texts(manifest.warnings))
+    assert not any("ema" in line for line in texts(manifest.notices.warnings))
     assert len([name for name, _ in manifest.entries if "ema" in name]) == 5

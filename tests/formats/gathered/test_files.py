@@ -47,7 +47,7 @@ def test_usual_names(model: str, optim: str, tmp_path: Path) -> None:
     assert (manifest.format, manifest.step, len(manifest.parameters)) == ("gathered", 3, 8)
     statistics = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
     assert sorted(manifest.buffers) == statistics
-    carried = sorted(sibling.name for sibling in manifest.siblings)
+    carried = sorted(sibling.name for sibling in manifest.files.siblings)
     assert carried == ["rng_state_0.pth", "scheduler.pt", "trainer_state.json"]
     zckpt.convert(folder, tmp_path / "target", to="gathered", param_names=names)
     assert (tmp_path / "target" / "trainer_state.json").read_text() == "{}"
@@ -221,8 +221,8 @@ def test_accelerates_ranks(tmp_path: Path) -> None:
         torch.save(pair[1].state_dict(), tmp_path / f"optimizer_0_rank{rank}.bin")
     torch.save({"last_epoch": 1}, tmp_path / "scheduler.bin")
     manifest = zckpt.read(tmp_path)
-    assert (manifest.step, len(manifest.files), manifest.omitted) == (3, 4, ())
-    assert [sibling.name for sibling in manifest.siblings] == ["scheduler.bin"]
+    assert (manifest.step, len(manifest.files.paths), manifest.notices.omitted) == (3, 4, ())
+    assert [sibling.name for sibling in manifest.files.siblings] == ["scheduler.bin"]
 
 
 def test_no_format_takes_the_files_of_another(tmp_path: Path) -> None:

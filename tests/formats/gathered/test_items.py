@@ -78,7 +78,7 @@ def test_targets(items: Path, tmp_path: Path) -> None:
 
 def test_a_file_stands_for_all_of_its_item(items: Path) -> None:
     manifest = zckpt.read(items / "model_1.pt")
-    assert sorted(map(Path, manifest.files)) == [items / "model_0.pt", items / "model_1.pt"]
+    assert sorted(map(Path, manifest.files.paths)) == [items / "model_0.pt", items / "model_1.pt"]
     assert manifest.groups is None
     with pytest.raises(errors.MissingData, match="no model's") as raised:
         zckpt.read(items / "optimizer_1.pt")
@@ -149,8 +149,8 @@ def test_other_numbered_files_are_the_programs_own(items: Path) -> None:
     torch.save({"fc.weight": torch.ones(3)}, items / "snapshot_17.pt")
     (items / "notes_0.pt").write_text("not of torch.save")
     manifest = zckpt.read(items)
-    assert len(manifest.files) == 12
-    assert {each.name for each in manifest.siblings} == {"snapshot_17.pt", "notes_0.pt"}
+    assert len(manifest.files.paths) == 12
+    assert {each.name for each in manifest.files.siblings} == {"snapshot_17.pt", "notes_0.pt"}
 
 
 def test_whole_files_beside_them(items: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_whole_files_beside_them(items: Path, tmp_path: Path) -> None:
     assert "other.weight" not in zckpt.read(items).parameters
     for name in ("model.pt", "optim.pt"):
         shutil.copy(tmp_path / "whole" / name, items)
-    files = [Path(file).name for file in zckpt.read(items).files]
+    files = [Path(file).name for file in zckpt.read(items).files.paths]
     assert files == ["model.pt", "optim.pt"]
 
 
@@ -170,8 +170,8 @@ def test_plain_files_stay_alternatives(tmp_path: Path) -> None:
         torch.save({"fc.weight": torch.ones(3) * epoch}, tmp_path / f"model_{epoch}.pt")
     with pytest.raises(errors.AmbiguousCheckpoint, match=r"2 checkpoints .*model_0\.pt, model_1"):
         zckpt.read(tmp_path)
-    assert zckpt.read(tmp_path, tag="model_1.pt").files == (str(tmp_path / "model_1.pt"),)
-    assert zckpt.read(tmp_path / "model_0.pt").files == (str(tmp_path / "model_0.pt"),)
+    assert zckpt.read(tmp_path, tag="model_1.pt").files.paths == (str(tmp_path / "model_1.pt"),)
+    assert zckpt.read(tmp_path / "model_0.pt").files.paths == (str(tmp_path / "model_0.pt"),)
 
 
 def test_one_rank(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class TestLightning(FormatContract):
             saved["optimizer_states"][0]["state"]
         )
         assert manifest.state["client_state"]["lr_schedulers"] == [SCHEDULER]
-        assert "lr_schedulers.0, last_epoch" in [each.where for each in manifest.steps]
+        assert "lr_schedulers.0, last_epoch" in [each.where for each in manifest.run.steps]
 
     @pytest.mark.parametrize("through", [None, "universal", "dcp"])
     def test_becomes_the_same_file(

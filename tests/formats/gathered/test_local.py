@@ -88,7 +88,7 @@ class TestLocalStates:
             zckpt.read(folder)
         assert "--weights-only" in raised.value.hint
         manifest = zckpt.read(folder, weights_only=True)
-        said = manifest.omitted[0]
+        said = manifest.notices.omitted[0]
         assert (said.code, said.severity, said.subject) == ("missing-rank-file", "note", "optim")
         assert "lacks optim_rank_1.pt" in said.message
         assert manifest.groups is None
@@ -106,7 +106,9 @@ class TestLocalStates:
         manifest = zckpt.read(folder)
         trained = [name for name, p in manifest.parameters.items() if p.trainable]
         assert trained == ["1.weight", "1.bias"]
-        (line,) = [line for line in texts(manifest.warnings) if "lists 2 of 4 weights" in line]
+        (line,) = [
+            line for line in texts(manifest.notices.warnings) if "lists 2 of 4 weights" in line
+        ]
         assert "consolidate_state_dict()" in line
         zckpt.convert(folder, tmp_path / "new", to="deepspeed", dp=2)
 

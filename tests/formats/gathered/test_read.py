@@ -92,7 +92,7 @@ def test_reads_what_trainers_save(trainer: str, tmp_path: Path) -> None:
     checkpoint = trainers.fsdp(f"{trainer}_fsdp_full", tmp_path / "trained", 2)
     oracle = oracle_of(tmp_path / "trained")
     manifest = zckpt.read(checkpoint)
-    beside = {sibling.name for sibling in manifest.siblings}
+    beside = {sibling.name for sibling in manifest.files.siblings}
     assert beside >= {"hf_trainer": {"trainer_state.json"}}.get(trainer, set())
     zckpt.convert(checkpoint, tmp_path / "universal")
     assert_holds(tmp_path / "universal", oracle)
@@ -153,7 +153,7 @@ class TestRanks(FormatContract):
     def test_any_file_stands_for_all_of_its_kind(self, checkpoint: Path) -> None:
         manifest = zckpt.read(self.file(checkpoint, "model", 1))
         assert manifest.groups is None
-        assert len(manifest.files) == 2
+        assert len(manifest.files.paths) == 2
 
     @pytest.mark.parametrize(
         ("renamed", "said"),
@@ -196,7 +196,7 @@ class TestRanks(FormatContract):
 
     def test_random_states_are_left_out(self, manifest: Manifest) -> None:
         assert manifest.source["dp"] == 2
-        assert all("rank 0's is taken" in line for line in texts(manifest.omitted))
+        assert all("rank 0's is taken" in line for line in texts(manifest.notices.omitted))
 
 
 class TestFiles(FormatContract):

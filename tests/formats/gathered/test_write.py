@@ -157,7 +157,7 @@ class TestWritten:
         assert after.parameters == before.parameters
         assert after.buffers == before.buffers
         assert after.state["lr_scheduler"] == before.state["lr_scheduler"]
-        assert after.warnings == ()
+        assert after.notices.warnings == ()
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_another_type(self, dtype: str, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ class TestWritten:
         folder = save(tmp_path / "run", trained_pair(named=True))
         torch.save([1, 2], folder / "extra.pt")
         (folder / "notes.txt").write_text("mine")
-        assert [s.name for s in zckpt.read(folder).siblings] == ["extra.pt", "notes.txt"]
+        assert [s.name for s in zckpt.read(folder).files.siblings] == ["extra.pt", "notes.txt"]
         report = zckpt.convert(folder, tmp_path / "t", to="gathered")
         assert (tmp_path / "t" / "notes.txt").read_text() == "mine"
         assert texts(report["left_out"]) == ["extra.pt: a file of the target has this name"]

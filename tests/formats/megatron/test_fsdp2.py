@@ -68,12 +68,12 @@ def test_rows_are_those_of_the_module(runs: Path, tmp_path: Path, name: str) -> 
         key
         for key, tensor in expected.items()
         if not torch.equal(
-            loading.as_torch(manifest.entries[key_of(key)], manifest.records), tensor
+            loading.as_torch(manifest.entries[key_of(key)], manifest.files.records), tensor
         )
     ]
     assert different == []
     interleaved = name not in ("on_1", "without_gate")
-    assert any("interleaves" in line for line in texts(manifest.warnings)) == interleaved
+    assert any("interleaves" in line for line in texts(manifest.notices.warnings)) == interleaved
     zckpt.convert(runs / name, tmp_path / "dcp", to="dcp")
     report = zckpt.verify(runs / name, tmp_path / "dcp", gather=True, device="cpu")
     assert report["equal"], report["differences"][:2]

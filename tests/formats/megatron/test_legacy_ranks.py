@@ -110,7 +110,7 @@ def test_folders_of_another_run(spread: Path) -> None:
 def test_arguments_that_fit_the_folders(writers: tuple[int | None, ...], spread: Path) -> None:
     """Megatron-LM's arguments have the rank of each writer; converted files have one, or none."""
     _written_by(spread, writers)
-    assert len(package.read(spread).files) > 4
+    assert len(package.read(spread).files.paths) > 4
 
 
 @pytest.mark.parametrize("writers", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1)])
@@ -228,7 +228,7 @@ def test_experts_of_transformer_engine(
 
     _changed(spread, change)
     assert "decoder.layers.0.mlp.experts.linear_fc1._extra_state" in texts(
-        package.read(spread).omitted
+        package.read(spread).notices.omitted
     )
     ended = zckpt("reshard", spread, tmp_path / "scales", "--json")
     assert "8-bit floats of several experts" in ended.document["message"]
@@ -279,7 +279,7 @@ def test_rules_count_before_those_of_a_model(sliced: Path, tmp_path: Path) -> No
 def test_rules_of_files_that_need_none(kind: str) -> None:
     (line,) = [
         line
-        for line in texts(package.read(DATA / kind, tp_rules="megatron-swiglu").warnings)
+        for line in texts(package.read(DATA / kind, tp_rules="megatron-swiglu").notices.warnings)
         if "--tp-rules" in line
     ]
     assert "is not used" in line

@@ -111,7 +111,7 @@ class TestTarget:
         (folder / "tokenizer" / "vocab.json").write_text("{}")
         (tmp_path / "merges.txt").write_text("")
         (folder / "tokenizer" / "merges.txt").symlink_to(tmp_path / "merges.txt")
-        assert "own.txt, a file of the directory" in texts(package.read(run).omitted)
+        assert "own.txt, a file of the directory" in texts(package.read(run).notices.omitted)
         report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
         assert [line for line in texts(report["left_out"]) if line.startswith("--like")] == [
             "--like: tokenizer/merges.txt: a link out of the directory"

@@ -75,7 +75,7 @@ def test_bridges_files_go_along(bridge: Path, tmp_path: Path, zckpt: Callable[..
         written = package.read(target)
         assert "rng_state/shard_0.1_1.2" in written.state["megatron"]["objects"]
         assert package.verify(target, ITEMS)["differences"] == []
-    omitted = package.read(bridge).omitted
+    omitted = package.read(bridge).notices.omitted
     assert texts(omitted) == ["modelopt_state, a file of the directory"]
 
 

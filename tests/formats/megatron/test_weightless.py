@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_alone_is_read_by_its_masters(tmp_path: Path, zckpt: Program) -> None:
     source = tmp_path / "states"
     manifest = copied(DATA / ITERATION, source, WEIGHTS)
-    assert any("masters stand for them" in line for line in texts(manifest.warnings))
+    assert any("masters stand for them" in line for line in texts(manifest.notices.warnings))
     whole = package.read(DATA)
     known = {name: each.shape for name, each in whole.parameters.items()}
     assert {name: each.shape for name, each in manifest.parameters.items()} == known

@@ -94,7 +94,7 @@ class TestRefused:
         files.write(make("fp16"), tmp_path / "source", 2, "l2", prefix="ORT_checkpoint2")
         refused("AmbiguousCheckpoint", "ORT_checkpoint2", "name the file")
         manifest = zckpt.read(tmp_path / "source" / "ORT_checkpoint2.ZeRO.1.1.ort.pt")
-        assert all("ORT_checkpoint2." in path for path in manifest.files)
+        assert all("ORT_checkpoint2." in path for path in manifest.files.paths)
 
     def test_more_ranks_than_there_can_be(self, refused: Any, tmp_path: Path) -> None:
         folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")

@@ -396,11 +396,11 @@ class TestSteps:
     def test_stored_counters_are_one_more(self) -> None:
         manifest = zckpt.read(DATA / "hdf5__fp16__adam__dp3")
         assert manifest.step == 5
-        true = [line for line in manifest.steps if line.truth]
+        true = [line for line in manifest.run.steps if line.truth]
         assert len(true) == 8  # six weights, two of which two ranks share
         assert {line.step for line in true} == {5}
 
     def test_the_trainers_own_are_listed(self) -> None:
         manifest = zckpt.read(REAL / "checkpoint.ortcp")
-        counters = {line.where: line.step for line in manifest.steps if not line.truth}
+        counters = {line.where: line.step for line in manifest.run.steps if not line.truth}
         assert counters == {"train_step_info, optimization_step": 5, "train_step_info, step": 5}

@@ -195,7 +195,7 @@ def test_shapes_that_differ_tell_in_any_order(tmp_path: Path) -> None:
     optimizer.step()
     zckpt.convert(save(tmp_path / "run", (model, optimizer), "model.safetensors"), tmp_path / "u")
     assert_moments_are_right(tmp_path / "u", (model, optimizer))
-    assert zckpt.read(tmp_path / "u").inferred == ()
+    assert zckpt.read(tmp_path / "u").notices.inferred == ()
 
 
 def test_rows_and_columns_of_adafactor_are_not_taken_for_a_shape(tmp_path: Path) -> None:
@@ -344,6 +344,6 @@ def test_states_that_show_no_shape(kept: torch.Tensor, tmp_path: Path, zckpt: Pr
 def test_names_that_a_file_has_itself(tmp_path: Path) -> None:
     path, names = two_groups(tmp_path, named=True)
     line = f"{path} names its parameters itself, in another order than --param-names has"
-    assert line in texts(zckpt.read(path, param_names=names[::-1]).warnings)
-    assert line not in texts(zckpt.read(path, param_names=names).warnings)
-    assert line not in texts(zckpt.read(path).warnings)
+    assert line in texts(zckpt.read(path, param_names=names[::-1]).notices.warnings)
+    assert line not in texts(zckpt.read(path, param_names=names).notices.warnings)
+    assert line not in texts(zckpt.read(path).notices.warnings)

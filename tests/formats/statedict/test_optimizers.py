@@ -202,8 +202,8 @@ def test_a_named_optimizer_looks_elsewhere(options: dict[str, Any], tmp_path: Pa
     run = saved(tmp_path / "run", ({**APEX, "step": 7}, MOMENTS, None))
     zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2, **options)
     manifest = zckpt.read(tmp_path / "zero")
-    assert manifest.step_place is not None
-    assert manifest.step_place.where == "state"
+    assert manifest.run.step_place is not None
+    assert manifest.run.step_place.where == "state"
     report = zckpt.verify(run, tmp_path / "zero")
     assert report["equal"]
     (note,) = [note for note in texts(report["notes"]) if "place of the step" in note]

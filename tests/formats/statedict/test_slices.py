@@ -109,11 +109,11 @@ def test_torchs_own_directories_are_not_loaded(name: str, fsdp2: Path) -> None:
 def test_averages_beside_whole_weights(fsdp2: Path) -> None:
     """No rank has a part of the model, so that nothing states where parts of averages belong."""
     manifest = zckpt.read(fsdp2 / "whole_ema")
-    assert texts(manifest.warnings) == [
+    assert texts(manifest.notices.warnings) == [
         "ema is left out: each rank's tensors in it are slices of the model's weights, and nothing "
         "shows how to join them",
     ]
-    assert not manifest.omitted
+    assert not manifest.notices.omitted
     assert {*manifest.parameters} == {"emb.weight", "fc.weight", "fc.bias"}
 
 
@@ -127,7 +127,7 @@ class TestSound:
         manifest = zckpt.read(fsdp2 / name)
         assert manifest.parameters["emb.weight"].shape == (37, 8)
         assert manifest.entries["emb.weight", "exp_avg"].shape == (37, 8)
-        own = {line.partition(":")[0] for line in texts(manifest.omitted)}
+        own = {line.partition(":")[0] for line in texts(manifest.notices.omitted)}
         if name != "dcp_sound":
             assert {"model.seen", "model.bn.running_mean"} <= own
         is_fed_back = name in ("feedback", "dcp_apart_sound")
@@ -135,7 +135,7 @@ class TestSound:
 
     @pytest.mark.parametrize("name", ["both", "frozen"])
     def test_buffers_of_ranks_beside_their_optimizer(self, name: str, ddp: Path) -> None:
-        omitted = zckpt.read(ddp / name).omitted
+        omitted = zckpt.read(ddp / name).notices.omitted
         assert [line.partition(":")[0] for line in texts(omitted)] == [
             "model.seen",
             "model.bn.running_mean",
@@ -143,7 +143,7 @@ class TestSound:
         ]
 
     def test_statistics_without_an_optimizer(self, ddp: Path) -> None:
-        assert len(zckpt.read(ddp / "weights").omitted) == 2
+        assert len(zckpt.read(ddp / "weights").notices.omitted) == 2
 
 
 class TestBuffers:
@@ -232,7 +232,7 @@ class TestNoChecksums:
             raise AssertionError("a tensor was read")
 
         monkeypatch.setattr("zckpt.files.torchfile.crc_of", read)
-        assert zckpt.read(fsdp2 / "equal_legacy", by_checksums=True).uncompared == 1
+        assert zckpt.read(fsdp2 / "equal_legacy", by_checksums=True).notices.uncompared == 1
         zckpt.read(fsdp2 / "sound", by_checksums=True)
         with pytest.raises(InconsistentCheckpoint):
             zckpt.read(fsdp2 / "plain", by_checksums=True)
@@ -241,7 +241,10 @@ class TestNoChecksums:
 def test_averages_of_one_rank_are_left_out_of_items(fsdp2: Path, tmp_path: Path) -> None:
     for name in ("dcp_ema", "dcp_ema_list"):
         manifest = zckpt.read(fsdp2 / name)
-        assert sum(line.startswith("ema is left out") for line in texts(manifest.warnings)) == 1
+        assert (
+            sum(line.startswith("ema is left out") for line in texts(manifest.notices.warnings))
+            == 1
+        )
         assert not any("ema" in name.split(".") for name, _ in manifest.entries)
     two = {"generator": {"w": torch.ones(4, 2)}, "critic": {"w": torch.ones(2, 2)}}
     dcp.save(two, checkpoint_id=tmp_path / "two")

@@ -40,7 +40,7 @@ def test_the_checksum_is_that_of_the_specification(universal: Path) -> None:
 
 def test_every_flipped_bit_of_a_manifest_is_an_error(universal: Path) -> None:
     """Every 101st, which meets each of the eight bits of bytes."""
-    assert not zckpt.read(universal).warnings
+    assert not zckpt.read(universal).notices.warnings
     path = universal / "manifest.json"
     text = path.read_bytes()
     before = read(universal)
@@ -53,7 +53,7 @@ def test_every_flipped_bit_of_a_manifest_is_an_error(universal: Path) -> None:
             manifest = zckpt.read(universal)
         except (CorruptCheckpoint, UnsupportedCheckpoint):  # the latter for another version
             continue
-        if manifest.warnings:  # the key `crc32` has another name
+        if manifest.notices.warnings:  # the key `crc32` has another name
             continue
         if json.loads(flipped.decode("utf-8", "surrogatepass")) != before:  # spaces mean nothing
             silent.append(bit)
@@ -88,7 +88,7 @@ def test_a_manifest_without_a_checksum_is_read_with_a_warning(universal: Path) -
     del document["crc32"]
     (universal / "manifest.json").write_text(json.dumps(document))
     manifest = zckpt.read(universal)
-    assert any("no checksum" in warning for warning in texts(manifest.warnings))
+    assert any("no checksum" in warning for warning in texts(manifest.notices.warnings))
     assert zckpt.verify(universal)["equal"]
 
 

@@ -200,7 +200,7 @@ class TestNotices:
         self.change(universal, {"warnings": [STATED, other], "left_out": [other]})
         zckpt.convert(universal, tmp_path / "again")
         for manifest in (zckpt.read(universal), zckpt.read(tmp_path / "again")):
-            first, second = manifest.warnings
+            first, second = manifest.notices.warnings
             message = {"message": "one", "file": None}
             assert asdict(first) == STATED | message
             assert (second.code, second.severity, second.message) == (
@@ -208,7 +208,7 @@ class TestNotices:
                 "note",
                 "two",
             )
-            assert texts(manifest.omitted) == ["three"]
+            assert texts(manifest.notices.omitted) == ["three"]
 
     @pytest.mark.parametrize(
         "notices",
@@ -227,14 +227,14 @@ class TestNotices:
     )
     def test_others_are_of_the_source(self, notices: Any, universal: Path) -> None:
         manifest = self.change(universal, notices)
-        assert [notice.code for notice in manifest.warnings] == ["said-by-source"] * 2
-        assert [notice.severity for notice in manifest.warnings] == ["warning"] * 2
-        assert texts(manifest.warnings) == ["one", "two"]
-        (omitted,) = manifest.omitted
+        assert [notice.code for notice in manifest.notices.warnings] == ["said-by-source"] * 2
+        assert [notice.severity for notice in manifest.notices.warnings] == ["warning"] * 2
+        assert texts(manifest.notices.warnings) == ["one", "two"]
+        (omitted,) = manifest.notices.omitted
         assert (omitted.code, omitted.severity) == ("said-by-source", "note")
 
     def test_an_older_manifest_states_none(self) -> None:
         older = ROOT / "tests" / "data" / "universal" / "06-0.1.0" / "megatron"
-        (notice,) = zckpt.read(older).omitted
+        (notice,) = zckpt.read(older).notices.omitted
         assert notice.code == "said-by-source"
         assert notice.message == "random states (rng_state), which every data-parallel rank has"

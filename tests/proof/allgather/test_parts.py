@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from zckpt.core.entries import Entry, key_of, name_of
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, solid
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.partition import UNNAMED, BoxPart, FlatMember, Joined, Nameless, Partitioned, Whole
 from zckpt.proof.allgather.parts import alone, by_name, cut_over, first_extent, strided, with_names
 
@@ -27,7 +26,7 @@ def at(offset: int, numel: int = 4) -> Extent:
 
 def checkpoint(*entries: Entry, replicas: Sequence[Entry] = ()) -> Manifest:
     known = {each.key: each for each in entries}
-    return Manifest("run", "deepspeed", Origin(), known, {}, replicas=tuple(replicas))
+    return Manifest("run", "deepspeed", Run(), known, {}, replicas=tuple(replicas))
 
 
 # -- a tensor as the only part there is of it

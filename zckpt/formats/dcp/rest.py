@@ -9,8 +9,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core import sources
 from ...core.folder import Folder
 from ...core.inert import TensorName, map_values
@@ -95,5 +93,5 @@ def tensor_names(value: Any) -> Iterator[str]:
 def seal_rest(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record of the file."""
     path = rest_of(root.path)
-    records = tuple(each for each in manifest.records if each.extent.file == path)
-    seal_records(root, replace(manifest, records=records), outcome)
+    records = tuple(each for each in manifest.files.records if each.extent.file == path)
+    seal_records(root, manifest.replace(records=records), outcome)

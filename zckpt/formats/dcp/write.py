@@ -75,7 +75,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     Raises WrongOption and MissingData before anything is written.
     """
     writer = DcpWriter(source, options, number)
-    siblings = [(item.name, item) for item in source.siblings]
+    siblings = [(item.name, item) for item in source.files.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
     def loading(path: str) -> str:
@@ -102,7 +102,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
 
 def has_models(source: Manifest, options: Options) -> bool:
     """Whether the target has a place for several models: Accelerate's folders, with numbers."""
-    folders = {os.path.basename(os.path.dirname(path)) for path in source.files}
+    folders = {os.path.basename(os.path.dirname(path)) for path in source.files.paths}
     dialect = options[DIALECT]
     return dialect == "accelerate" or (dialect is None and any(map(PARTS.fullmatch, folders)))
 
@@ -177,7 +177,7 @@ class DcpWriter(Struct, eq=False, dict=True):
                 f"{'add those' if dp > number else 'some are not read'}",
                 file=folder,
             )
-            for folder, number in trainers.ranks_of(self.source.siblings).items()
+            for folder, number in trainers.ranks_of(self.source.files.siblings).items()
             if dp is not None and dp != number
         ]
 
@@ -189,7 +189,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             dicts.save_adapter_alone()
         if dialect is None and before is not None and is_pair(before):
             return self._pair(before)
-        program = program_of(self.source.siblings)
+        program = program_of(self.source.files.siblings)
         if dialect == "torchtitan" or (dialect is None and not before):
             if program is not None and dialect is None and dicts.optimizes:
                 self.warnings.append(trainers.not_loaded(".metadata", ["accelerate"]))

@@ -242,12 +242,12 @@ def _joined(
     found = replace(experts.whole.found, shapes=states.found.shapes)
     whole = replace(experts.whole, found=found)
     own = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
-    own = replace(own, inferred=tuple(first.inferred), zero_padding=True)
+    own = own.replace(inferred=tuple(first.inferred), zero_padding=True)
     ranks = [own, *(_beside(own, each, step_policy) for each in others)]
     trained = {name for rank in ranks for name in rank.parameters}
     beside = _of_module(own, whole, trained)
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
-    manifest, inferred = with_members(manifest, first.members), manifest.inferred
+    manifest, inferred = with_members(manifest, first.members), manifest.notices.inferred
     if not inferred:
         return manifest
     message = (
@@ -255,7 +255,7 @@ def _joined(
         f"{listed(inferred, 4)} are inferred from the order of the module"
     )
     by_order = warning("names-inferred", message, subject=inferred[0])
-    return replace(manifest, warnings=(*manifest.warnings, by_order))
+    return manifest.replace(warnings=(*manifest.notices.warnings, by_order))
 
 
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
@@ -264,14 +264,13 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
     tensors.add_frozen()
     tensors.add_buffers()
     tensors.add_aliases()
-    return replace(
-        first,
+    return first.replace(
         entries=tensors.entries,
         parameters={n: own for n, own in tensors.parameters.items() if n not in trained},
         buffers=tensors.buffer_names,
         replicas=tuple(tensors.replicas),
         state={"module": list(tensors.module)},
-        files=(),
+        paths=(),
         records=(),
     )
 
@@ -296,12 +295,11 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
             file=whole.file.path,
         )
     others = tensors.kept(states.first.get(OTHER) or {}, OF_OTHERS, whole.file)
-    return replace(
-        first,
+    return first.replace(
         entries=tensors.entries,
         parameters=tensors.parameters,
         stated_in=whole.file.path,
-        files=(whole.file.path,),
+        paths=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
         states=first.states.without_form("number", "other", "unsupported")

@@ -49,8 +49,8 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
     pairs = _pairs(own, new)
     if is_other_optimizer(new, source):
         pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
-    ep = max((layer.ep for layer in layers_of(source.engine)), default=1)
-    grid = source.origin
+    ep = max((layer.ep for layer in layers_of(source.run.engine)), default=1)
+    grid = source.run.origin
     for name, option, size in (("tp", TP, grid.tp), ("pp", PP, grid.pp), ("ep", EP, ep)):
         pairs[name] = size or 1, options[option] or size or 1
     if not (own.whole and new.whole and ep == 1):
@@ -84,7 +84,7 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
     """The engine of every model rank."""
-    grid = Grid(source.origin.pp or 1, source.origin.tp or 1)
+    grid = Grid(source.run.origin.pp or 1, source.run.origin.tp or 1)
     return TargetEngine(replace(source, place=Place(0, grid)), options)
 
 

@@ -62,11 +62,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         files = grid_files(directory)
         notes = tuple(check_names(open_files(files.paths, files.parsed)))
         if reading.ranks_apart and not files.is_plain:
-            return replace(_apart(directory, files, reading), notes=notes)
+            return _apart(directory, files, reading).replace(notes=notes)
         models = of_tensor_ranks(directory, files, reading)
         if reading.with_slicings or files.grid.tp > 1:
             models = [joined_slices(models, reading.tp_rules, reading.step_policy)]
-        return replace(models[0], notes=notes)
+        return models[0].replace(notes=notes)
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
 
@@ -90,7 +90,9 @@ def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None
     for number in range(tp):
         stages = ranks[number::tp]
         if not files.is_plain:
-            stages = [replace(each, origin=replace(each.origin, tp=tp, pp=pp)) for each in stages]
+            stages = [
+                each.replace(origin=replace(each.run.origin, tp=tp, pp=pp)) for each in stages
+            ]
         if files.layers:
             models.append(joined_stages(stages, files.layers_of(number), step_policy))
         elif pp == 1:
@@ -151,7 +153,7 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
     buffers, config = [*flat_buffers(ranks, step_policy)], ranks.effective_config(ranks.round_robin)
     manifest = manifest_of(ranks, buffers, "deepspeed", config, ranks.module_dtype)
     # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
-    return replace(manifest, zero_padding=not ranks.partitioned)
+    return manifest.replace(zero_padding=not ranks.partitioned)
 
 
 # -- model ranks apart
@@ -164,10 +166,12 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
     ranks = [with_steps(rank, steps) for rank in ranks]
     models = _models(files, ranks, reading.step_policy)
     apart = stacked([*_with_weights_of_layers(ranks, models)])
-    warnings = [*apart.warnings, *(line for model in models for line in model.warnings)]
-    return replace(
-        apart,
-        origin=replace(apart.origin, tp_rules=reading.tp_rules or None),
+    warnings = [
+        *apart.notices.warnings,
+        *(line for model in models for line in model.notices.warnings),
+    ]
+    return apart.replace(
+        origin=replace(apart.run.origin, tp_rules=reading.tp_rules or None),
         models=tuple(models),
         warnings=tuple(dict.fromkeys(warnings)),
     )
@@ -178,16 +182,15 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
     whole = united(manifests)
     assert manifests[0].place is not None
     grid = manifests[0].place.grid
-    return replace(
-        whole,
+    return whole.replace(
         ranks=tuple(manifests),
-        origin=replace(whole.origin, tp=grid.tp, pp=grid.pp, model_ranks=len(manifests)),
+        origin=replace(whole.run.origin, tp=grid.tp, pp=grid.pp, model_ranks=len(manifests)),
         entries={},
         parameters={},
         buffers=(),
         replicas=(),
         states=whole.states.without_form("number", "unsupported"),
-        omitted=tuple(dict.fromkeys(chain.from_iterable(m.omitted for m in manifests))),
+        omitted=tuple(dict.fromkeys(chain.from_iterable(m.notices.omitted for m in manifests))),
     )
 
 
@@ -213,7 +216,7 @@ def _with_weights_of_layers(
             if name not in seen[n] or len(copies) >= uses[n][name]:
                 own += copies
         seen[n].update(names)
-        assert isinstance(rank.engine, FlatBufferEngine)
-        assert isinstance(models[0].engine, FlatBufferEngine)
-        engine = replace(rank.engine, dtype=models[0].engine.dtype)
-        yield replace(rank, engine=engine, sibling_weights=tuple(own))
+        assert isinstance(rank.run.engine, FlatBufferEngine)
+        assert isinstance(models[0].run.engine, FlatBufferEngine)
+        engine = replace(rank.run.engine, dtype=models[0].run.engine.dtype)
+        yield rank.replace(engine=engine, sibling_weights=tuple(own))

@@ -50,10 +50,10 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
             f"--like does not apply to {source.root}, whose files say how its ranks share a model",
             hint="leave it out",
         )
-    assert isinstance(like.engine, FlatBufferEngine)
-    if like.engine.experts or like.groups is None:
+    assert isinstance(like.run.engine, FlatBufferEngine)
+    if like.run.engine.experts or like.groups is None:
         reason, hint = "no parameter groups", "give a run without elastic_checkpoint"
-        if like.engine.experts:
+        if like.run.engine.experts:
             reason = "experts"
             hint = "leave out --like: the names of groups show which ones have experts"
         raise UnsupportedCheckpoint(
@@ -62,7 +62,7 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
             hint=hint,
             file=like.root,
         )
-    slices = like.tensor_parallel or UNCUT
+    slices = like.run.tensor_parallel or UNCUT
     rows = {name: own.used for name, own in slices.vocabularies.items()}
     return _Run(source, like, options, rows).manifest()
 
@@ -77,23 +77,22 @@ class _Run(Template):
         entries = {entry.key: entry for entry in every if entry.slot == "state"} | self.entries()
         if not self.options.weights_only:
             self.check_states(entries)
-        return replace(
-            source,
-            origin=replace(like.origin, tag=None),
+        return source.replace(
+            origin=replace(like.run.origin, tag=None),
             entries=entries,
             parameters=self.parameters(),
             buffers=like.buffers,
             groups=self._groups(),
             optimizer=like.optimizer,
-            engine=like.engine,
-            step_place=like.step_place,
-            pipeline=like.pipeline,
-            tensor_parallel=like.tensor_parallel,
+            engine=like.run.engine,
+            step_place=like.run.step_place,
+            pipeline=like.run.pipeline,
+            tensor_parallel=like.run.tensor_parallel,
             replicas=(),
             state=self._state(),
             states=like.states.without_form(*OF_SOURCE) + self.own_states.of_form(*OF_SOURCE),
-            warnings=(*source.warnings, *self.warnings),
-            fingerprints={**like.fingerprints, **source.fingerprints},
+            warnings=(*source.notices.warnings, *self.warnings),
+            fingerprints={**like.files.fingerprints, **source.files.fingerprints},
         )
 
     def _need_own_weights(self) -> None:
@@ -145,8 +144,8 @@ class _Run(Template):
         state = {key: value for key, value in like.state.items() if key != "counters"}
         own = like.state.get("optimizer") or {}
         optimizer = {key: value for key, value in own.items() if key != "members"}
-        assert isinstance(like.engine, FlatBufferEngine)
-        if like.engine.dtype == "F16":
+        assert isinstance(like.run.engine, FlatBufferEngine)
+        if like.run.engine.dtype == "F16":
             message = "the loss scale is that of --like"
             self.warnings.append(warning("value-assumed", message, subject="loss_scaler"))
         if full := [key for key in OF_THE_NEXT if state.get(key)]:

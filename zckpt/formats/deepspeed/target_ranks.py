@@ -95,7 +95,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     @property
     def copied(self) -> list[str]:
         """The files of layers that are copied as they are, by their layers and tensor ranks."""
-        paths = [path for model in self.layers for path in model.files]
+        paths = [path for model in self.layers for path in model.files.paths]
         names = {path: known((LAYER,), path) for path in paths}
         return [path for _, path in sorted((own.rank, path) for path, own in names.items() if own)]
 
@@ -111,8 +111,12 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         it is copied by itself, which would check it.
         """
         files = {*self.copied}
-        records = [r for model in self.layers for r in model.records if r.extent.file in files]
-        finish([RecordChecker(records, fingerprints=self.source.fingerprints)], everything=True)
+        records = [
+            r for model in self.layers for r in model.files.records if r.extent.file in files
+        ]
+        finish(
+            [RecordChecker(records, fingerprints=self.source.files.fingerprints)], everything=True
+        )
         warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
         return [*chain.from_iterable(warnings)]
 
@@ -129,7 +133,7 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         _refuse_options(source, place.grid, options)
         if not place.grid.staged or not any(own.name in OF_LAYERS for own, _ in options.given):
             return _of_stages(source, place.grid, options)
-        own = {"fingerprints": source.fingerprints, "siblings": source.siblings}
+        own = {"fingerprints": source.files.fingerprints, "siblings": source.files.siblings}
         model = replace(source.models[0], **own)
         return replace(_of_slices(model, 1, options), copies=[model])
     if _has_stages_of_experts(source, options):
@@ -138,10 +142,10 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         _refuse_options(source, grid, options)
         apart = stacked([replace(source, place=Place(0, grid, source.buffers))])
         return _of_stages(replace(apart, models=(source,)), grid, options)
-    tp = options[TP] or source.origin.tp
-    if source.pipeline is not None:
+    tp = options[TP] or source.run.origin.tp
+    if source.run.pipeline is not None:
         return _of_slices(source, int(tp or 1), options)
-    if (source.origin.pp or 1) == 1:  # others are refused by name
+    if (source.run.origin.pp or 1) == 1:  # others are refused by name
         refuse_without_stages(source.root, options)
     if tp is None:
         return TargetRanks(source=source, ranks=[source])
@@ -166,25 +170,25 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
 
 def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
     """Whether a run of one model rank with experts is to become a pipeline."""
-    is_one = not source.origin.pp and bool(source.origin.zero_stage)
+    is_one = not source.run.origin.pp and bool(source.run.origin.zero_stage)
     asks = any(options[option] is not None for option in STAGES)
-    return asks and source.format == "deepspeed" and is_one and bool(layers_of(source.engine))
+    return asks and source.format == "deepspeed" and is_one and bool(layers_of(source.run.engine))
 
 
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     """The source's ranks, or those of other stages, if the options ask for some."""
     models, ranks, inferred = source.models, source.ranks, list[Notice]()
     wholes: Sequence[Manifest] = ()
-    if not grid.staged and not layers_of(source.engine):
+    if not grid.staged and not layers_of(source.run.engine):
         refuse_without_stages(source.root, options)
     elif is_cut(grid.pp, options):
-        pipeline = models[0].pipeline
+        pipeline = models[0].run.pipeline
         if pipeline is None:  # one with experts
             own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
             pipeline = Pipeline(own, [models[0].buffers], layers_of_names(models[0], options))
         grid, ranks, inferred = recut(models[0], models, pipeline, grid, options)
         wholes = models
-    with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks]
+    with_experts = [bool(layers_of(manifest.run.engine)) for manifest in ranks]
     if any(with_experts) and not all(with_experts):
         raise WrongOption(
             "stages-do-not-fit",
@@ -209,7 +213,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), omitted_rows(source, rows)
     if pipeline is None and tp == 1:
-        own = model if model.tensor_parallel is None else sized(model, 1)
+        own = model if model.run.tensor_parallel is None else sized(model, 1)
         return TargetRanks(source=model, ranks=[own], omitted=lost)
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
@@ -218,7 +222,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
                 f"{option.flag} does not go with pipelines and tensor ranks",
                 hint="leave it out",
             )
-    if layers_of(source.engine):
+    if layers_of(source.run.engine):
         raise UnsupportedCheckpoint(
             "target-unsupported",
             f"{source.root}: zckpt writes experts for one tensor rank alone",
@@ -248,7 +252,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:
     """Raises UnsupportedCheckpoint if names of parameters were changed since it was one."""
-    if (pipeline := source.pipeline) is None:
+    if (pipeline := source.run.pipeline) is None:
         return None
     known = {n for layer in pipeline.layers for n in _names_in(layer, pipeline, source).values()}
     trained = {name for name, item in source.parameters.items() if item.trainable}

@@ -136,7 +136,7 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
 
 def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
     """What the user must know; `first` is the target of the first rank."""
-    yield from ranks.source.warnings
+    yield from ranks.source.notices.warnings
     yield from reports.of_config(first)
     if not first.options.weights_only:
         is_written = is_elastic(first)

@@ -28,7 +28,7 @@ class TargetEngine:
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.options = options
-        self.before = source.engine if isinstance(source.engine, FlatBufferEngine) else None
+        self.before = source.run.engine if isinstance(source.run.engine, FlatBufferEngine) else None
         config: Mapping[str, Any] | None = options[CONFIG]
         if config is None and self.before is not None:
             config = self.before.config
@@ -174,7 +174,7 @@ class TargetEngine:
                 f"--stage {chosen}, but the ds_config says stage {stated}",
                 hint="leave out --stage, or change the ds_config",
             )
-        own = source.origin.zero_stage
+        own = source.run.origin.zero_stage
         if own == 0 and self.before is None:
             own = None
         known = (chosen, stated, own) if has_config else (chosen, own, stated)
@@ -208,7 +208,7 @@ class TargetEngine:
             return self.before.dtype
         dtypes = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
         # of another engine, which may have computed in 16 bits and stored none of that
-        dtypes.append(str(source.engine.dtype if source.engine else None))
+        dtypes.append(str(source.run.engine.dtype if source.run.engine else None))
         return next((dtype for dtype in dtypes if dtype in ("BF16", "F16")), "F32")
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:

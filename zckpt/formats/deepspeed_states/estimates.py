@@ -81,7 +81,7 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
     A target that has no partitions has no `stage`.
     """
-    own, flat = source.origin.zero_stage, (1, 2)
+    own, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated(source)
     alike = stage == own or (stage in flat and own in flat)
     if not estimates or (dp == source.dp and alike and len(estimates) == len(source.groups or ())):

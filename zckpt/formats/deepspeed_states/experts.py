@@ -100,7 +100,7 @@ class ExpertLayers(Struct, frozen=True):
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> ExpertLayers:
         """The layers that a manifest states."""
-        return cls({layer.name: layer for layer in layers_of(manifest.engine)})
+        return cls({layer.name: layer for layer in layers_of(manifest.run.engine)})
 
     @property
     def listed(self) -> tuple[ExpertLayer, ...]:

@@ -228,7 +228,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 def _no_states(source: Manifest) -> MissingData:
     """The error of a source without an optimizer, or of a model without one of several."""
-    root, ways = source.origin.root, "write --weights-only"
+    root, ways = source.run.origin.root, "write --weights-only"
     if root is None:
         return MissingData(
             "optimizer-missing",
@@ -236,8 +236,8 @@ def _no_states(source: Manifest) -> MissingData:
             hint=ways,
             file=source.root,
         )
-    if source.likely:
-        ways = f"name it: --root {root}={source.likely[0]}; or {ways}"
+    if source.notices.likely:
+        ways = f"name it: --root {root}={source.notices.likely[0]}; or {ways}"
     return MissingData(
         "optimizer-missing",
         f"{source.root}: nothing shows that an optimizer trains {root}",

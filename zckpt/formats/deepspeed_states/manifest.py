@@ -13,7 +13,7 @@ from ...core import optimizer_states
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
-from ...core.manifest import Manifest, Parameter, Sighting
+from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
 from ...core.optimizer_states import OTHER, States, of_parameters
 from ...core.origin import Origin
 from ...errors import Notice, listed, note, warning
@@ -74,19 +74,8 @@ def manifest_of(
     return Manifest(
         root=ranks.directory.path,
         format=format,
-        origin=Origin(format, ranks.version, ranks.stage, ranks.dp, ranks.directory.tag),
         groups=groups,
         optimizer=stated_optimizer(ranks, buffers, groups),
-        engine=FlatBufferEngine(
-            "deepspeed",
-            ranks.version,
-            ranks.engine_class,
-            module_dtype,
-            ranks.elastic,
-            ranks.excludes_frozen,
-            config,
-        ),
-        step_place=place,
         state=state,
         states=States(
             (
@@ -98,39 +87,56 @@ def manifest_of(
             )
         ),
         replicas=tuple(tensors.replicas),
-        of_ranks=differing_values,
-        rank_keys=RANK_KEYS,
-        stated_in=ranks.models[0].path,
-        layout=layout(ranks),
         entries=tensors.entries,
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
-        steps=(*dict.fromkeys(sightings), *counters(ranks)),
-        records=tuple(record for file in _files(ranks) for record in file.records.values()),
-        files=tuple(file.path for file in _files(ranks)),
-        siblings=tuple(beside.files),
-        omitted=(
-            *own_client_state(differing_values),
-            *beside.omitted,
-            *map(_second_name, alone),
-        ),
-        warnings=(
-            *(line for buffer in buffers for line in buffer.warnings),
-            *_frozen_warnings(ranks, lost),
-            *_buffer_warnings(differing),
-            *_elastic_warnings(ranks, groups),
-            *estimates.warnings(estimated),
-            *_config_warnings(ranks),
-            *_trainer_warnings(around),
-            *_scaler_warnings(ranks.first),
-            *(
-                []
-                if _has_zenflow(ranks.config)
-                else ahead_of_counters(ranks, tensors.parameters, place)
+        run=Run(
+            origin=Origin(format, ranks.version, ranks.stage, ranks.dp, ranks.directory.tag),
+            engine=FlatBufferEngine(
+                "deepspeed",
+                ranks.version,
+                ranks.engine_class,
+                module_dtype,
+                ranks.elastic,
+                ranks.excludes_frozen,
+                config,
             ),
+            step_place=place,
+            steps=(*dict.fromkeys(sightings), *counters(ranks)),
+            weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
         ),
-        inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
-        weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
+        files=Files(
+            of_ranks=differing_values,
+            rank_keys=RANK_KEYS,
+            stated_in=ranks.models[0].path,
+            layout=layout(ranks),
+            records=tuple(record for file in _files(ranks) for record in file.records.values()),
+            paths=tuple(file.path for file in _files(ranks)),
+            siblings=tuple(beside.files),
+        ),
+        notices=Notices(
+            omitted=(
+                *own_client_state(differing_values),
+                *beside.omitted,
+                *map(_second_name, alone),
+            ),
+            warnings=(
+                *(line for buffer in buffers for line in buffer.warnings),
+                *_frozen_warnings(ranks, lost),
+                *_buffer_warnings(differing),
+                *_elastic_warnings(ranks, groups),
+                *estimates.warnings(estimated),
+                *_config_warnings(ranks),
+                *_trainer_warnings(around),
+                *_scaler_warnings(ranks.first),
+                *(
+                    []
+                    if _has_zenflow(ranks.config)
+                    else ahead_of_counters(ranks, tensors.parameters, place)
+                ),
+            ),
+            inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
+        ),
     )
 
 
@@ -141,11 +147,10 @@ def _files(ranks: EngineStates) -> list[TorchFile]:
 
 def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
     """The manifest of further files too, each once."""
-    more = [file for file in dict.fromkeys(files) if file.path not in manifest.files]
-    return replace(
-        manifest,
-        files=(*manifest.files, *(file.path for file in more)),
-        records=(*manifest.records, *(record for f in more for record in f.records.values())),
+    more = [file for file in dict.fromkeys(files) if file.path not in manifest.files.paths]
+    return manifest.replace(
+        paths=(*manifest.files.paths, *(file.path for file in more)),
+        records=(*manifest.files.records, *(record for f in more for record in f.records.values())),
     )
 
 

@@ -23,7 +23,7 @@ def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
 
     Names that no file of the source states, and the class that `--optimizer` names.
     """
-    inferred, named = target.source.inferred, target.engine.options[OPTIMIZER]
+    inferred, named = target.source.notices.inferred, target.engine.options[OPTIMIZER]
     return {
         **({INFERRED: list(inferred)} if inferred else {}),
         **({STEPS_OF: named} if named and not target.options.weights_only else {}),

@@ -24,7 +24,7 @@ TRAINED_ALONE = (
 
 def of_config(target: DeepSpeedTarget) -> list[Notice]:
     """The source's warnings, and whether a ds_config is known."""
-    warnings = list(target.source.warnings)
+    warnings = list(target.source.notices.warnings)
     if not target.engine.known:
         message = "no ds_config is known: DeepSpeed's defaults are assumed"
         warnings.append(warning("value-assumed", message, subject="ds_config"))
@@ -72,7 +72,7 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
         warnings.append(warning("program-must-set", TRAINED_ALONE))
     if before is None or before.dtype != "F16" or engine.dtype != "F16":
         return warnings
-    was_whole = target.source.origin.zero_stage == 0
+    was_whole = target.source.run.origin.zero_stage == 0
     if was_whole != engine.whole and version_numbers(target.version) >= (0, 18, 3):
         warnings.append(warning("engine-fault", UNSCALED_GRADIENTS.message))
     return warnings
@@ -83,7 +83,7 @@ def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
 
     DeepSpeed then refuses to load a buffer (its size in the module's state differs).
     """
-    engine = target.source.engine
+    engine = target.source.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
     if not (guessed and target.engine.partitioned and target.frozen) or target.options[BUFFERS]:
         return []
@@ -111,7 +111,7 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
     total = config.get("train_batch_size")
     micro = config.get("train_micro_batch_size_per_gpu")
     accumulation = config.get("gradient_accumulation_steps", 1)
-    of_trainer = program_of(target.source.siblings) == TRANSFORMERS
+    of_trainer = program_of(target.source.files.siblings) == TRANSFORMERS
     if type(accumulation) is not int or accumulation < 1:
         return []
     if total is None and type(micro) is int and of_trainer:

@@ -70,7 +70,7 @@ class TargetBuffer(Struct, frozen=True):
 
 def _refuse_grid(source: Manifest) -> None:
     """Raises UnsupportedCheckpoint for a source of several model ranks, or of a pipeline."""
-    pp, tp = source.origin.pp, source.origin.tp
+    pp, tp = source.run.origin.pp, source.run.origin.tp
     if (pp or tp) and source.place is None:
         raise UnsupportedCheckpoint(
             "target-unsupported",
@@ -106,7 +106,7 @@ class DeepSpeedTarget:
         _refuse_grid(source)
         self.source = source
         self.options = options
-        self.omitted: list[Notice] = list(source.omitted)
+        self.omitted: list[Notice] = list(source.notices.omitted)
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
         if not options.weights_only:
@@ -365,10 +365,12 @@ class DeepSpeedTarget:
         are files that the target writes itself, as a universal checkpoint may have them.
         """
         taken = []
-        of_ranks = [item.name for item in self.source.siblings if PER_RANK.fullmatch(item.name)]
+        of_ranks = [
+            item.name for item in self.source.files.siblings if PER_RANK.fullmatch(item.name)
+        ]
         # a source of whole tensors states no size
         ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
-        for sibling in self.source.siblings:
+        for sibling in self.source.files.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
                 message = f"{sibling.name}: the target has its own"
                 self.omitted.append(note("file-omitted", message, file=sibling.path))
@@ -388,8 +390,8 @@ class DeepSpeedTarget:
 
     @property
     def tag(self) -> str:
-        stated = self.source.origin.tag
-        of_accelerate = program_of(self.source.siblings) == ACCELERATE
+        stated = self.source.run.origin.tag
+        of_accelerate = program_of(self.source.files.siblings) == ACCELERATE
         if of_accelerate and (stated is None or OF_MODELS.fullmatch(stated)):
             stated = "pytorch_model"  # which Accelerator.load_state asks for
         if lightning.is_in(self.source):

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core import agreement, sources
 from ...core.facts import StepPlace
 from ...core.grouping import by_key
@@ -71,14 +69,14 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
     shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
     if not merged.is_whole:
         state = {**state, "module": []}  # names of a rank's shard
-    return replace(
-        with_files(manifest, [*merged.other_models, *folders.files]),
+    told = manifest.notices
+    return with_files(manifest, [*merged.other_models, *folders.files]).replace(
         tensor_parallel=cuts_of(merged.states.first.get(CUTS), merged.patterns, shapes),
         state=state,
-        layout={**manifest.layout, **folders.layout},
-        omitted=(*manifest.omitted, *merged.omitted, *folders.omitted),
+        layout={**manifest.files.layout, **folders.layout},
+        omitted=(*told.omitted, *merged.omitted, *folders.omitted),
         warnings=(
-            *manifest.warnings, *merged.warnings(), *merged.unclear, *_missing_steps(manifest)
+            *told.warnings, *merged.warnings(), *merged.unclear, *_missing_steps(manifest)
         ),
         notes=tuple(merged.notes),
     )  # fmt: skip

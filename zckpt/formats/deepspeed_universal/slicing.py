@@ -47,7 +47,7 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
         info: SliceInfo | None = (kept.get("files") or {}).get(name, default)
         return info
     info = info_of_patterns(stated_patterns(target.source), name, target.trainable[name].shape)
-    if (facts := target.source.tensor_parallel) is not None:
+    if (facts := target.source.run.tensor_parallel) is not None:
         return _info_of_rule(target, facts, name, info)
     return None if target.engine.partitioned else info
 
@@ -69,7 +69,7 @@ def stated_patterns(source: Manifest) -> Mapping[str, Any]:
 
 def used_rows(source: Manifest) -> dict[str, int]:
     """The rows with a meaning of each vocabulary that has more, by the rules of tensor ranks."""
-    facts = source.tensor_parallel or UNCUT
+    facts = source.run.tensor_parallel or UNCUT
     return {
         name: about.used
         for name, about in facts.vocabularies.items()

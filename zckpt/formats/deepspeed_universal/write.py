@@ -115,12 +115,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def _as_one_rank(source: Manifest) -> Manifest:
     """The whole model, without the sizes of the grid that it was trained on."""
-    engine = source.engine
+    engine = source.run.engine
     if isinstance(engine, FlatBufferEngine) and _is_auto(engine.config):
         config = dict(engine.config or {})
         config["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": 1}
         engine = replace(engine, config=config)
-    return replace(source, origin=replace(source.origin, tp=None, pp=None), engine=engine)
+    return source.replace(origin=replace(source.run.origin, tp=None, pp=None), engine=engine)
 
 
 def _is_auto(config: Mapping[str, Any] | None) -> bool:
@@ -252,7 +252,7 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Noti
 def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]:
     """What the engine's loader cannot do for some grids (0.19.8)."""
     warnings = []
-    pp, tp = source.origin.pp or 1, source.origin.tp or 1
+    pp, tp = source.run.origin.pp or 1, source.run.origin.tp or 1
     if pp > 1 and any(group != target.groups[0] for group in target.groups):
         message = (
             "DeepSpeed's universal loader counts groups by their place: a stage of a pipeline that "
@@ -287,7 +287,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
         }
     else:
         value |= clipping(target)
-    if (facts := target.source.tensor_parallel) is not None:
+    if (facts := target.source.run.tensor_parallel) is not None:
         value[CUTS] = facts.to_state()
     # the loader takes nothing of what stands beside groups and states
     groups = value["param_groups"] = base_state(target, states, storages)["param_groups"]

@@ -19,7 +19,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
     """Whole files are loaded at any size; those of ranks by as many ranks."""
-    return other_dp(source, options) if source.origin.dp else []
+    return other_dp(source, options) if source.run.origin.dp else []
 
 
 FUNCTIONS = Functions(

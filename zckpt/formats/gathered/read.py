@@ -88,15 +88,15 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
                 raise error.again(code="other-folder-needed", hint=hint) from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
-            result = replace(result, origin=replace(result.origin, mesh=mesh))
+            result = result.replace(origin=replace(result.run.origin, mesh=mesh))
         if reader.has_local_states:
             _refuse_missing(result, reading.param_names)
         if reader.saved.orders is not None:
             result = _in_order(result, reading.param_names)
-        engine = replace(keys_of(result.engine), whole=True, dialect=reader.dialect)
+        engine = replace(keys_of(result.run.engine), whole=True, dialect=reader.dialect)
         if not is_kept(engine):
             engine = replace(engine, layout=None, file=None)
-        result = replace(result, engine=engine, notes=(*result.notes, *reader.notes))
+        result = result.replace(engine=engine, notes=(*result.notices.notes, *reader.notes))
         return result, reader.copies
     except MALFORMED as error:
         raise not_understood(path, error) from error

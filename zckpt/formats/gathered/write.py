@@ -99,7 +99,7 @@ def has_models(source: Manifest, options: Options) -> bool:
 
 def file_names(source: Manifest, options: Options) -> FileNames:
     """The names of the target's files: by `--dialect`, else as in a source of this format."""
-    engine = keys_of(source.engine)
+    engine = keys_of(source.run.engine)
     if options[DIALECT] is None and not options.weights_only:
         keys = None
         if lightning.is_in(source):
@@ -110,7 +110,7 @@ def file_names(source: Manifest, options: Options) -> FileNames:
             by_name = engine.whole and engine.layout == "nested"
             return FileNames(keys.file, keys.file, by_name=by_name, keys=keys)
     dialect = options[DIALECT] or (engine.dialect if engine.dialect in PLAIN else None)
-    program = program_of(source.siblings)
+    program = program_of(source.files.siblings)
     names = PLAIN[dialect]
     if program is None:
         return names
@@ -132,11 +132,11 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     writer = StateDictWriter(source, options, number)
     own = {shell.name for shell in writer.shells()}
     # a trainer's own files are written anew; any other file of such a name is lost
-    replaced = own - {writer.file_names.extra} if program_of(source.siblings) else ()
-    siblings = [(item.name, item) for item in source.siblings if item.name not in own]
+    replaced = own - {writer.file_names.extra} if program_of(source.files.siblings) else ()
+    siblings = [(item.name, item) for item in source.files.siblings if item.name not in own]
     writer.omitted += [
         note("file-omitted", f"{item.name}: a file of the target has this name", file=item.path)
-        for item in source.siblings
+        for item in source.files.siblings
         if item.name in own and item.name not in replaced
     ]
     names_of_files = writer.file_names
@@ -153,7 +153,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         return f"model.load_state_dict(torch.load({file}))"
 
     of_trainer = writer.optimizes and names_of_files.scheduler is not None
-    resuming = trainers.resuming(source.siblings, loading) if of_trainer else loading
+    resuming = trainers.resuming(source.files.siblings, loading) if of_trainer else loading
     if names_of_files.keys is not None:
         resuming = lightning.resuming(source, loading, names_of_files.weights)
     return Layout(
@@ -224,7 +224,7 @@ class StateDictWriter(StateDicts):
     def _add_scheduler(self) -> None:
         """The scheduler's own file, if the trainer looks for one and the source has none."""
         name, step = self.file_names.scheduler, self.source.step
-        known = {item.name for item in self.source.siblings}
+        known = {item.name for item in self.source.files.siblings}
         if name is None or known.intersection((name, *trainers.SCHEDULERS)):
             return
         state = self.source.state.get("lr_scheduler")
@@ -240,10 +240,10 @@ class StateDictWriter(StateDicts):
         self.files[name] = state
 
     def _warn_of_names(self) -> None:
-        program, names = program_of(self.source.siblings), self.file_names
+        program, names = program_of(self.source.files.siblings), self.file_names
         if program is None or names.scheduler is not None or not self.optimizes:
             return
-        own = trainers_dialect(self.source.engine)
+        own = trainers_dialect(self.source.run.engine)
         dialects = [own] if own in PLAIN and own else ["safetensors", "accelerate"]
         self.warnings.append(trainers.not_loaded(names.optimizer, dialects))
 
@@ -363,5 +363,7 @@ def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the checksums of the zips' records; files of safetensors state none."""
-    zips = [item for item in manifest.records if not item.extent.file.endswith(".safetensors")]
-    seal_records(root, replace(manifest, records=tuple(zips)), outcome)
+    zips = [
+        item for item in manifest.files.records if not item.extent.file.endswith(".safetensors")
+    ]
+    seal_records(root, manifest.replace(records=tuple(zips)), outcome)

@@ -41,7 +41,7 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of `--dp` ranks; raises WrongOption unless the source has FSDP2's, cut in rows."""
-    ranks, mesh = options[DP], source.origin.mesh
+    ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
     if source.format != "gathered" or mesh is None:
         raise WrongOption(
@@ -60,7 +60,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     writer = RanksWriter(source, options, ranks, *mesh)
     return Layout(
         writer.shells,
-        [(item.name, item) for item in source.siblings],
+        [(item.name, item) for item in source.files.siblings],
         writer.omitted,
         writer.warnings,
         from_masters=True,

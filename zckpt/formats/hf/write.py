@@ -92,7 +92,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         settle = weights.settled_adapter if self.adapter else weights.settled
         found = settle(source, self.config)
         self.source, self.is_asked = found.source, found.is_asked
-        self.warnings = [*source.warnings, *found.warnings]
+        self.warnings = [*source.notices.warnings, *found.warnings]
         source = self.source
         self.names = self._names()
         self.model = self._model()
@@ -101,9 +101,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             self._refuse_unknown_tuners()
         kept = {item.name for item in self.files}
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
-        names = [item.name for item in source.siblings]
+        names = [item.name for item in source.files.siblings]
         others = [name for name in names if without_folder(name) not in kept]
-        self.omitted = [item for item in source.omitted if item.code == "file-omitted"]
+        self.omitted = [item for item in source.notices.omitted if item.code == "file-omitted"]
         self.omitted += self.refused
         if others:
             message = f"{', '.join(others)}: not needed to load the weights"
@@ -130,7 +130,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         `refused` are notes on those that are links out of the folder, and their like.
         """
         self.refused: list[Notice] = []
-        files = {item.name: item for item in files_to_load_by(self.source.siblings)}
+        files = {item.name: item for item in files_to_load_by(self.source.files.siblings)}
         path = self.options[MODEL_CONFIG]
         if path is None:
             return list(files.values())
@@ -235,8 +235,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             for slot in ("param", "master"):
                 if entry := source.entries.get((owner, slot)):
                     entries[name, slot] = replace(entry, parameter=name)
-        model = replace(
-            source,
+        model = source.replace(
             entries=entries,
             parameters=parameters,
             buffers=tuple(name for name in names if name not in parameters),
@@ -259,7 +258,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         """The type of `--dtype`, else the module's; masters without weights are rounded to that."""
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype
-        module = self.source.engine.dtype if self.source.engine else None
+        module = self.source.run.engine.dtype if self.source.run.engine else None
         return self.options.module_dtype or (dtype if is_weight else str(module or dtype))
 
     # -- files

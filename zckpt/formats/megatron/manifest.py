@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from ...core.entries import Entry, Key
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
-from ...core.manifest import Manifest, Parameter, Sibling, Sighting
+from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sibling, Sighting
 from ...core.merge import tensor
 from ...core.origin import OF_ANY_ENGINE, Origin
 from ...core.placement import TENSOR_RANK, Sliced, Table
@@ -152,35 +152,39 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     return Manifest(
         root=content.folder,
         format="megatron",
-        origin=Origin(  # no file states a version
-            "megatron",
-            zero_stage=_stage(content.sharding, args),
-            dp=size_of(args, "data_parallel_size"),
-            tag=basename(content.folder),
-            nulls=OF_ANY_ENGINE | {"zero_stage"},
-        ),
         entries=content.entries,
         parameters=dict(sorted(parameters.items(), key=lambda item: not item[1].trainable)),
         buffers=tuple(name for name in shapes if name not in known),
         groups=tuple(map(hyper_parameters, groups)) if has_groups else None,
         optimizer=name_of_groups([slots] * max(len(groups), 1), groups or None) if slots else None,
-        engine=NamedWeightsEngine(
-            "megatron",
-            None,
-            content.sharding,
-            _usual_dtype(content.entries, known) or _stated_dtype(args),
-            "F32" if slots else None,
-        ),
-        step_place=place if slots else None,
         state={"megatron": kept},
-        steps=tuple(sightings) if slots else (),
-        records=tuple(content.records),
         replicas=tuple(content.replicas),
-        files=tuple(dict.fromkeys(content.files)),
-        omitted=tuple(content.omitted),
-        siblings=tuple(content.siblings),
-        warnings=tuple(warnings),
-        states_inferred=False,
+        run=Run(
+            origin=Origin(  # no file states a version
+                "megatron",
+                zero_stage=_stage(content.sharding, args),
+                dp=size_of(args, "data_parallel_size"),
+                tag=basename(content.folder),
+                nulls=OF_ANY_ENGINE | {"zero_stage"},
+            ),
+            engine=NamedWeightsEngine(
+                "megatron",
+                None,
+                content.sharding,
+                _usual_dtype(content.entries, known) or _stated_dtype(args),
+                "F32" if slots else None,
+            ),
+            step_place=place if slots else None,
+            steps=tuple(sightings) if slots else (),
+        ),
+        files=Files(
+            records=tuple(content.records),
+            paths=tuple(dict.fromkeys(content.files)),
+            siblings=tuple(content.siblings),
+        ),
+        notices=Notices(
+            omitted=tuple(content.omitted), warnings=tuple(warnings), states_inferred=False
+        ),
     )
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from msgspec.structs import replace
-
 from ...core.dtypes import SIZES
 from ...core.entries import Entry
 from ...core.facts import NamedWeightsEngine
@@ -79,11 +77,10 @@ def rebuilt(manifest: Manifest) -> Manifest:
     )
     mixed_up = warning("moments-lost", message, subject=lost[0])
     kept = {**manifest.state["megatron"], LOST: lost}
-    return replace(
-        manifest,
+    return manifest.replace(
         entries={key: item for key, item in manifest.entries.items() if key not in given_up},
         state={**manifest.state, "megatron": kept},
-        warnings=(*manifest.warnings, mixed_up),
+        warnings=(*manifest.notices.warnings, mixed_up),
     )
 
 
@@ -106,13 +103,13 @@ def with_zeros(manifest: Manifest) -> Manifest:
         f"lost: the next updates of {listed(names, 4)} differ from those of the run"
     )
     of_zeros = warning("moments-lost", message, subject=names[0])
-    return replace(
-        manifest,
-        entries={**manifest.entries, **zeros},
-        warnings=(*manifest.warnings, of_zeros),
+    return manifest.replace(
+        entries={**manifest.entries, **zeros}, warnings=(*manifest.notices.warnings, of_zeros)
     )
 
 
 def sharding(manifest: Manifest) -> str | None:
     """How the optimizer's state was sharded."""
-    return manifest.engine.dialect if isinstance(manifest.engine, NamedWeightsEngine) else None
+    return (
+        manifest.run.engine.dialect if isinstance(manifest.run.engine, NamedWeightsEngine) else None
+    )

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core import sources
 from ...core.entries import Entry
 from ...core.manifest import Manifest
@@ -108,7 +106,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         return manifest
     message = f"--tp-rules {reading.tp_rules} is not used: {folder} {why_unused}"
     unused = warning("option-without-effect", message, subject="--tp-rules")
-    return replace(manifest, warnings=(*manifest.warnings, unused))
+    return manifest.replace(warnings=(*manifest.notices.warnings, unused))
 
 
 class _Reader:

@@ -107,10 +107,10 @@ class RunTemplate(Template):
             self.warnings.append(warning("value-assumed", message, subject=full[0]))
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
         # it counts RUN's steps
-        beside = [item for item in like.siblings if item.name != TRAIN_STATE]
+        beside = [item for item in like.files.siblings if item.name != TRAIN_STATE]
         omitted = [
             replace(notice, message=f"--like: {notice.message}")
-            for notice in like.omitted
+            for notice in like.notices.omitted
             if not is_stranger(notice)
         ]
         if lost := strange_to_adam(source.groups or ()) if self.states else []:
@@ -119,20 +119,19 @@ class RunTemplate(Template):
         if "megatron" in source.state:
             message = "megatron: the arguments and objects of the source, for those of --like"
             omitted.append(note("state-omitted", message, subject="megatron"))
-        return replace(
-            source,
-            origin=replace(source.origin, tag=None),
+        return source.replace(
+            origin=replace(source.run.origin, tag=None),
             entries=entries,
             parameters=parameters,
             buffers=like.buffers,
             groups=like.groups,
             replicas=(),
-            siblings=(*source.siblings, *beside),
+            siblings=(*source.files.siblings, *beside),
             state=state,
             states=self.own_states,
-            omitted=(*source.omitted, *omitted),
-            warnings=(*source.warnings, *self.warnings),
-            fingerprints={**like.fingerprints, **source.fingerprints},
+            omitted=(*source.notices.omitted, *omitted),
+            warnings=(*source.notices.warnings, *self.warnings),
+            fingerprints={**like.files.fingerprints, **source.files.fingerprints},
         )
 
     def _with_rows(self, entry: Entry) -> Entry:

@@ -99,7 +99,7 @@ def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> La
     writer = MegatronWriter(source, options, types)
     return Layout(
         writer.shells,
-        list(placed(source.siblings, writer.program, writer.folder)),
+        list(placed(source.files.siblings, writer.program, writer.folder)),
         writer.omitted,
         writer.warnings,
         about="a directory of Megatron-Core, from which runs of any tp, pp and dp resume",
@@ -136,8 +136,8 @@ class MegatronWriter:
         self.source = source
         self.options = options
         self.types = types
-        self.omitted = list(source.omitted)
-        self.warnings = list(source.warnings)
+        self.omitted = list(source.notices.omitted)
+        self.warnings = list(source.notices.warnings)
         kept = source.state.get("megatron")
         self.kept: dict[str, Any] = kept if isinstance(kept, dict) else {}
         keys, common = self.kept.get("keys"), self.kept.get("common")
@@ -331,7 +331,7 @@ class MegatronWriter:
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
         """The name of the iteration's directory: that of the source, if it has one."""
-        tag, iteration = str(self.source.origin.tag), common.get("iteration")
+        tag, iteration = str(self.source.run.origin.tag), common.get("iteration")
         if is_iteration(tag):
             return tag
         if type(iteration) is not int or iteration < 0:

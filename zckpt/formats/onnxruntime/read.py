@@ -16,7 +16,7 @@ from ...core import agreement
 from ...core.entries import Entry, Key
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
-from ...core.manifest import Manifest, Parameter, Sighting
+from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
 from ...core.masters import first_difference, refuse_damage, results_of
 from ...core.origin import Origin
 from ...core.plan import Match
@@ -69,7 +69,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
     """Replicas and their entries, unless `read` has compared the CRC-32 of both."""
-    stated = {record.extent: record.crc for record in manifest.records}
+    stated = {record.extent: record.crc for record in manifest.files.records}
     for match in copies_of(manifest):
         copy, entry = match.a, manifest.entries[match.a.key]
         crcs = {stated.get(part.extent) for part in (*entry.fragments, *copy.fragments)}
@@ -97,27 +97,30 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
     return Manifest(
         root=save.root,
         format="onnxruntime",
-        origin=Origin(  # the files state no version
-            "onnxruntime", zero_stage=int(save.dp > 1), dp=save.dp, dialect=save.dialect
-        ),
         entries={**collected.entries, **save.kept},
         parameters={
             name: Parameter(shapes[name], name in trainable, step=step_of.get(name))
             for name in names
         },
         optimizer=save.optimizer,
-        engine=NamedWeightsEngine(
-            "onnxruntime", None, save.dialect, save.mixed or "F32", min(moments, default=None)
-        ),
         state=save.state,
-        steps=(*(line for _, _, line in sightings), *counters),
-        records=tuple(save.records),
         replicas=(*collected.replicas, *save.copies),
-        files=tuple(rank.path for rank in save.ranks),
-        omitted=tuple(save.omitted),
-        warnings=tuple(save.warnings),
-        notes=tuple(save.notes),
-        states_inferred=False,
+        run=Run(
+            origin=Origin(  # the files state no version
+                "onnxruntime", zero_stage=int(save.dp > 1), dp=save.dp, dialect=save.dialect
+            ),
+            engine=NamedWeightsEngine(
+                "onnxruntime", None, save.dialect, save.mixed or "F32", min(moments, default=None)
+            ),
+            steps=(*(line for _, _, line in sightings), *counters),
+        ),
+        files=Files(records=tuple(save.records), paths=tuple(rank.path for rank in save.ranks)),
+        notices=Notices(
+            omitted=tuple(save.omitted),
+            warnings=tuple(save.warnings),
+            notes=tuple(save.notes),
+            states_inferred=False,
+        ),
     )
 
 

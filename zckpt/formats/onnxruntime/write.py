@@ -84,7 +84,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the legacy files' zip directories."""
-    if manifest.origin.dialect != "hdf5":  # HDF5 files have no checksums
+    if manifest.run.origin.dialect != "hdf5":  # HDF5 files have no checksums
         seal_records(root, manifest, outcome)
 
 
@@ -113,9 +113,9 @@ class OnnxRuntimeWriter:
         self.options = options
         self.dp = options[DP] or source.dp
         self.dialect = options[DIALECT] or "hdf5"
-        self.dtype_before = source.engine.dtype if source.engine else None
-        self.omitted = list(source.omitted)
-        self.warnings = list(source.warnings)
+        self.dtype_before = source.run.engine.dtype if source.run.engine else None
+        self.omitted = list(source.notices.omitted)
+        self.warnings = list(source.notices.warnings)
         self.half = self._half()
         self.states = not options.weights_only and any(
             entry.slot in SLOTS.values() for entry in source.entries.values()
@@ -269,7 +269,7 @@ class OnnxRuntimeWriter:
                 self.omitted.append(note("state-omitted", message, subject=key))
         self.omitted += [
             note("file-omitted", f"{item.name}: not part of the checkpoint", file=item.path)
-            for item in source.siblings
+            for item in source.files.siblings
         ]
         if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
             message = f"client_state {MODEL!r}: ONNX Runtime's files use this key themselves"

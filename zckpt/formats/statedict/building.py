@@ -17,7 +17,7 @@ from ...core.entries import Entry, Key
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
-from ...core.manifest import Manifest, Parameter, Sighting, slot_name
+from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting, slot_name
 from ...core.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties
@@ -92,35 +92,41 @@ class ManifestBuilder:
         return Manifest(
             root=saved.root,
             format=str(saved.origin.format),
-            origin=saved.origin,
             entries=self.entries,
             parameters=self.parameters,
             buffers=tuple(self.buffers),
             groups=groups,
             optimizer=self._optimizer(groups),
-            engine=engine,
-            step_place=self.step_place,
             state=state,
             states=States((*self.numbers, *others, *strangers)),
-            steps=tuple(self.sightings),
-            records=tuple(saved.records),
             replicas=tuple(self.replicas),
-            files=tuple(saved.files),
-            siblings=tuple(saved.siblings),
-            omitted_files=tuple(saved.omitted_files),
-            likely=tuple(saved.likely),
-            of_ranks=saved.of_ranks,
-            omitted=tuple(saved.omitted),
-            warnings=tuple(self.warnings),
-            inferred=tuple(saved.inferred),
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
             else {},
-            unused=tuple(saved.unused),
-            buffers_named=saved.buffers_named,
-            uncompared=saved.uncompared,
-            share=saved.share,
-            is_numbered=saved.is_numbered,
+            run=Run(
+                origin=saved.origin,
+                engine=engine,
+                step_place=self.step_place,
+                steps=tuple(self.sightings),
+            ),
+            files=Files(
+                records=tuple(saved.records),
+                paths=tuple(saved.files),
+                siblings=tuple(saved.siblings),
+                omitted_files=tuple(saved.omitted_files),
+                of_ranks=saved.of_ranks,
+                unused=tuple(saved.unused),
+            ),
+            notices=Notices(
+                likely=tuple(saved.likely),
+                omitted=tuple(saved.omitted),
+                warnings=tuple(self.warnings),
+                inferred=tuple(saved.inferred),
+                buffers_named=saved.buffers_named,
+                uncompared=saved.uncompared,
+                share=saved.share,
+                is_numbered=saved.is_numbered,
+            ),
         )
 
     def _are_several(self) -> bool:

@@ -119,7 +119,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         saved.stated = joined(stated)
     result = ManifestBuilder(saved, roots, model, named, reading).build()
     unused = not optimizers and reading.param_names is not None
-    return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
+    return result.replace(notes=(NO_OPTIMIZER,)) if unused else result
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:

@@ -54,15 +54,15 @@ class StateDicts:
         self.source = source
         self.options = options
         self._too_large: frozenset[Any] = frozenset()  # keys of the program's own state
-        self.keys = keys_of(source.engine)
+        self.keys = keys_of(source.run.engine)
         self.model: TreePath = self.keys.model
         place = self.keys.optimizer  # () if its keys stand beside the model's
         self.optimizer: TreePath = OPTIMIZER if place is None else place
         self.scheduler = self.keys.scheduler or "lr_scheduler"
         # numbers are usual in whole files: they do not say which names items should have
         self.layout = layout or (None if self.keys.whole else self.keys.layout) or "nested"
-        self.warnings = list(source.warnings)
-        self.omitted = list(source.omitted)
+        self.warnings = list(source.notices.warnings)
+        self.omitted = list(source.notices.omitted)
         self.aliases = source.owners
         self.groups: list[dict[str, Any]] = []
         self.adapter = False
@@ -71,7 +71,7 @@ class StateDicts:
         self.named = options[ADAM_CLASS] if self.optimizes else None
         check_moments(self.named, states)
         if self.optimizes:
-            if source.origin.format == format and self.named is None:
+            if source.run.origin.format == format and self.named is None:
                 self.groups = given_groups(source, options)
             else:
                 self.groups, assumed = torch_groups(source, options, self.named)
@@ -182,7 +182,7 @@ class StateDicts:
             },
             "buffers": list(filter(self.is_saved, source.buffers)),
             "frozen": list(filter(self.is_saved, frozen)),
-            "inferred": list(source.inferred),
+            "inferred": list(source.notices.inferred),
             **({"optimizer": self.named} if self.named else {}),
         }
 
@@ -340,7 +340,7 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
     ]
     others = {key: value for key, value in everything.items() if value and key not in OF_TORCH}
     lost += [name for key, value in others.items() for name in own_names(key, value)]
-    engine = source.engine.name if source.engine else None
+    engine = source.run.engine.name if source.run.engine else None
     message = f"of {engine} alone: {', '.join(lost)}"
     lines = [note("state-omitted", message, subject=lost[0])] if lost else []
     return [*lines, *clipping, *_rounded_off(source, options)]
@@ -348,9 +348,12 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
 
 def _clipping(source: Manifest, stated: Any) -> list[Notice]:
     """The norm to which DeepSpeed clipped; a trainer clips by itself, by its own argument."""
-    if not isinstance(source.engine, FlatBufferEngine) or program_of(source.siblings) is not None:
+    if (
+        not isinstance(source.run.engine, FlatBufferEngine)
+        or program_of(source.files.siblings) is not None
+    ):
         return []
-    norm = number(source.engine.config.get("gradient_clipping") if stated is None else stated)
+    norm = number(source.run.engine.config.get("gradient_clipping") if stated is None else stated)
     if type(norm) not in (int, float) or not 0 < norm < math.inf:
         return []
     message = f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"

@@ -8,18 +8,21 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.entries import Entry, Key, key_of, name_of
-from ...core.facts import MAX_DP, Facts, facts_of
+from ...core.facts import MAX_DP, facts_of
 from ...core.fileio import crc_of
 from ...core.filenames import path_inside
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
+    Files,
     Manifest,
+    Notices,
+    Run,
     Sighting,
     crc_from_json,
     parameters_from_json,
@@ -82,14 +85,6 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     return manifest
 
 
-STATED = (
-    *("origin", "parameters", "buffers", "groups", "optimizer"),
-    *Facts._fields,
-    *("steps", "omitted", "warnings", "inferred"),
-)
-"""The fields of a manifest that manifest.json has as they are (`omitted` as "left_out")."""
-
-
 def shells_of(path: str, chosen: Manifest) -> Manifest:
     """The manifest of files that were just laid out for `chosen`.
 
@@ -104,12 +99,20 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
         entries[key] = Entry(*key, entry.dtype, entry.shape, fragments, entry.digest)
     members = [item.group for item in chosen.parameters.values()]
     _origin(path, chosen.source, chosen.groups, members)
+    told = chosen.notices
     shells = Manifest(
-        root=path,
-        format="universal",
-        entries=entries,
-        files=(os.path.join(path, MANIFEST), *files),
-        **{field: getattr(chosen, field) for field in STATED},
+        path,
+        "universal",
+        replace(chosen.run, weights_differ=False, zero_padding=False),
+        entries,
+        chosen.parameters,
+        chosen.buffers,
+        chosen.groups,
+        chosen.optimizer,
+        chosen.states,
+        chosen.state,
+        files=Files((os.path.join(path, MANIFEST), *files)),
+        notices=Notices(told.warnings, omitted=told.omitted, inferred=told.inferred),
     )
     _require_agreement(shells, chosen.step)
     return shells
@@ -157,24 +160,29 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     return Manifest(
         root=path,
         format="universal",
-        origin=origin,
         entries=entries,
         parameters=parameters,
         buffers=texts_from_json(document["buffers"]),
         groups=_groups(document),
         optimizer=convert(document.get("optimizer"), str | None),
-        **facts._asdict(),
-        steps=tuple(
-            Sighting(str(line["where"]), step_from_json(line["step"]) or 0, bool(line["truth"]))
-            for line in document.get("steps", ())
+        run=Run(
+            origin=origin,
+            steps=tuple(
+                Sighting(str(line["where"]), step_from_json(line["step"]) or 0, bool(line["truth"]))
+                for line in document.get("steps", ())
+            ),
         ),
-        records=records,
-        files=(os.path.join(path, MANIFEST), *files),
-        siblings=tuple(siblings.files),
-        omitted=(*_notices(document, "left_out"), *siblings.omitted),
-        warnings=warnings,
-        inferred=texts_from_json(document.get("inferred", [])),
-    )
+        files=Files(
+            records=records,
+            paths=(os.path.join(path, MANIFEST), *files),
+            siblings=tuple(siblings.files),
+        ),
+        notices=Notices(
+            omitted=(*_notices(document, "left_out"), *siblings.omitted),
+            warnings=warnings,
+            inferred=texts_from_json(document.get("inferred", [])),
+        ),
+    ).replace(**facts._asdict())
 
 
 class _Stated(Struct, frozen=True):
@@ -407,8 +415,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
     Called before a conversion writes anything. Raises CorruptCheckpoint.
     """
-    siblings = {sibling.path for sibling in manifest.siblings}
-    for record in manifest.records:
+    siblings = {sibling.path for sibling in manifest.files.siblings}
+    for record in manifest.files.records:
         if record.extent.file in siblings and crc_of([record.extent]) != record.crc:
             raise CorruptCheckpoint(
                 "record-damaged",

@@ -54,8 +54,7 @@ def select(source: Manifest, options: Options) -> Manifest:
             for key, entry in source.entries.items()
             if entry.slot == "state" and entry.parameter.startswith("module_extra.")
         }
-        return replace(
-            source,
+        return source.replace(
             entries=entries,
             parameters={
                 name: replace(parameter, step=None) for name, parameter in source.parameters.items()
@@ -67,11 +66,11 @@ def select(source: Manifest, options: Options) -> Manifest:
             state={key: value for key, value in source.state.items() if key in kept},
             states=NO_STATES,
         )
-    engine = source.engine
+    engine = source.run.engine
     if options.module_dtype and engine is not None:
         engine = replace(engine, dtype=options.module_dtype)
     states = source.states.without_form("unsupported")
-    return replace(source, entries=entries, engine=engine, states=states)
+    return source.replace(entries=entries, engine=engine, states=states)
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
@@ -85,15 +84,15 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files without tensors and digests; `seal` adds the digests."""
     chosen = with_defaults(select(source, options), options)
-    siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
-    omitted = list(source.omitted)
+    siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.files.siblings]
+    omitted = list(source.notices.omitted)
     if options.weights_only:
         loaded = files_to_load_by(
-            source.siblings
+            source.files.siblings
         )  # beside the weights, where from_pretrained looks for them
         siblings = [(item.name, item) for item in loaded]
         kept = {item.path for item in loaded}
-        others = [item for item in source.siblings if item.path not in kept]
+        others = [item for item in source.files.siblings if item.path not in kept]
         if others:
             names = ", ".join(item.name for item in others)
             message = f"{names}: not needed to load the weights"
@@ -101,7 +100,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
     # with --family it is for another program than the source's engine
-    has_ranks = source.origin.format != "gathered" and options[FAMILY] is None
+    has_ranks = source.run.origin.format != "gathered" and options[FAMILY] is None
 
     def loading(path: str) -> str:
         if not options.weights_only and has_ranks:
@@ -117,7 +116,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         lambda: iter(shells),
         siblings,
         omitted,
-        source.warnings,
+        source.notices.warnings,
         about="weights as safetensors" if options.weights_only else "a universal checkpoint",
         loading=loading,
         read_back=lambda path: shells_of(path, chosen),
@@ -133,11 +132,11 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
         name: replace(parameter, group=(parameter.group or 0) if parameter.trainable else None)
         for name, parameter in source.parameters.items()
     }
-    engine = source.engine
+    engine = source.run.engine
     if isinstance(engine, FlatBufferEngine) and inferred:
         engine = replace(engine, given=True)
     groups = tuple(given_groups(source, options))
-    return replace(source, parameters=parameters, groups=groups, engine=engine)
+    return source.replace(parameters=parameters, groups=groups, engine=engine)
 
 
 DIGEST = len(', "crc32": "00000000"')
@@ -184,7 +183,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """
     document = describe(manifest, {key: crc for (_, key), crc in outcome.digests.items()})
     files = dict(outcome.files)
-    for path in manifest.files:
+    for path in manifest.files.paths:
         # nothing was copied into a file whose tensors all are empty
         if path.endswith(".safetensors") and path not in files:
             with root.opened(path) as file:
@@ -217,14 +216,14 @@ def describe(manifest: Manifest, digests: Mapping[Key, int | None]) -> dict[str,
         },
         "files": {},
         # a trainer's counters are in its files, which the target has, and are found there again
-        "steps": steps_to_json(each for each in manifest.steps if not each.counter),
-        "left_out": [notice.message for notice in manifest.omitted],
-        "warnings": [notice.message for notice in manifest.warnings],
+        "steps": steps_to_json(each for each in manifest.run.steps if not each.counter),
+        "left_out": [notice.message for notice in manifest.notices.omitted],
+        "warnings": [notice.message for notice in manifest.notices.warnings],
         "notices": {
-            "left_out": list(map(_without_text, manifest.omitted)),
-            "warnings": list(map(_without_text, manifest.warnings)),
+            "left_out": list(map(_without_text, manifest.notices.omitted)),
+            "warnings": list(map(_without_text, manifest.notices.warnings)),
         },
-        "inferred": list(manifest.inferred),
+        "inferred": list(manifest.notices.inferred),
         "state": description.state(manifest),
     }
 

@@ -67,7 +67,7 @@ def sizes_of(
     `path` is that of a config.json, or of its folder, if the user gives one. Otherwise config.json
     is that beside the source.
     """
-    siblings = files_to_load_by(manifest.siblings)
+    siblings = files_to_load_by(manifest.files.siblings)
     if path is not None:
         file = os.path.join(path, CONFIG) if sources.is_folder(path) else path
         # a missing file is an error of the writer, which needs it

@@ -54,7 +54,7 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
             "--family does not work with --replicas mean",
             hint="convert with --replicas mean first, and then its result with --family",
         )
-    if isinstance(manifest.engine, FlatBufferEngine) and manifest.engine.experts:
+    if isinstance(manifest.run.engine, FlatBufferEngine) and manifest.run.engine.experts:
         raise UnsupportedCheckpoint(
             "family-does-not-fit",
             f"{manifest.root} has experts of DeepSpeed's own layers",
@@ -133,7 +133,7 @@ class _Translation(Struct, eq=False, dict=True):
         inferred = [
             name
             for group in self.groups
-            if not set(source.inferred).isdisjoint(group.sources)
+            if not set(source.notices.inferred).isdisjoint(group.sources)
             for name in group.targets
         ]
         state = {k: v for k, v in source.state.items() if k not in MODULE}
@@ -141,17 +141,16 @@ class _Translation(Struct, eq=False, dict=True):
         if other := source.states.others:
             message = f"{listed(list(other), 4)}: states that are no tensors"
             self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
-        return replace(
-            source,
+        return source.replace(
             entries={entry.key: entry for entry in listed_entries} | kept,
             parameters={name: parameters[name] for name in order},
             buffers=(),
             replicas=(),
             inferred=tuple(inferred),
-            engine=None if source.engine is None else replace(source.engine, ordered=False),
+            engine=None if source.run.engine is None else replace(source.run.engine, ordered=False),
             state=state,
             states=source.states.without_form("other").with_numbers_of(owners),
-            omitted=(*source.omitted, *self._omitted(list(extra))),
+            omitted=(*source.notices.omitted, *self._omitted(list(extra))),
         )
 
     def _omitted(self, extra: Sequence[str]) -> Iterator[Notice]:

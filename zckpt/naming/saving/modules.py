@@ -17,8 +17,7 @@ from ...core.dtypes import SIZES
 from ...core.entries import Entry, Key
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...core.grouping import by_key
-from ...core.manifest import Manifest, Parameter
-from ...core.origin import Origin
+from ...core.manifest import Manifest, Parameter, Run
 from ...errors import ZckptError
 from ...training.trainers import json_of
 from ..names import names_of
@@ -36,7 +35,7 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
     and if its names are of that kind.
     """
     theirs, own = {*names_of(first)}, {*names_of(other)}
-    for siblings in (first.siblings, other.siblings) if theirs != own else ():
+    for siblings in (first.files.siblings, other.files.siblings) if theirs != own else ():
         config = json_of(siblings, CONFIG)
         if config is None or rules_of(config) is None:
             continue
@@ -100,8 +99,7 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
         taken |= files
     rest = {name: about for name, about in saved.parameters.items() if name not in taken}
     others = {key: entry for key, entry in saved.entries.items() if key not in moved}
-    return replace(
-        saved,
+    return saved.replace(
         entries=entries | others,
         parameters=parameters | rest,
         states=saved.states.with_numbers_of(owners | {name: name for name in rest}),
@@ -125,7 +123,7 @@ def _blank(model: Manifest) -> Manifest:
         count = prod(shape)
         fragments = solid(count, Extent(name, 0, count))
         entries[name, "param"] = Entry(name, "param", BYTE, shape, fragments)
-    return Manifest("", "", Origin(), entries, parameters)
+    return Manifest("", "", Run(), entries, parameters)
 
 
 def _joined(

@@ -98,13 +98,12 @@ class _Translation(Struct, eq=False, dict=True):
             **source.state,
             "module": [new for name in order for new in self.new.get(name, [name])],
         }
-        return replace(
-            source,
+        return source.replace(
             entries=self.entries,
             parameters=self.parameters,
             buffers=tuple(self.buffers),
             replicas=(),
-            inferred=tuple(new for name in source.inferred for new in self.new[name]),
+            inferred=tuple(new for name in source.notices.inferred for new in self.new[name]),
             state=state if order else source.state,
             states=source.states.with_numbers_of(self.owners),
         )

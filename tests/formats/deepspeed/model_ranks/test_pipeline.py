@@ -13,7 +13,7 @@ from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.grid import Grid, Place
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.errors import (
     IncompleteCheckpoint,
@@ -63,13 +63,12 @@ def stage(
     return Manifest(
         root="run",
         format="deepspeed",
-        origin=Origin(),
         entries={entry.key: entry for entry in entries},
         parameters={name: Parameter((values[name].numel(),), group=0, step=3) for name in names},
         groups=({"lr": 0.1},),
-        engine=ENGINE,
         state={"module": []},
         place=Place(number, GRID, buffers if number else (), tied),
+        run=Run(origin=Origin(), engine=ENGINE),
     )
 
 
@@ -101,8 +100,8 @@ def made(tmp_path: Path) -> Made:
 
 def test_the_first_stages_tensors_count_and_the_others_are_copies(made: Made) -> None:
     whole = made()
-    assert whole.pipeline is not None
-    assert whole.pipeline.to_state() == {
+    assert whole.run.pipeline is not None
+    assert whole.run.pipeline.to_state() == {
         "parameters": [[EMBED, "1.fc.weight"], [EMBED, "2.fc.weight"]],
         "buffers": [[], ["2.count"]],
         "layers": [0, 1, 2, 3],
@@ -112,7 +111,7 @@ def test_the_first_stages_tensors_count_and_the_others_are_copies(made: Made) ->
         (f"{EMBED}/param", "stage"),
         (f"{EMBED}/master", "stage"),
     ]
-    assert (whole.engine.dtype, whole.buffers) == ("BF16", ("2.count",))  # type: ignore[union-attr]
+    assert (whole.run.engine.dtype, whole.buffers) == ("BF16", ("2.count",))  # type: ignore[union-attr]
     assert whole.entries.keys() == {
         *((name, slot) for name in VALUES for slot in ("param", "master")),
         ("2.count", "param"),
@@ -147,7 +146,7 @@ def test_files_that_do_not_fit(
 
 
 def test_a_copy_with_other_weights_is_a_warning(made: Made) -> None:
-    (warning,) = made(layer_3={"weight": torch.zeros(6)}).warnings
+    (warning,) = made(layer_3={"weight": torch.zeros(6)}).notices.warnings
     assert "layer_03-model_states.pt has the shapes of the tied layer embed" in warning.message
     assert (warning.code, warning.subject) == ("frozen-inferred", "embed")
 
@@ -156,7 +155,7 @@ def test_a_layer_whose_buffer_is_listed_is_no_tied_one(made: Made) -> None:
     """The name of the buffer has the layer's number."""
     layer = {"weight": torch.zeros(6), "count": torch.tensor(3)}
     whole = made(layer_3=layer, buffers=("2.count", "3.count"))
-    assert whole.warnings == ()
+    assert whole.notices.warnings == ()
     assert not whole.parameters["3.weight"].trainable
 
 
@@ -220,8 +219,8 @@ def joined(
 
 
 def tied_of(whole: Manifest) -> list[list[object]]:
-    assert whole.pipeline is not None
-    tied: list[list[object]] = whole.pipeline.to_state()["tied"]
+    assert whole.run.pipeline is not None
+    tied: list[list[object]] = whole.run.pipeline.to_state()["tied"]
     return tied
 
 
@@ -232,10 +231,10 @@ def test_one_stage_is_the_whole(tmp_path: Path) -> None:
     assert [*whole.parameters] == ["1.fc.weight", A]
     assert whole.state["optimizer"] == {"loss_scale": 8}
     assert whole.state["module"] == [A, "1.fc.weight"]
-    assert whole.engine.dtype == "F16"  # type: ignore[union-attr]
+    assert whole.run.engine.dtype == "F16"  # type: ignore[union-attr]
     paths = [str(tmp_path / f"layer_0{number}-model_states.pt") for number in (0, 1)]
-    assert [*whole.files] == paths
-    assert {record.extent.file for record in whole.records} == {*paths}
+    assert [*whole.files.paths] == paths
+    assert {record.extent.file for record in whole.files.records} == {*paths}
     told = joined(tmp_path, [{"1.fc.weight": PLAIN, A: ONE}], layers, {0: "a"})
     assert tied_of(told) == [[0, "a"]]
 
@@ -243,7 +242,7 @@ def test_one_stage_is_the_whole(tmp_path: Path) -> None:
 def test_the_type_of_weights_is_that_of_the_first_stage(tmp_path: Path) -> None:
     layers = {0: {"w": PLAIN.bfloat16()}, 1: {"w": PLAIN.half()}}
     whole = joined(tmp_path, [{"0.w": PLAIN}, {"1.w": PLAIN}], layers)
-    assert whole.engine.dtype == "BF16"  # type: ignore[union-attr]
+    assert whole.run.engine.dtype == "BF16"  # type: ignore[union-attr]
 
 
 def test_a_layer_with_numbers_in_its_names_is_no_tied_one(tmp_path: Path) -> None:
@@ -347,11 +346,11 @@ def test_frozen_layers_that_are_not_perhaps_tied(tmp_path: Path) -> None:
     stages = [{A: ONE, "1.w": PLAIN}, {A: ONE, "3.w": PLAIN}, {"5.w": PLAIN}]
     layers = {0: {"weight": ONE}, 1: {"w": PLAIN}, 2: {"weight": PLAIN}, 3: {"w": PLAIN},
               5: {"w": PLAIN}, 6: {"weight": TWO}}  # fmt: skip
-    assert joined(tmp_path, stages, layers).warnings == ()
-    (warning,) = joined(tmp_path, stages, {**layers, 4: {"weight": TWO}}).warnings
+    assert joined(tmp_path, stages, layers).notices.warnings == ()
+    (warning,) = joined(tmp_path, stages, {**layers, 4: {"weight": TWO}}).notices.warnings
     assert "layer_04-model_states.pt has the shapes of the tied layer a" in warning.message
     full = {**layers, 2: {"weight": ONE}, 4: {"weight": TWO}}  # as many files as copies
-    assert joined(tmp_path, stages, full).warnings == ()
+    assert joined(tmp_path, stages, full).notices.warnings == ()
 
 
 # -- buffers, experts
@@ -382,14 +381,14 @@ def test_stages_with_experts(tmp_path: Path) -> None:
         engine = replace(
             ENGINE, version=f"0.19.{number}", experts=(ExpertLayer(f"{number}.moe", 4, number + 1),)
         )
-        stages.append(replace(own, engine=engine, origin=Origin(ep=number + 1, tag=str(number))))
+        stages.append(own.replace(engine=engine, origin=Origin(ep=number + 1, tag=str(number))))
     whole = joined_stages_with_experts(stages, None)
-    assert whole.origin == Origin(ep=2, tag="0")
-    assert whole.engine == replace(
+    assert whole.run.origin == Origin(ep=2, tag="0")
+    assert whole.run.engine == replace(
         ENGINE, version="0.19.0", experts=(ExpertLayer("0.moe", 4, 1), ExpertLayer("1.moe", 4, 2))
     )
     assert [*whole.parameters] == ["0.w", "1.w"]
-    assert joined_stages_with_experts(stages[:1], None).origin == Origin(ep=1, tag="0")
+    assert joined_stages_with_experts(stages[:1], None).run.origin == Origin(ep=1, tag="0")
 
 
 def test_shapes_are_those_of_the_named_layer(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.facts import Pipeline
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.origin import Origin
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.errors import WrongOption
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import (
     assumed,
@@ -43,7 +42,7 @@ def made(stages: int = 1, **more: tuple[int, ...]) -> tuple[Manifest, Pipeline]:
         for stage in range(stages)
     ]
     layers = [int(name[0]) for name in SHAPES]
-    return Manifest("run", "deepspeed", Origin(), {}, parameters), Pipeline(names, [[]], layers)
+    return Manifest("run", "deepspeed", Run(), {}, parameters), Pipeline(names, [[]], layers)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline, TensorParallel
 from zckpt.core.grid import Grid, Place
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Cut
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
@@ -29,14 +29,12 @@ def model(origin: Origin, **facts: Any) -> Manifest:
     return Manifest(
         root="run",
         format="deepspeed",
-        origin=origin,
         entries={},
         parameters={name: Parameter((4, 2), group=0) for name in NAMES},
         groups=({"lr": 0.1},),
-        engine=ENGINE,
         state={"module": NAMES, "counters": {}, "optimizer": {}},
-        **facts,
-    )
+        run=Run(origin=origin, engine=ENGINE),
+    ).replace(**facts)
 
 
 WHOLE = model(Origin(dp=1), tensor_parallel=RULES)
@@ -79,7 +77,7 @@ def test_ranks_of_slices() -> None:
     assert ranks.table is not None
     one = target_ranks(WHOLE, options_of({"tp": 1}))
     assert (one.grid, one.table) == (None, None)
-    assert one.ranks[0].tensor_parallel is None
+    assert one.ranks[0].run.tensor_parallel is None
 
 
 def test_a_pipeline_of_other_slices_gets_its_files_of_layers_anew() -> None:
@@ -156,7 +154,7 @@ def test_every_stage_needs_experts() -> None:
     """A run of one rank becomes a pipeline without files of layers."""
     layers = tuple(ExpertLayer(f"{n}", 4, 1) for n in (1, 3))
     engine = replace(ENGINE, experts=layers)
-    source = replace(WHOLE, engine=engine, origin=Origin(dp=1, zero_stage=2, ep=1))
+    source = WHOLE.replace(engine=engine, origin=Origin(dp=1, zero_stage=2, ep=1))
     ranks = target_ranks(source, options_of({"pp_bounds": (0, 2, 4)}))
     assert (ranks.grid, names(ranks), ranks.pipeline) == (Grid(2, 1), [["1.a"], NAMES[1:]], None)
     with pytest.raises(WrongOption, match="a stage of the target would have none of the layers of"):
@@ -170,7 +168,7 @@ def test_files_of_layers_are_copied_in_their_order(tmp_path: Path) -> None:
     files = ["layer_100-model_states.pt", "mp_rank_00_model_states.pt", "layer_20-model_states.pt"]
     for name in files:
         (tmp_path / name).write_bytes(b"x")
-    source = replace(PIPE, files=tuple(str(tmp_path / name) for name in files))
+    source = PIPE.replace(paths=tuple(str(tmp_path / name) for name in files))
     ranks = TargetRanks(source=source, ranks=[source], layers=[source])
     siblings = ranks.layer_siblings("tag")
     assert [name for name, _ in siblings] == [f"tag/{files[2]}", f"tag/{files[0]}"]

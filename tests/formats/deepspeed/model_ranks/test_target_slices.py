@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
-from zckpt.core.manifest import Manifest, Parameter, Sibling
+from zckpt.core.manifest import Manifest, Parameter, Run, Sibling
 from zckpt.core.merge import merge
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Boxes, Cut, PaddedRows, Placement, Replicated
@@ -31,16 +31,18 @@ def model(config: dict[str, Any] | None = None, **others: Placement) -> Manifest
     return Manifest(
         root="run",
         format="deepspeed",
-        origin=Origin(tp=1, pp=1, dp=2),
         entries={},
         parameters={name: Parameter(shape, group=0, step=3) for name, shape in SHAPES.items()},
         groups=({"lr": 0.1},),
-        engine=FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, config or {}),
         state={
             "module": [*SHAPES],
             "client_state": {"args": args},
         },
-        tensor_parallel=TensorParallel({**PLACEMENTS, **others}, {"embed": Vocabulary(8, 5)}),
+        run=Run(
+            origin=Origin(tp=1, pp=1, dp=2),
+            engine=FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, config or {}),
+            tensor_parallel=TensorParallel({**PLACEMENTS, **others}, {"embed": Vocabulary(8, 5)}),
+        ),
     )
 
 
@@ -65,17 +67,17 @@ def test_what_cannot_be_cut_evenly() -> None:
 
 def test_names_without_a_rule() -> None:
     placements = {name: own for name, own in PLACEMENTS.items() if name != "down"}
-    source = replace(model(), tensor_parallel=TensorParallel(placements, {}))
+    source = model().replace(tensor_parallel=TensorParallel(placements, {}))
     with pytest.raises(MissingData, match="nothing says how"):
         slices_of(source, 2)
 
 
 def test_what_a_rank_states() -> None:
     rank = sized(model({"tensor_parallel": {"autotp_size": 1, "other": 2}}), 2)
-    assert rank.origin == Origin(dp=2)
+    assert rank.run.origin == Origin(dp=2)
     args = {"tensor_model_parallel_size": 2, "padded_vocab_size": 8, "lr": 0.1}
     assert rank.state == {"module": [*SHAPES], "client_state": {"args": args}}
-    assert rank.engine.config == {"tensor_parallel": {"autotp_size": 2, "other": 2}}  # type: ignore[union-attr]
+    assert rank.run.engine.config == {"tensor_parallel": {"autotp_size": 2, "other": 2}}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 8), (2, 8), (3, 6), (4, 8)])
@@ -116,7 +118,7 @@ def rows_by_map(*counts: int, width: int = 4) -> dict[str, Any]:
 
 
 def with_vocabularies(source: Manifest, **vocabularies: Vocabulary) -> Manifest:
-    return replace(source, tensor_parallel=TensorParallel(PLACEMENTS, vocabularies))
+    return source.replace(tensor_parallel=TensorParallel(PLACEMENTS, vocabularies))
 
 
 def with_info(info: dict[str, Any], source: Manifest) -> Manifest:
@@ -139,7 +141,7 @@ def test_what_a_rank_states_of_other_ranks() -> None:
 def test_what_a_rank_states_without_rules() -> None:
     source = with_info({"padded_vocab_size": 6}, model())
     for facts in (UNCUT, None):
-        own = replace(source, tensor_parallel=facts)
+        own = source.replace(tensor_parallel=facts)
         client = sized(own, 2).state["client_state"]
         assert client[INFO] == {"padded_vocab_size": 6}
         assert client["args"]["padded_vocab_size"] == 8
@@ -182,7 +184,7 @@ def test_rows_by_the_stated_divisor(unit: Any, tp: int, rows: int) -> None:
 @pytest.mark.parametrize(("ranks", "tp", "rows"), [(2, 1, 5), (2, 4, 8), (1, 1, 6), (None, 1, 6)])
 def test_rows_that_the_ranks_of_the_source_needed(ranks: int | None, tp: int, rows: int) -> None:
     """Six of five are what two ranks need, and what a program with one has chosen."""
-    source = with_vocabularies(replace(model(), origin=Origin(tp=ranks)), embed=Vocabulary(6, 5))
+    source = with_vocabularies(model().replace(origin=Origin(tp=ranks)), embed=Vocabulary(6, 5))
     assert rows_of(source, tp, options_of({})) == {"embed": rows}
 
 
@@ -196,8 +198,8 @@ def test_rows_of_a_model_without_a_vocabulary() -> None:
 def test_rows_that_the_user_gives_to_autotp() -> None:
     assert rows_of(model(AUTO), 3, options_of({"vocab_size": 10})) == {"embed": 12}
     source = model()
-    assert isinstance(source.engine, FlatBufferEngine)
-    without_config = replace(source, engine=replace(source.engine, config=None))
+    assert isinstance(source.run.engine, FlatBufferEngine)
+    without_config = source.replace(engine=replace(source.run.engine, config=None))
     assert rows_of(without_config, 3, options_of({})) == {"embed": 6}
 
 
@@ -208,7 +210,7 @@ def with_heads(root: Path, count: int, source: Manifest) -> Manifest:
     path = root / "config.json"
     path.write_text(f'{{"num_key_value_heads": {count}}}', encoding="utf-8")
     sibling = Sibling("config.json", str(path), path.stat().st_size)
-    return replace(source, siblings=(sibling,))
+    return source.replace(siblings=(sibling,))
 
 
 def test_autotp_deals_rows_of_some_layers_nearly_evenly() -> None:
@@ -219,8 +221,7 @@ def test_autotp_deals_rows_of_some_layers_nearly_evenly() -> None:
     }
     facts = TensorParallel(dict.fromkeys(parameters, Cut(0)), {})
     own, other = (
-        replace(model(config), parameters=parameters, tensor_parallel=facts)
-        for config in (AUTO, {})
+        model(config).replace(parameters=parameters, tensor_parallel=facts) for config in (AUTO, {})
     )
     _, ranks, _ = slices_of(own, 3)
     shapes = [[parameter.shape[0] for parameter in rank.parameters.values()] for rank in ranks]
@@ -237,7 +238,7 @@ def test_autotp_deals_whole_heads(tmp_path: Path) -> None:
     assert auto_of(model(AUTO)).heads is None
     assert auto_of(replace(model(AUTO), state={})).heads is None
     source = with_heads(tmp_path, 3, replace(model(AUTO), parameters={"q": Parameter((6, 4))}))
-    source = replace(source, tensor_parallel=TensorParallel({"q": Cut(0)}, {}))
+    source = source.replace(tensor_parallel=TensorParallel({"q": Cut(0)}, {}))
     _, ranks, doubts = slices_of(source, 2)
     assert [rank.parameters["q"].shape for rank in ranks] == [(4, 4), (2, 4)]
     assert doubts == []

@@ -12,7 +12,7 @@ from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline
 from zckpt.core.fragments import Runs
 from zckpt.core.grid import Grid
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.errors import Notice, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
@@ -72,7 +72,7 @@ def cut(
     """The new stages of a pipeline with a tied layer, and what had to be inferred."""
     named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
     parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
-    model = Manifest("run", "deepspeed", Origin(), {}, parameters)
+    model = Manifest("run", "deepspeed", Run(), {}, parameters)
     pipeline = Pipeline(named, (), layers, dict.fromkeys(files, "embed"))
     return cut_again(model, pipeline, True, options_of(options))
 
@@ -98,7 +98,7 @@ def test_tied_layers_stand_as_they_are_first_used() -> None:
     """In a stage that has all, too, whatever order the whole model has."""
     head = "tied_modules.head.weight"
     names = [head, "3.weight", EMBED, "1.weight"]
-    model = Manifest("run", "deepspeed", Origin(), {}, {n: Parameter((2,), group=0) for n in names})
+    model = Manifest("run", "deepspeed", Run(), {}, {n: Parameter((2,), group=0) for n in names})
     stages = [[EMBED, "1.weight"], [head, "3.weight"]]
     before = Pipeline(stages, (), range(4), {0: "embed", 2: "head"})
     after, _ = cut_again(model, before, True, options_of({"pp": 1}))
@@ -123,9 +123,11 @@ def pipeline(*stages: str, **fields: Any) -> tuple[Manifest, Pipeline]:
     args = {"pipeline_model_parallel_size": len(stages), "lr": 0.1}
     state = {"module": names, "client_state": {"args": args}}
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {})
-    made = Manifest("run", "deepspeed", Origin(dp=1), {}, parameters, engine=engine, state=state)
+    made = Manifest(
+        "run", "deepspeed", Run(Origin(dp=1), engine=engine), {}, parameters, state=state
+    )
     buffers = [[] for _ in stages[1:]]
-    return replace(made, **fields), Pipeline(named, [["2.count"], *buffers], numbers)
+    return made.replace(**fields), Pipeline(named, [["2.count"], *buffers], numbers)
 
 
 def test_parameters_stand_by_group_and_then_as_their_layers_do() -> None:
@@ -192,17 +194,16 @@ def test_ranks_of_a_grid_stand_stage_by_stage() -> None:
 def test_a_stage_has_the_experts_of_its_layers() -> None:
     model, before = pipeline("1.moe.a 2.a", "3.moe.a")
     layers = ExpertLayer("1.moe", 4, 2), ExpertLayer("3.moe", 4, 4)
-    assert model.engine is not None
+    assert model.run.engine is not None
     extra = {"1.moe.a": "state", "3.moe.a": "other"}
-    model = replace(
-        model,
+    model = model.replace(
         origin=Origin(dp=4, ep=4),
-        engine=replace(model.engine, experts=layers),  # type: ignore[type-var]
+        engine=replace(model.run.engine, experts=layers),
         state={**model.state, "module_extra": extra},
     )
     _, ranks, _ = recut(model, [model], before, Grid(2), options_of({}))
-    assert [rank.engine.experts for rank in ranks] == [layers[:1], layers[1:]]  # type: ignore[union-attr]
-    assert [rank.origin.ep for rank in ranks] == [2, 4]
+    assert [rank.run.engine.experts for rank in ranks] == [layers[:1], layers[1:]]  # type: ignore[union-attr]
+    assert [rank.run.origin.ep for rank in ranks] == [2, 4]
     assert [[*rank.state["module_extra"]] for rank in ranks] == [["1.moe.a"], ["3.moe.a"]]
 
 
@@ -229,8 +230,8 @@ def test_weights_of_stages_are_in_their_model_files_unless_layers_have_files() -
 def test_a_stage_has_the_largest_size_of_its_own_experts() -> None:
     model, before = pipeline("1.e.a 2.e.a", "3.a")
     layers = (ExpertLayer("1.e", 4, 2), ExpertLayer("2.e", 4, 4))
-    assert model.engine is not None
-    engine = replace(model.engine, experts=layers)  # type: ignore[type-var]
-    model = replace(model, engine=engine, origin=Origin(dp=4, ep=8))
+    assert model.run.engine is not None
+    engine = replace(model.run.engine, experts=layers)  # type: ignore[type-var]
+    model = model.replace(engine=engine, origin=Origin(dp=4, ep=8))
     _, ranks, _ = recut(model, [model], before, Grid(2, 1), options_of({}))
     assert [rank.source.get("ep") for rank in ranks] == [4, None]

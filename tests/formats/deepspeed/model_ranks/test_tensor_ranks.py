@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from zckpt.core.entries import Entry
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.optimizer_states import StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.placement import Cut, Replicated
@@ -42,12 +42,12 @@ def rank(root: Path, number: int, info: Any = INFO, **values: list[float]) -> Ma
     return Manifest(
         root="run",
         format="deepspeed",
-        origin=Origin(tp=2),
         entries={own.key: own for own in entries},
         parameters={e.parameter: Parameter(e.shape, group=0) for e in entries if e.slot != "param"},
         buffers=("buffer",) if "buffer" in values else (),
         groups=({"lr": 0.1},),
         state={"module": [], "client_state": {"universal_checkpoint_info": info} if info else {}},
+        run=Run(origin=Origin(tp=2)),
     )
 
 
@@ -69,7 +69,7 @@ def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
     assert {name: own.shape for name, own in whole.parameters.items()} == {
         "embed": (4,), "norm": (1,),
     }  # fmt: skip
-    assert whole.tensor_parallel == TensorParallel(
+    assert whole.run.tensor_parallel == TensorParallel(
         {"embed": Cut(0), "norm": Replicated()}, {"embed": Vocabulary(rows=4, used=3)}
     )
     assert [(copy.name, copy.axis) for copy in whole.replicas] == [
@@ -81,7 +81,7 @@ def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
 def test_the_users_rules_come_first(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = 0"), None)
     assert whole.parameters["norm"].shape == (2,)
-    assert whole.tensor_parallel == TensorParallel(
+    assert whole.run.tensor_parallel == TensorParallel(
         {"embed": Cut(0), "norm": Cut(0)}, {"embed": Vocabulary(rows=4, used=3)}
     )
 
@@ -124,7 +124,7 @@ def test_buffers_are_whole_unless_the_user_says_otherwise(tmp_path: Path) -> Non
 
 def test_parts_of_a_sum_are_said(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = sum"), None)
-    assert [line.partition(":")[0] for line in texts(whole.warnings)] == [
+    assert [line.partition(":")[0] for line in texts(whole.notices.warnings)] == [
         "each tensor rank has a part of norm"
     ]
     with pytest.raises(UnsupportedCheckpoint, match="zckpt does not add tensors"):
@@ -148,14 +148,14 @@ def test_copies_of_a_joined_model(tmp_path: Path) -> None:
     alike = joined_slices(ranks(tmp_path, embed=[1.0, 2]), None, None)
     with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all ranks"):
         check(alike, None)
-    assert check(replace(alike, origin=Origin()), None) == []  # of one tensor rank
+    assert check(alike.replace(origin=Origin()), None) == []  # of one tensor rank
 
 
 def test_copies_of_ranks_that_are_apart(tmp_path: Path) -> None:
     """Each keeps its own, so that they are warnings, as far as rules tell what is a copy."""
     for info, count in ((INFO, 1), (None, 0)):
         models = tuple(ranks(tmp_path, info, norm=[6.0]))
-        apart = Manifest("run", "deepspeed", Origin(tp=2), {}, {}, ranks=models, models=models)
+        apart = Manifest("run", "deepspeed", Run(Origin(tp=2)), {}, {}, ranks=models, models=models)
         warnings = check(apart, None)
         assert ["each rank keeps its own: norm" in line for line in texts(warnings)] == [
             True
@@ -169,7 +169,7 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
     experts = (ExpertLayer("moe", 4, 2),)
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
     copy = replace(other.entries["norm", "exp_avg_sq"], axis="ep rank")
-    whole = replace(one, origin=Origin(zero_stage=0), engine=engine, replicas=(copy,))
+    whole = one.replace(origin=Origin(zero_stage=0), engine=engine, replicas=(copy,))
     for chosen in (None, "mean"):
         with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
             check(whole, chosen)
@@ -215,13 +215,13 @@ def test_rules_in_json_are_of_parameters_alone(tmp_path: Path) -> None:
     whole = joined_slices(both, rules_in(tmp_path, json.dumps(INFO)), None)
     assert whole.entries["buffer", "param"].shape == (2,)
     assert whole.parameters["embed"].shape == (4,)
-    assert whole.warnings == ()
+    assert whole.notices.warnings == ()
 
 
 def test_doubts_of_a_family(tmp_path: Path) -> None:
     name = "layers.0.attention.dense.bias"
     both = [rank(tmp_path, number, None, **{name: [1.0]}) for number in (0, 1)]
-    (warning,) = joined_slices(both, "neox", None).warnings
+    (warning,) = joined_slices(both, "neox", None).notices.warnings
     assert f"--tp-rules neox takes {name} as whole on each rank" in warning.message
 
 
@@ -234,8 +234,8 @@ def test_stage_0_without_experts_has_tensor_ranks(tmp_path: Path) -> None:
     experts = (ExpertLayer("moe", 4, 2),)
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
     for whole in (
-        replace(alike, origin=Origin(tp=2, zero_stage=0)),
-        replace(alike, origin=Origin(tp=2, zero_stage=1), engine=engine),
+        alike.replace(origin=Origin(tp=2, zero_stage=0)),
+        alike.replace(origin=Origin(tp=2, zero_stage=1), engine=engine),
     ):
         with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all"):
             check(whole, None)
@@ -253,7 +253,7 @@ def test_ranks_apart_that_cannot_be_joined(tmp_path: Path) -> None:
         ((replace(first, groups=tuple(twice)), second), None),
     ):
         origin = Origin(tp=2, tp_rules=rules)
-        apart = Manifest("run", "deepspeed", origin, {}, {}, ranks=models, models=models)
+        apart = Manifest("run", "deepspeed", Run(origin), {}, {}, ranks=models, models=models)
         assert check(apart, None) == []
 
 
@@ -268,7 +268,7 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
         entries={("norm", "master"): masters[0]},
         replicas=(replace(masters[1], axis="stage"),),
     )
-    apart = Manifest("run", "deepspeed", Origin(), {}, {}, ranks=(first, second), models=(model,))
+    apart = Manifest("run", "deepspeed", Run(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
     assert warning.message.startswith("the stages' copies of norm differ")
 
@@ -280,7 +280,7 @@ def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
         for each in ranks(tmp_path, norm=[6.0])
     )
     of_stage = replace(second.entries["norm", "master"], axis="stage")
-    apart = Manifest("run", "deepspeed", Origin(tp=2), {}, {}, ranks=(first, second))
+    apart = Manifest("run", "deepspeed", Run(Origin(tp=2)), {}, {}, ranks=(first, second))
     of_stages, of_ranks = check(
         replace(apart, models=(replace(first, replicas=(of_stage,)), second)), None
     )

@@ -99,7 +99,7 @@ def test_experts_are_told_apart_from_equal_dense_weights(run: Path) -> None:
         change(path, lambda value, n=number: value[f"{INSIDE}{n}.b"].fill_(1.0))
     manifest = zckpt.read(run)
     groups = {name: manifest.parameters[name].group for name in ("first", f"{INSIDE}2.b")}
-    assert (manifest.inferred, groups) == ((), {"first": 0, f"{INSIDE}2.b": 1})
+    assert (manifest.notices.inferred, groups) == ((), {"first": 0, f"{INSIDE}2.b": 1})
 
 
 def test_shapes_alone_show_no_names(run: Path) -> None:
@@ -128,9 +128,10 @@ def test_the_order_of_the_module_is_inferred(run: Path) -> None:
     for rank in range(2):
         change(optimizer_of(run, rank), edit)
     manifest = zckpt.read(run)
-    assert {*manifest.inferred} == {*EXPERTS}
+    assert {*manifest.notices.inferred} == {*EXPERTS}
     assert any(
-        "the names of" in line and "are inferred" in line for line in texts(manifest.warnings)
+        "the names of" in line and "are inferred" in line
+        for line in texts(manifest.notices.warnings)
     )
     for name in EXPERTS:
         assert torch.equal(zckpt.load(run, f"{name}/exp_avg"), numbers(name, "exp_avg")), name

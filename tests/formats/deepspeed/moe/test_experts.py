@@ -66,18 +66,18 @@ def test_all_ranks_together(run: Path) -> None:
     in_order = [f"{INSIDE}{n}.{inner}" for inner in INNER for n in range(4)]
     assert list(manifest.parameters) == [*DENSE, *in_order]
     assert manifest.state["module"] == [*DENSE, *EXPERTS]
-    assert manifest.origin.ep == 2
+    assert manifest.run.origin.ep == 2
     for name in DENSE | EXPERTS:
         for slot in ("master", *MOMENTS):
             assert torch.equal(zckpt.load(run, f"{name}/{slot}"), numbers(name, slot)), name
         assert zckpt.load(run, f"{name}/param").dtype == torch.bfloat16
     copies = [entry.parameter for entry in manifest.replicas]
-    assert {*copies} == ({*DENSE} if manifest.origin.zero_stage == 0 else set())
+    assert {*copies} == ({*DENSE} if manifest.run.origin.zero_stage == 0 else set())
 
 
 def test_the_engine_s_rule_finds_the_same(run: Path, tmp_path: Path) -> None:
     zckpt.convert(run, tmp_path / "universal")
-    if zckpt.read(run).origin.zero_stage == 1:
+    if zckpt.read(run).run.origin.zero_stage == 1:
         keys = {m.key for part in partitions(str(run / TAG)) for m in getattr(part, "members", ())}
         assert (f"{INSIDE}3.b", "exp_avg_sq") in keys
     assert zckpt.verify(run, tmp_path / "universal", gather=True, device="cpu")["equal"]
@@ -335,7 +335,7 @@ def test_one_rank_and_one_expert(tmp_path: Path) -> None:
         file_of(run, number).unlink()
     manifest = zckpt.read(run)
     assert [*manifest.parameters] == [*DENSE, *names]
-    assert (manifest.origin.dp, manifest.origin.ep) == (1, 1)
+    assert (manifest.run.origin.dp, manifest.run.origin.ep) == (1, 1)
     assert torch.equal(zckpt.load(run, f"{names[0]}/master"), numbers(names[0], "master"))
 
 
@@ -377,7 +377,7 @@ def test_experts_that_are_frozen(tmp_path: Path) -> None:
     manifest = zckpt.read(run)
     assert [*manifest.parameters] == [*DENSE, "late", *EXPERTS]
     assert [n for n, about in manifest.parameters.items() if about.trainable] == [*DENSE]
-    assert manifest.origin.ep == 2
+    assert manifest.run.origin.ep == 2
     name = f"{INSIDE}3.w"
     assert torch.equal(zckpt.load(run, f"{name}/param").float(), numbers(name, "master"))
 
@@ -437,7 +437,7 @@ def test_weights_that_the_engine_has_not_saved(model: dict[str, Any], tmp_path: 
     manifest = zckpt.read(run)
     assert any(
         line.startswith("DeepSpeed did not save the weights of first, as") and "masters" in line
-        for line in texts(manifest.warnings)
+        for line in texts(manifest.notices.warnings)
     )
     assert manifest.state["module"] == [GATE, *EXPERTS, "first"]
     assert torch.equal(zckpt.load(run, "first/master"), numbers("first", "master"))
@@ -479,7 +479,7 @@ def test_one_group_of_all_that_every_rank_has(tmp_path: Path) -> None:
     run = saved_zero_1(tmp_path / "run", ((1, [*DENSE, *EXPERTS]),))
     manifest = zckpt.read(run)
     assert {about.group for about in manifest.parameters.values()} == {0}
-    assert manifest.origin.ep == 1
+    assert manifest.run.origin.ep == 1
 
 
 def test_a_group_without_parameters(tmp_path: Path) -> None:
@@ -504,8 +504,8 @@ def test_layers_of_several_sizes(tmp_path: Path) -> None:
     groups: Groups = ((1, [*DENSE, LATE_GATE]), (2, [*LOCAL]), (1, [*LATE]))
     run = saved_zero_1(tmp_path / "run", groups)
     manifest = zckpt.read(run)
-    assert manifest.origin.ep == 2
-    assert [layer.ep for layer in manifest.engine.experts] == [2, 1]  # type: ignore[union-attr]
+    assert manifest.run.origin.ep == 2
+    assert [layer.ep for layer in manifest.run.engine.experts] == [2, 1]  # type: ignore[union-attr]
     for name in (*LATE, f"{INSIDE}3.b"):
         assert torch.equal(zckpt.load(run, f"{name}/exp_avg"), numbers(name, "exp_avg"))
 
@@ -569,7 +569,7 @@ def test_experts_in_stage_3(tmp_path: Path) -> None:
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    engine = zckpt.read(run).engine
+    engine = zckpt.read(run).run.engine
     config: dict[str, Any] = engine.config  # type: ignore[union-attr]
     return config
 
@@ -587,7 +587,7 @@ def test_neighbors_with_other_experts_or_with_the_same(
         for slot in ("master", *MOMENTS):
             assert torch.equal(zckpt.load(run, f"{name}/{slot}"), numbers(name, slot)), name
     assert (config_of(run).get(key) is True) == data_first
-    assert zckpt.read(run).zero_padding
+    assert zckpt.read(run).run.zero_padding
 
 
 @pytest.mark.parametrize("groups", [ALONE, GROUPS])
@@ -617,7 +617,7 @@ def test_weights_of_which_no_order_has_the_masters(tmp_path: Path) -> None:
     """A ds_config says the order without them, as for weights of an EMA."""
     run = saved_zero_1(tmp_path / "run", dp=4)
     of_each_expert(run, lambda weight: weight + 1)
-    assert zckpt.read(run).origin.ep == 2
+    assert zckpt.read(run).run.origin.ep == 2
     change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(NAMED))
     with pytest.raises(InconsistentCheckpoint, match="masters are not those of the experts' wei"):
         zckpt.read(run)

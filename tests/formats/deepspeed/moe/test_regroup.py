@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zckpt.core.facts import ExpertLayer, StateDictEngine
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, MissingData, WrongOption
 from zckpt.formats.deepspeed.moe import regroup
@@ -35,11 +35,10 @@ def manifest(sizes: list[int], cuts: list[int], *, experts: int = 4) -> Manifest
     return Manifest(
         root="run",
         format="dcp",
-        origin=Origin(format="dcp", dp=4),
         entries={},
         parameters=parameters,
         groups=(DENSE, *(OF_EXPERTS for _ in cuts)),
-        engine=ENGINE,
+        run=Run(origin=Origin(format="dcp", dp=4), engine=ENGINE),
     )
 
 
@@ -101,8 +100,8 @@ def test_the_same_size_changes_nothing() -> None:
     source = manifest([3], [1])
     result, _ = over_ranks(source, options(None))
     assert result.parameters == source.parameters
-    assert isinstance(result.engine, StateDictEngine)
-    assert result.engine.experts == EXPERTS
+    assert isinstance(result.run.engine, StateDictEngine)
+    assert result.run.engine.experts == EXPERTS
 
 
 @pytest.mark.parametrize(

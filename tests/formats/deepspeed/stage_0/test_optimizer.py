@@ -59,7 +59,7 @@ def test_each_form_is_read_bit_for_bit(masters: str | None, tmp_path: Path) -> N
     assert {name: about.group for name, about in manifest.parameters.items()} == {
         name: number for number, group in enumerate(GROUPS) for name in group
     }
-    assert (manifest.step, manifest.inferred) == (3, ())
+    assert (manifest.step, manifest.notices.inferred) == (3, ())
     if masters is None:
         weights = {name for name in expected if name.endswith("/param")}
         expected |= {name: expected[name.replace("param", "master")] for name in weights}
@@ -156,7 +156,7 @@ def test_names_that_torch_keeps(names: list[str], tmp_path: Path) -> None:
     model, _ = made.stage_0([{"a": (3,), "b": (3,)}], TORCH)
     base_of(model)["param_groups"][0]["param_names"] = names
     run = made.saved(tmp_path / "run", (model, []))
-    assert zckpt.read(run).inferred == ()
+    assert zckpt.read(run).notices.inferred == ()
     for number, name in enumerate(names):
         moment = base_of(model)["state"][number]["exp_avg"]
         assert torch.equal(zckpt.load(run, f"{name}/exp_avg"), moment)

@@ -78,7 +78,7 @@ def test_masters_show_names(stages: Stages, masters: str, tmp_path: Path) -> Non
     """In any order, as no two weights have the same bytes."""
     run = saved(tmp_path / "run", stages, masters)
     manifest, expected = zckpt.read(run), made.whole([SHAPES])
-    assert (sorted(manifest.parameters), manifest.inferred) == (sorted(SHAPES), ())
+    assert (sorted(manifest.parameters), manifest.notices.inferred) == (sorted(SHAPES), ())
     for name, tensor in expected.items():
         assert same_bits(zckpt.load(run, name), tensor), name
 
@@ -89,7 +89,7 @@ def test_the_order_of_layers_shows_names(tmp_path: Path) -> None:
     tensors = tensors_of(shapes)
     names = [f"{n}.{inner}" for n in (0, 1) for inner in ("b", "w")]  # as the file has them
     run = saved(tmp_path / "run", [names[:2], names[2:]], TORCH, tensors)
-    assert sorted(zckpt.read(run).inferred) == sorted(shapes)
+    assert sorted(zckpt.read(run).notices.inferred) == sorted(shapes)
     for name in shapes:
         loaded = zckpt.load(run, f"{name}/exp_avg")
         assert torch.equal(loaded, tensors[f"{name}/exp_avg"]), name
@@ -200,7 +200,7 @@ def test_a_target_states_names_and_keys(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", ENDS, TORCH, tensors)
     zckpt.reshard(run, tmp_path / "other", dp=2, param_names=names)
     manifest = zckpt.read(tmp_path / "other")
-    assert (sorted(manifest.parameters), manifest.inferred) == (sorted({*names}), ())
+    assert (sorted(manifest.parameters), manifest.notices.inferred) == (sorted({*names}), ())
     for slot in ("exp_avg", "exp_avg_sq"):
         loaded = zckpt.load(tmp_path / "other", f"{TIED}/{slot}")
         assert same_bits(loaded, tensors[f"0.w/{slot}"])

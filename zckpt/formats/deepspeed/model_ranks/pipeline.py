@@ -60,19 +60,18 @@ def joined_stages(
     layers = _Layers(stages, files)
     layers.check_places()
     whole = in_order(merge(stages, Table(STAGE), step_policy, layers.beside()))
-    engine, optimizer = stages[0].engine, whole.state.get("optimizer") or {}
+    engine, optimizer = stages[0].run.engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
     weights = (whole.entries[name, "param"] for name in stages[0].parameters)
-    return replace(
-        whole,
+    return whole.replace(
         engine=replace(engine, dtype=next((w.dtype for w in weights), engine.dtype)),
         state={
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
         },
-        pipeline=layers.pipeline,  # what a target must know to be the same pipeline
-        warnings=(*whole.warnings, *layers.perhaps_tied()),
+        pipeline=layers.pipeline,
+        warnings=(*whole.notices.warnings, *layers.perhaps_tied()),
     )
 
 
@@ -84,12 +83,11 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
     contradict each other in a tied layer.
     """
-    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
-    engine = stages[0].engine
+    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.run.engine)}
+    engine = stages[0].run.engine
     assert isinstance(engine, FlatBufferEngine)
-    return replace(
-        merge(stages, Table(STAGE), step_policy),
-        origin=replace(stages[0].origin, ep=max(stage.origin.ep or 1 for stage in stages)),
+    return merge(stages, Table(STAGE), step_policy).replace(
+        origin=replace(stages[0].run.origin, ep=max(stage.run.origin.ep or 1 for stage in stages)),
         engine=replace(engine, experts=tuple(layers.values())),
     )
 
@@ -229,14 +227,13 @@ class _Layers:
             self._check_weight(name, shape, entries.get((name, "param")))
         own = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
         buffers = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
-        return replace(
-            self.stages[0],
+        return self.stages[0].replace(
             entries=entries,
             parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in buffers},
             buffers=tuple(buffers),
             replicas=tuple(copies),
             state={"module": [entry.parameter for entry in entries.values()]},
-            files=tuple(file.path for file in self.files.values()),
+            paths=tuple(file.path for file in self.files.values()),
             records=tuple(r for file in self.files.values() for r in file.records.values()),
         )
 

@@ -48,14 +48,13 @@ def sized(source: Manifest, tp: int) -> Manifest:
         placements = _facts(source).placements.items()
         info = info_for(client[INFO], tp, [name for name, own in placements if own.is_replicated])
         client[INFO] = info | (padded_size if PADDED in info else {})
-    engine = source.engine
+    engine = source.run.engine
     assert isinstance(engine, FlatBufferEngine)
     if is_auto(source):
         own = {**engine.config["tensor_parallel"], "autotp_size": tp}
         engine = replace(engine, config={**engine.config, "tensor_parallel": own})
-    return replace(
-        source,
-        origin=replace(source.origin, tp=None, pp=None),
+    return source.replace(
+        origin=replace(source.run.origin, tp=None, pp=None),
         engine=engine,
         tensor_parallel=None,
         state={
@@ -160,7 +159,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
         )
     if given is None and facts and is_auto(source):
         return {}  # AutoTP pads nothing: ranks have shares that differ by one row
-    before, rows = source.origin.tp or 1, dict[str, int]()
+    before, rows = source.run.origin.tp or 1, dict[str, int]()
     for name, about in facts.items():
         is_rounded = about.rows == -(-about.used // before) * before
         keeps = unit is None and given is None and not about.rows % tp and not is_rounded
@@ -176,7 +175,7 @@ def _vocabularies(source: Manifest) -> dict[str, Vocabulary]:
 
 
 def _facts(source: Manifest) -> TensorParallel:
-    return source.tensor_parallel or UNCUT
+    return source.run.tensor_parallel or UNCUT
 
 
 # -- AutoTP
@@ -184,13 +183,13 @@ def _facts(source: Manifest) -> TensorParallel:
 
 def is_auto(source: Manifest) -> bool:
     """Whether the ds_config is of a run with AutoTP."""
-    assert isinstance(source.engine, FlatBufferEngine)
-    return isinstance((source.engine.config or {}).get("tensor_parallel"), Mapping)
+    assert isinstance(source.run.engine, FlatBufferEngine)
+    return isinstance((source.run.engine.config or {}).get("tensor_parallel"), Mapping)
 
 
 def auto_of(source: Manifest) -> AutoTP:
     """The shares of AutoTP, by config.json beside the source, or by its uneven shares."""
-    heads = heads_in(json_of(files_to_load_by(source.siblings), CONFIG))
+    heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:
         stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
         parameters = source.parameters.items()

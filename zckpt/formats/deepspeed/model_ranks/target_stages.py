@@ -199,10 +199,10 @@ class _Stage(Struct, frozen=True):
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
     """One of `pp` stages of a whole pipeline: its parameters, groups and layers of experts."""
     own = part(model, row)
-    assert isinstance(own.engine, FlatBufferEngine)
+    assert isinstance(own.run.engine, FlatBufferEngine)
     layers = tuple(
         layer
-        for layer in own.engine.experts
+        for layer in own.run.engine.experts
         if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
     state = dict(own.state)
@@ -210,10 +210,9 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
     if extra := state.get("module_extra"):
         state["module_extra"] = {n: value for n, value in extra.items() if n in row.names}
     return without_empty_groups(
-        replace(
-            own,
-            origin=replace(own.origin, ep=max((layer.ep for layer in layers), default=None)),
-            engine=replace(own.engine, experts=layers),
+        own.replace(
+            origin=replace(own.run.origin, ep=max((layer.ep for layer in layers), default=None)),
+            engine=replace(own.run.engine, experts=layers),
             state=state,
         )
     )[0]

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from msgspec.structs import replace
-
 from ....core.agreement import KEEP
 from ....core.facts import TensorParallel, Vocabulary, layers_of
 from ....core.inert import to_json
@@ -53,9 +51,8 @@ def joined_slices(
     table = Table(TENSOR_RANK, {**cut, **_buffers(ranks, given)})
     whole = merge(ranks, table, step_policy)
     return in_order(
-        replace(
-            whole,
-            warnings=(*whole.warnings, *_doubts(given, cut)),
+        whole.replace(
+            warnings=(*whole.notices.warnings, *_doubts(given, cut)),
             tensor_parallel=_facts(cut),
             models=models,
         )
@@ -143,9 +140,9 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     """
     if manifest.ranks:
         return _own_copies(manifest)
-    if manifest.origin.zero_stage == 0 and layers_of(manifest.engine):
+    if manifest.run.origin.zero_stage == 0 and layers_of(manifest.run.engine):
         return compare_copies(manifest, RANK0 if replicas == RANK0 else None, IF_COPIES_DIFFER)
-    return check_joined(manifest, replicas, IF_COPIES_DIFFER) if manifest.origin.tp else []
+    return check_joined(manifest, replicas, IF_COPIES_DIFFER) if manifest.run.origin.tp else []
 
 
 def _own_copies(manifest: Manifest) -> list[Notice]:
@@ -157,7 +154,7 @@ def _own_copies(manifest: Manifest) -> list[Notice]:
     if len(manifest.models) == 1:  # it has no copies on other tensor ranks
         return warnings
     try:
-        model = joined_slices(manifest.models, manifest.origin.tp_rules, KEEP)
+        model = joined_slices(manifest.models, manifest.run.origin.tp_rules, KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return warnings
     return [*warnings, *compare_copies(model, OWN, IF_COPIES_DIFFER)]

@@ -319,7 +319,7 @@ class Experts(Struct, frozen=True):
                 hint="files of different saves seem to be mixed",
                 file=self.ranks.directory.path,
             )
-        warnings = manifest.warnings
+        warnings = manifest.notices.warnings
         if unsaved:
             message = (
                 f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their "
@@ -327,13 +327,12 @@ class Experts(Struct, frozen=True):
             )
             warnings += (warning("engine-fault", message, subject=unsaved[0]),)
         module = [*self.whole.module, *unsaved]
-        assert isinstance(manifest.engine, FlatBufferEngine)
-        manifest = replace(
-            manifest,
+        assert isinstance(manifest.run.engine, FlatBufferEngine)
+        manifest = manifest.replace(
             warnings=warnings,
-            origin=replace(manifest.origin, ep=max(self.layers.sizes)),
+            origin=replace(manifest.run.origin, ep=max(self.layers.sizes)),
             parameters={name: manifest.parameters[name] for name in self._order(manifest)},
-            engine=replace(manifest.engine, experts=self.layers.listed),
+            engine=replace(manifest.run.engine, experts=self.layers.listed),
             state={**manifest.state, "module": list(dict.fromkeys(module))},
         )
         return in_order(manifest)
@@ -377,7 +376,7 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     buffers = _with_one_step([*flat_buffers(ranks, step_policy, experts.sharing)], step_policy)
     manifest = manifest_of(whole, buffers, "deepspeed", config, whole.module_dtype)
     # stages 1 and 2 fill up with zeros
-    return replace(experts.complete(manifest), zero_padding=True)
+    return experts.complete(manifest).replace(zero_padding=True)
 
 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:

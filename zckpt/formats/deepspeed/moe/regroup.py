@@ -134,7 +134,7 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifest, list[Shell]]:
     """The source at another size, which the ds_config of AutoEP states too."""
     assert source.groups is not None
-    assert isinstance(source.engine, FlatBufferEngine | StateDictEngine)
+    assert isinstance(source.run.engine, FlatBufferEngine | StateDictEngine)
     spread = layers.with_ep(ep)
     groups: list[dict[str, Any]] = []
     members: dict[str, int] = {}
@@ -155,15 +155,15 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
             members |= dict.fromkeys(spread.everywhere(cut), len(groups))
             groups.append({**about, "name": f"ep_size_{ep}"} if of_experts else about)
             origins.append(number)
-    engine = replace(source.engine, experts=spread.listed)
+    engine = replace(source.run.engine, experts=spread.listed)
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}
     if isinstance(engine, FlatBufferEngine) and isinstance(config.get("expert_parallel"), dict):
         auto_ep = {**config["expert_parallel"], "autoep_size": ep}
         engine = replace(engine, config={**config, "expert_parallel": auto_ep})
     order = [*members, *(name for name in source.parameters if name not in members)]
     parameters = {name: source.parameters[name] for name in order}
-    origin = replace(source.origin, ep=ep)
-    source = replace(source, origin=origin, parameters=parameters, engine=engine)
+    origin = replace(source.run.origin, ep=ep)
+    source = source.replace(origin=origin, parameters=parameters, engine=engine)
     return regrouped(source, tuple(groups), members, origins)
 
 
@@ -220,7 +220,7 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
     Raises InconsistentCheckpoint (experts are missing) and MissingData (the engine cannot be one
     whose names show layers; or the optimizer has no groups of experts).
     """
-    engine = source.engine
+    engine = source.run.engine
     if not isinstance(engine, StateDictEngine):
         raise MissingData(
             "layout-unknown",
@@ -241,7 +241,7 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
                 file=source.root,
             )
         layers.append(ExpertLayer(layer, len(known), sizes.get(layer, 1)))
-    return replace(source, engine=replace(engine, experts=tuple(layers)))
+    return source.replace(engine=replace(engine, experts=tuple(layers)))
 
 
 def _sizes(source: Manifest) -> dict[str, int]:

@@ -282,15 +282,14 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
     """The manifest; its warnings name the parameters whose names only an order shows."""
     states, buffers = kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
-    warnings = manifest.warnings
+    warnings = manifest.notices.warnings
     if whole.inferred:
         message = (
             "the optimizer knows its parameters by number: the names of "
             f"{listed(whole.inferred, 4)} are inferred from the order of the module"
         )
         warnings += (warning("names-inferred", message, subject=whole.inferred[0]),)
-    manifest = replace(
-        manifest,
+    manifest = manifest.replace(
         state={**manifest.state, "module": list(whole.module)},
         inferred=tuple(whole.inferred),
         warnings=warnings,
