@@ -134,7 +134,7 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         if not place.grid.staged or not any(own.name in OF_LAYERS for own, _ in options.given):
             return _of_stages(source, place.grid, options)
         own = {"fingerprints": source.files.fingerprints, "siblings": source.files.siblings}
-        model = replace(source.models[0], **own)
+        model = source.models[0].replace(**own)
         return replace(_of_slices(model, 1, options), copies=[model])
     if _has_stages_of_experts(source, options):
         layers_of_names(source, options)
