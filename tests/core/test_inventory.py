@@ -222,3 +222,14 @@ def test_long_lists_are_cut() -> None:
 
 def test_a_name_is_no_line_of_its_own() -> None:
     assert listed(["a\nHint: b"]) == r"a\nHint: b"
+
+
+@pytest.mark.parametrize("folder", ["layer_" + "1" * 60_000, "optim" * 12_000, "1" * 5_000])
+@pytest.mark.parametrize("kind", ["deepspeed", "gathered"])
+def test_a_name_that_no_file_can_have_states_nothing(kind: str, folder: str) -> None:
+    """Nor is it parsed, which would take minutes."""
+    name = {"deepspeed": "layer_03-model_states.pt", "gathered": "model_world_size_2_rank_0.pt"}[
+        kind
+    ]
+    (found,) = saved_names(ROLES[kind], {f"/run/{name}": folder})
+    assert found.stated is None

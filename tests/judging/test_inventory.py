@@ -20,7 +20,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.judging.file_state import state_of
-from zckpt.judging.inventory import inventory, stand_in, states_in
+from zckpt.judging.inventory import inventory, of_folder, stand_in, states_in
 from zckpt.resume.runs import Candidate, judged
 
 from ..conftest import ROOT
@@ -70,8 +70,9 @@ def test_rows_of_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
     lost = next(run.rglob("*zero_pp_rank_1_*optim_states.pt"))
     lost.unlink()
     own = judged(Candidate(str(run), run.name, str(run)), {})
-    rows = {row.path: row for row in own.rows}
     assert own.missing
+    assert own.error is not None
+    rows = {row.path: row for row in of_folder(str(run), states_in(own.error))}
     assert (rows[str(lost)].state, rows[str(lost)].size) == ("missing", None)
     assert (rows[str(lost)].role, dict(rows[str(lost)].rank)) == ("optimizer", {"dp": 1, "mp": 0})
     other = run / lost.parent.name / lost.name.replace("rank_1_", "rank_0_")

@@ -204,3 +204,11 @@ def test_all_files_of_a_kind(example: Path, document: Make) -> None:
     assert "holds no optimizer files" in line["message"]
     assert [file["name"] for file in made["map"]["files"]] == ["mp_rank_00_model_states.pt"]
     assert made["line"]["name"] == "global_step7"
+
+
+def test_a_damaged_number_of_ranks_comes_to_an_end(example: Path, document: Make) -> None:
+    """So many files are lost that none can stand in for all of them."""
+    first, *_ = optimizer_files(example)
+    shutil.copy(first, first.with_name(first.name.replace("rank_0_", f"rank_{10**20}_")))
+    made = document(example)
+    assert 0 < len([fault for fault in made["faults"] if fault["kind"] == "missing"]) < 200

@@ -193,7 +193,13 @@ def gaps(
     ]
 
 
-def refuse_gaps(where: str, rows: Sequence[Row], reason: str = "", hint: str = "") -> None:
+def refuse_gaps(
+    where: str,
+    rows: Sequence[Row],
+    reason: str = "",
+    hint: str = "",
+    code: str = "missing-rank-file",
+) -> None:
     """Raises IncompleteCheckpoint if files of ranks are missing in a folder.
 
     `reason` says from what that is known, and `hint` what else helps. A row without a name is that
@@ -205,7 +211,7 @@ def refuse_gaps(where: str, rows: Sequence[Row], reason: str = "", hint: str = "
     names = [os.path.relpath(path, where) for path in paths]
     unnamed = [f"the file of rank {row.rank[0][1]}" for row in rows if not row.name]
     raise IncompleteCheckpoint(
-        "missing-rank-file",
+        code,
         f"{where} lacks {listed(names or unnamed, 3)}" + (f" ({reason})" if reason else ""),
         "; ".join(filter(None, (expecting(names[0]) if names else "", hint))),
         paths,
@@ -230,6 +236,10 @@ def expecting(name: str) -> str:
 
 
 # -- files that were saved as another's
+
+
+NAME_MAX = 255
+"""Letters that the name of a file may have at most."""
 
 
 class SavedName(Struct, frozen=True):
@@ -270,6 +280,8 @@ def saved_names(
             continue
         is_stated = folder is not None and not sources.is_stand_in(path)
         saved_as = f"{folder}{os.path.splitext(name)[1]}" if is_stated else None
+        if saved_as is not None and len(saved_as) > NAME_MAX:
+            saved_as = None  # no file has had this name
         stated = known(roles, saved_as) if saved_as else None
         if stated is not None and not own.is_like(stated) and folder not in stems:
             stated = None

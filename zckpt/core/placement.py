@@ -146,8 +146,8 @@ class Cut(Placement, frozen=True):
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        form = r"(\d)(?::(?:(\d+)x|(\d+(?:,\d+)*)))?"
-        match = re.fullmatch(form, text.replace(" ", ""))
+        form = r"(\d)(?::(?:(\d{1,18})x|(\d{1,18}(?:,\d{1,18})*)))?"
+        match = re.fullmatch(form, text.replace(" ", ""), re.ASCII)
         if match is None or (match[2] and not int(match[2])):
             return None
         parts = tuple(map(int, match[3].split(","))) if match[3] else ()
@@ -210,7 +210,7 @@ class PaddedRows(Placement, frozen=True):
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        match = re.fullmatch(r"vocab:(\d+)", text)
+        match = re.fullmatch(r"vocab:(\d{1,18})", text, re.ASCII)
         return cls(int(match[1])) if match else None
 
     @property

@@ -144,7 +144,9 @@ DIFFERENCES = (
 
 def _findings(report: dict[str, Any]) -> Iterator[str]:
     """Everything that is not a difference of tensors, line by line."""
-    for line in (*report.get("problems", ()), *report.get("unproven", ())):
+    lines = (*report.get("problems", ()), *report.get("unproven", ()))
+    # several files may be those of one sentence
+    for line in {(line["message"], line.get("hint")): line for line in lines}.values():
         yield spoken(line)
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"

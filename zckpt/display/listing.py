@@ -136,7 +136,8 @@ def _width(heads: Sequence[str], widths: dict[str, int]) -> int:
 
 def _why(row: Row) -> str:
     """What is wrong with a checkpoint: the first thing, and how many there are."""
-    return first_of([spoken(line) for line in row["problems"]] or [spoken(row["unread"][0])])
+    sentences = dict.fromkeys(spoken(line) for line in row["problems"])  # of several files, one
+    return first_of([*sentences] or [spoken(row["unread"][0])])
 
 
 def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:

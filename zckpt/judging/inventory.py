@@ -114,10 +114,11 @@ def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
     with suppress(ZckptError, OSError):
         engines += formats.recognize(folder).roles
     roles = (*engines, *needs.ROLES, *(() if engines else ALL_ROLES))
-    sizes = dict[str, int | None]()
+    sizes: dict[str, int | None] = dict.fromkeys(wrong)
     with suppress(OSError):  # of a folder that this user may not list
-        sizes |= {path: os.path.getsize(path) for path in files_below(folder)}
-    sizes |= {path: None for path in wrong if path not in sizes}
+        for path in files_below(folder):
+            with suppress(FileNotFoundError):  # it has gone meanwhile
+                sizes[path] = os.path.getsize(path)
     return [
         _row(roles, _below(path, folder), path, size, wrong.get(path, "ok" if size else "empty"))
         for path, size in sizes.items()

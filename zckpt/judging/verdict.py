@@ -39,7 +39,7 @@ from ..errors import (
 )
 from ..training import needs, trainers_steps
 from .file_state import OF_TORCH
-from .inventory import OTHER, has_optimizer, inventory, needs_of, of_folder, states_in
+from .inventory import OTHER, has_optimizer, inventory, needs_of
 
 MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
 NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
@@ -112,8 +112,8 @@ def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
     return [replace(each, severity="warning") for each in notices]
 
 
-def judged(read: Callable[[], Manifest], where: str) -> Verdict:
-    """The verdict on what `read` gives of the checkpoint at `where`, or fails with.
+def judged(read: Callable[[], Manifest]) -> Verdict:
+    """The verdict on what `read` gives, or fails with.
 
     Raises what is no fact of the checkpoint: permissions, the network, a wrong option.
     """
@@ -121,12 +121,11 @@ def judged(read: Callable[[], Manifest], where: str) -> Verdict:
         manifest = read()
     except BROKEN as error:
         notices = (notice_of(error),) if isinstance(error, OSError) else error.notices
-        own = Verdict(rows=tuple(of_folder(where, states_in(error))), error=error)
         if isinstance(error, NOT_ITS_OWN):
-            return replace(own, of_one_save=notices)
+            return Verdict(of_one_save=notices, error=error)
         if isinstance(error, MISSING):
-            return replace(own, missing=notices)
-        return replace(own, damaged=notices)
+            return Verdict(missing=notices, error=error)
+        return Verdict(damaged=notices, error=error)
     return of(manifest)
 
 

@@ -55,7 +55,7 @@ def _line(found: Found, line: Report) -> Report:
     kind = line.get("kind", "impossible")
     file = line.get("file")
     message = found.real(line["message"])
-    if kind.lower() not in message.lower():
+    if kind.lower() not in message.lower() and " lacks " not in message:
         message = f"{kind}: {message}"
     name = found.name(file) if file else None
     return {"kind": kind, "fault": KINDS[kind], **line, "file": name, "message": message}

@@ -27,6 +27,7 @@ from ..api import read
 from ..core.description import Report, line_of
 from ..core.entries import Entry
 from ..core.grouping import by_key
+from ..core.inventory import MOST
 from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
 from ..core.sources import standing_in
@@ -134,7 +135,7 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
                     if found.lost and not paths:  # what stands in does not fit
-                        found.faults.append(_omitted(found, error))
+                        found.faults.append(_omitted())
                     named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
@@ -153,11 +154,9 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
     return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
-def _omitted(found: Found, error: ZckptError | OSError) -> Report:
-    """What could not be read because of a lost file: no fault of its own."""
-    notice = notice_of(error)
-    message = f"more is not read without the files above: {found.real(notice.message)}"
-    left = warning("not-compared", message)
+def _omitted() -> Report:
+    """What could not be read because another file stood in for a lost one: no fault of its own."""
+    left = warning("not-compared", "more is not read without the files above")
     return line_of(left, kind="warning", fault=False)
 
 
@@ -195,8 +194,8 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
     gone = {*paths, *map(found.real, found.lost)}
     there = [path for path in files_below(found.path) if path not in gone]
     others = {path: other for path in paths if (other := stand_in(path, there)) is not None}
-    if not others:
-        return False
+    if not others or len(found.lost) + len(others) > max(MOST, len(there)):
+        return False  # a damaged number of ranks may be huge
     for path in others:
         found.faults.append(_fault(found, error, kind, path))
     found.shadow = found.shadow or os.path.join(

@@ -79,8 +79,7 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     # without the tag's folder it is the file that names it which is wrong
     tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
     return verdict.judged(
-        lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading),
-        candidate.where,
+        lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
     )
 
 

@@ -203,7 +203,7 @@ def _require_complete(paths: Sequence[str]) -> None:
     there = _by_numbers(paths)
     ranks, _, count = _last(there)
     wanted = every(range(1, ranks + 1), range(1, count + 1), range(count, count + 1))
-    refuse_gaps(os.path.dirname(paths[0]), gaps(SHARD, there, wanted))
+    refuse_gaps(os.path.dirname(paths[0]), gaps(SHARD, there, wanted), code="missing-file")
 
 
 def _last(there: Iterable[Numbers]) -> list[int]:
