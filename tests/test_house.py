@@ -388,7 +388,7 @@ READS_TEXTS = {
     "remote/failures.py": 1,  # obstore's, whose classes do not say what failed
     "remote/outgoing.py": 1,
     "reporting/faults.py": 2,  # a page has each sentence once
-    "reporting/lost.py": 2,
+    "reporting/lost.py": 1,
     "reporting/making.py": 1,
     "reporting/run.py": 1,
     "resume/auto.py": 3,

@@ -19,7 +19,8 @@ from zckpt.core.entries import Entry
 from zckpt.core.manifest import Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.errors import WrongOption
-from zckpt.resume.fitting import Asked, obstacles, unlike
+from zckpt.judging.loads import obstacles, unlike
+from zckpt.resume.fitting import Asked
 
 from ..conftest import EXAMPLE, ROOT, Result, texts
 from ..formats.gathered.plain_torch import names_by_group, save, trained_pair

@@ -249,9 +249,10 @@ class Notices(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """One checkpoint: what it holds, and three parts: the run that saved it, its files, notices.
+    """One checkpoint in four parts: its own fields are what it holds; `run`, `files` and `notices`.
 
-    Parameters stand in optimizer order, then frozen ones; buffers follow.
+    Parameters stand in optimizer order, then frozen ones; buffers follow. Its method
+    `replace` changes fields of all parts, and msgspec's function those of its own alone.
     """
 
     root: str

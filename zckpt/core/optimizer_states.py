@@ -28,6 +28,7 @@ from .inert import Scalar, TensorName, inside, map_values, to_json
 Form = Literal[
     "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
 ]
+"""A `wrapper` stands in no table: `states.states_of` makes these rows of the program's state."""
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
 """What the names of tensors in values of parameters begin with."""

@@ -8,8 +8,9 @@
     wrapper      tensors around the optimizer's state dict: see wrapper.py
     unsupported  what is in the files, and has none of these forms
 
-Entries are the first, and the table of optimizer_states.py has the others. A state has the same key
-in all of these forms, so that a manifest and another one are compared whatever their formats are.
+Slots are entries, wrappers stand in the program's state, and the table of optimizer_states.py has
+the others. A state has the same key in all of these forms, so that a manifest and another one are
+compared whatever their formats are.
 The step is no such state: see training/steps.py.
 """
 

@@ -4,7 +4,7 @@
     file_state.py  whether one file is empty, zeros, cut or unreadable
     verdict.py     is it whole, and of one save? What is damaged without need?
     contents.py    is it intact, before a tensor leaves: masters, copies of ranks, copied files
+    loads.py       does a program load it here: its size, its engine, its model and groups?
 
-Whether an engine loads it at a size is what its format says (`Functions.obstacles`), and which file
-a program needs is a row of `training/needs.py`.
+Which file a program needs is a row of `training/needs.py`.
 """

@@ -3,7 +3,7 @@
     whole        each file is there and can be read without which resuming ends, or begins anew
     of one save  files do not contradict each other about steps, ranks and names
     intact       checksums, numbers and copies, for which all bytes are read: `proof.verify`
-    loads here   sizes, stage and engine: `Functions.obstacles` of its format
+    loads here   sizes, stage, engine and model: loads.py
 
 A damaged file that resuming does not read is told, and sets nothing aside. Nothing here decides by
 a name which file is necessary: `training/needs.py` has the table.

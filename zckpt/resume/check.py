@@ -13,21 +13,9 @@ from ..core.description import VERSION, line_of, said
 from ..core.manifest import Manifest
 from ..core.replicas import not_compared
 from ..errors import NotACheckpoint, Notice, WrongOption, ZckptError, listed, problem
+from ..judging.loads import engine_differences, missing_of, obstacles, unlike
 from ..judging.verdict import Verdict, step_of
-from .fitting import (
-    CURED,
-    MUST_SET,
-    Asked,
-    Conversion,
-    Words,
-    conversion,
-    engine_differences,
-    missing_of,
-    obstacles,
-    sizes_of,
-    to_load,
-    unlike,
-)
+from .fitting import CURED, MUST_SET, Asked, Conversion, Words, conversion, sizes_of, to_load
 from .runs import Candidate, alone, candidates, judged
 
 

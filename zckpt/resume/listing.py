@@ -30,8 +30,9 @@ from ..errors import (
     notice_of,
 )
 from ..formats.order import last_time
+from ..judging.loads import obstacles
 from ..judging.verdict import BROKEN, step_of
-from .fitting import Asked, obstacles
+from .fitting import Asked
 from .runs import LACKS, Candidate, alone, candidates, damage, judged
 
 if sys.version_info >= (3, 11):

@@ -38,18 +38,9 @@ from ..errors import (
     warning,
 )
 from ..judging import verdict
+from ..judging.loads import missing_of, obstacles
 from . import beside
-from .fitting import (
-    Asked,
-    Words,
-    batch,
-    conversion,
-    missing_of,
-    name_for,
-    obstacles,
-    sizes_of,
-    to_load,
-)
+from .fitting import Asked, Words, batch, conversion, name_for, sizes_of, to_load
 from .ranks import Ranks, Told
 from .runs import Candidate, alone, candidates, damage, judged
 

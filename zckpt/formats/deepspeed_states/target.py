@@ -214,7 +214,8 @@ class DeepSpeedTarget:
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
         """Optimizer states of a parameter with their dtypes, as wide as its master.
 
-        A master that is cast from a weight of few bits has states of as few bits beside it.
+        A master that is cast from a weight of few bits has states of as few bits beside it. A state
+        that is left out here is refused by `writing/keeping.py`, which reads the shells back.
         """
         if self.options.weights_only:
             return ()

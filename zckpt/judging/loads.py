@@ -1,0 +1,130 @@
+"""Does a program load a checkpoint as it is? It asks for a size, an engine, and its own model.
+
+Each format has its own table of what must be equal: `Functions.obstacles`, `missing`, `unlike`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import formats
+from ..core.grouping import by_key
+from ..core.manifest import Manifest
+from ..errors import Notice, counted, listed, problem, warning
+from ..formats.options import Keywords, options_of
+
+OF_TARGETS = Keywords.__annotations__
+
+
+def of_target(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say what a target is; the others say how its source is read."""
+    return {name: value for name, value in words.items() if name in OF_TARGETS}
+
+
+def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
+    """Why its engine does not load a checkpoint at this size; empty if it does."""
+    find = formats.named(manifest.format).functions.obstacles
+    return find(manifest, options_of(of_target(words))) if find else []
+
+
+def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
+    """What a program loads, and neither the checkpoint nor a conversion of it has."""
+    find = formats.named(to).functions.missing
+    return find(manifest, options_of(of_target(words))) if find else []
+
+
+def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
+    """How names, shapes and groups differ from those of a run that the program has saved.
+
+    Types are no difference: loaders cast them. Other groups are a warning if the loader does not
+    go `by_place`, but by name.
+    """
+    own, wanted = _shapes(manifest), _shapes(other)
+    known, in_model = ({*side, *m.owners} for side, m in ((own, manifest), (wanted, other)))
+    lines = []
+    for names, side, what in (
+        (own, in_model, "that the model lacks"),
+        (wanted, known, "that only the model has"),
+    ):
+        if alone := [name for name in names if name not in side]:
+            message = f"parameters {what}: {listed(alone, 4)}"
+            lines.append(problem("parameters-differ", message, subject=alone[0]))
+    others = [name for name in own if name in wanted and own[name] != wanted[name]]
+    lines += [
+        problem(
+            "parameters-differ",
+            f"{name} has the shape {list(own[name])}, and not {list(wanted[name])}",
+            subject=name,
+        )
+        for name in others[:4]
+    ]
+    if lines or manifest.groups is None:
+        return lines
+    if other.groups is None:
+        message = f"{other.root} does not say which parameters its optimizer's groups have"
+        return [warning("not-compared", message, subject="param_groups", file=other.root)]
+    differences = _other_groups(_members(manifest, other), _members(other, other))
+    if differences and not by_place:
+        name, message = differences[0]
+        message += "; states are loaded by name, and the group's hyper-parameters may be others'"
+        return [warning("program-does-not-fit", message, subject=name)]
+    hint = "give the program's optimizer the groups with which the checkpoint was saved"
+    return [
+        problem("program-does-not-fit", text, subject=name, hint=hint) for name, text in differences
+    ]
+
+
+def engine_differences(
+    manifest: Manifest, other: Manifest, to: str, words: Mapping[str, Any]
+) -> list[Notice]:
+    """How the engine itself differs from that of the run, for files of one format."""
+    find = formats.named(to).functions.unlike
+    if find is None or not to == manifest.format == other.run.origin.format:
+        return []
+    return find(manifest, other, options_of(of_target(words)))
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters and buffers by name."""
+    shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
+    entries = {name: manifest.entries.get((name, "param")) for name in manifest.buffers}
+    return shapes | {name: entry.shape for name, entry in entries.items() if entry}
+
+
+def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
+    """By group, the parameters that are trained, under the names of `other`; no empty group."""
+    groups = by_key(
+        (parameter.group or 0, name if name in other.parameters else other.owners.get(name, name))
+        for name, parameter in manifest.parameters.items()
+        if parameter.trainable
+    )
+    return [groups[number] for number in sorted(groups)]
+
+
+def _other_groups(
+    own: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
+) -> list[tuple[str, str]]:
+    """A parameter and a phrase for each way in which groups differ; empty if they are equal."""
+    places, new = ({n: i for i, names in enumerate(side) for n in names} for side in (own, wanted))
+    only = [
+        (names[0], f"{trains} {listed(names, 4)}, and {does_not} does not")
+        for names, trains, does_not in (
+            ([name for name in places if name not in new], "the checkpoint trains", "the program"),
+            ([name for name in new if name not in places], "the program trains", "the checkpoint"),
+        )
+        if names
+    ]
+    if only:
+        return only
+    moved = [name for name in places if places[name] != new[name]]
+    if moved:
+        first, more = moved[0], counted(len(moved) - 1, "more parameter")
+        message = f"{first} is in group {places[first]} of the optimizer, and not in {new[first]}"
+        return [(first, message + (f" ({more} like it)" if len(moved) > 1 else ""))]
+    for number, (names, others) in enumerate(zip(own, wanted, strict=True)):
+        for place, (name, another) in enumerate(zip(names, others, strict=True)):
+            if name != another:
+                text = f"parameter {place} of group {number} is {name}, and not {another}"
+                return [(name, text)]
+    return []
