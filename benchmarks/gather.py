@@ -208,7 +208,7 @@ def read_only(setting: Setting) -> int:
     world = setting.world
     wholes = [
         Extent(file, 0, os.path.getsize(file))
-        for file in (*setting.source.files, *setting.other.files)
+        for file in (*setting.source.files.paths, *setting.other.files.paths)
     ]
     pieces = [
         whole.part(start, min(start + READ, whole.length))

@@ -75,10 +75,12 @@ def measure(
         model = SIZES[size]()
     entries = sources(model, manifest)
     loaded = SIZES[size]()
-    weights = {name: loading.as_torch(entry, manifest.records) for name, entry in entries.items()}
+    weights = {
+        name: loading.as_torch(entry, manifest.files.records) for name, entry in entries.items()
+    }
     loaded.load_state_dict(weights)
     del weights
-    files = {record.extent.file for record in manifest.records}
+    files = {record.extent.file for record in manifest.files.records}
     needed = {entry.key: entry for entry in entries.values()}
     buffer = Buffer(max(4 * entry.numel for entry in needed.values())).view
     times: dict[str, list[tuple[float, float]]] = {}
@@ -105,7 +107,7 @@ def measure(
 
 
 def read(manifest: Manifest, entries: Mapping[Key, Entry], buffer: memoryview) -> None:
-    checker = RecordChecker([], fingerprints=manifest.fingerprints)
+    checker = RecordChecker([], fingerprints=manifest.files.fingerprints)
     with reading([checker], SCRATCH) as (element_reader,):
         for entry in entries.values():
             element_reader.read([ReadRequest(entry, 0, entry.numel, 0, check=False)], buffer)

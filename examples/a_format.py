@@ -13,10 +13,11 @@ from math import prod
 from pathlib import Path
 
 from zckpt.core import sources
+from zckpt.core.entries import Entry
 from zckpt.core.folder import Folder
 from zckpt.core.fragments import Extent, Fragment, Runs
 from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Files, Manifest, Parameter, Run
 from zckpt.core.origin import Origin
 from zckpt.core.weights import weight_of
 from zckpt.errors import IncompleteCheckpoint, WrongOption
@@ -71,10 +72,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     return Manifest(
         root=path,
         format="halves",
-        origin=Origin("halves", dp=2),
+        run=Run(Origin("halves", dp=2)),
         entries=entries,
         parameters=parameters,
-        files=(os.path.join(path, INDEX), *files),
+        files=Files((os.path.join(path, INDEX), *files)),
     )
 
 
@@ -99,8 +100,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         shells,
         siblings=[],
-        omitted=source.omitted,
-        warnings=source.warnings,
+        omitted=source.notices.omitted,
+        warnings=source.notices.warnings,
         about="halves of 2 ranks",
     )
 

@@ -38,7 +38,7 @@ from .weights import WEIGHTS
 
 T = TypeVar("T")
 Groups = tuple[dict[str, Any], ...] | None
-OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Manifest.rank_keys
+OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Files.rank_keys
 
 
 def merge(

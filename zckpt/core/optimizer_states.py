@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from .entries import Entry
 from .grouping import by_key
@@ -223,40 +223,36 @@ def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[s
     return {**state, "optimizer": {**kept, **filled, **members}}
 
 
+class _StatedPart(Struct):
+    """A part of a flat buffer as JSON."""
+
+    states: dict[Any, list[Any]]
+    parameters: tuple[str, ...]
+    dp: int
+    stage: int | None = None
+    starts: tuple[int, ...] = ()
+
+
 def states_in(optimizer: Mapping[Any, Any]) -> States:
     """The states in `state.optimizer`, which `with_states` has written.
 
-    What has another form is ignored, but raises ValueError among estimates.
+    Raises ValueError or msgspec's ValidationError for what has another form.
     """
-    others, parts, by_rank = (optimizer.get(key) for key in (OTHER, PARTITIONS, BY_RANK))
-    rows: list[StateRow] = []
-    for name, own in others.items() if isinstance(others, Mapping) else ():
-        if isinstance(own, Mapping):
-            rows += [StateRow(key, "other", (str(name),), value) for key, value in own.items()]
-    for part in parts if isinstance(parts, (list, tuple)) else ():
+    values = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
+    others = convert(values.get(OTHER, {}), dict[str, dict[Any, Any]])
+    rows = of_parameters("other", others)
+    for part in convert(values.get(PARTITIONS, []), list[_StatedPart]):
         rows += _of_part(part)
     for form in OF_NO_PARAMETER:
-        values = optimizer.get(form)
-        pairs = values.items() if isinstance(values, Mapping) else ()
-        rows += [StateRow(key, form, value=value) for key, value in pairs]
-    if by_rank:
-        if not isinstance(by_rank, list) or not all(isinstance(own, dict) for own in by_rank):
-            raise ValueError(f"optimizer.{BY_RANK} has not the values of ranks")
-        rows += estimates(by_rank)
+        numbers = convert(values.get(form, {}), dict[Any, Any])
+        rows += [StateRow(key, form, value=value) for key, value in numbers.items()]
+    rows += estimates(convert(values.get(BY_RANK, []), list[dict[Any, Any]]))
     return States(tuple(rows))
 
 
-def _of_part(part: Any) -> Iterator[StateRow]:
-    """The rows of a part of a flat buffer, if a value has what one has."""
-    if not isinstance(part, Mapping):
-        return
-    states, parameters, starts = (part.get(key) for key in ("states", "parameters", "starts"))
-    if not isinstance(states, Mapping) or not isinstance(parameters, (list, tuple)):
-        return
-    ranks = [own for own in states.values() if isinstance(own, (list, tuple))]
-    if len(ranks) < len(states) or any(len(own) != part.get("dp") for own in ranks):
-        return
-    places = tuple(starts) if isinstance(starts, (list, tuple)) else ()
-    of_ranks = Part(part.get("stage"), part.get("dp", 0), places)
-    for key, values in states.items():
-        yield StateRow(key, "partition", tuple(parameters), values, part=of_ranks)
+def _of_part(part: _StatedPart) -> Iterator[StateRow]:
+    if any(len(own) != part.dp for own in part.states.values()):
+        raise ValueError(f"optimizer.{PARTITIONS} has not the values of all ranks")
+    of_ranks = Part(part.stage, part.dp, part.starts)
+    for key, values in part.states.items():
+        yield StateRow(key, "partition", part.parameters, values, part=of_ranks)

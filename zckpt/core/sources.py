@@ -89,7 +89,7 @@ def watching() -> Iterator[Watch]:
 
     Whoever reads a checkpoint's structure opens its files in one thread, so that a context variable
     is enough. Threads that read tensors open the files again: they get the fingerprints of the
-    manifest (`Manifest.fingerprints`). If the block raises because files contradict each other, and
+    manifest (`Files.fingerprints`). If the block raises because files contradict each other, and
     one of them changed meanwhile, SourceChanged is raised.
     """
     watch = Watch()

@@ -309,13 +309,10 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
     """The manifest whose states that are neither slots nor numbers are listed as not read."""
-    held = by_key(
-        (str(row.key), row)
-        for row in manifest.states.of_form("other", "partition")
-        if row.value is not None
-    )
-    if not held:
+    apart = manifest.states.of_form("other", "partition")
+    if not apart:
         return manifest
+    held = by_key((str(row.key), row) for row in apart if row.value is not None)
     entries, states = dict(manifest.entries), []
     for key, rows in held.items():
         names = dict.fromkeys(name for row in rows for name in row.parameters)

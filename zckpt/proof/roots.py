@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core.manifest import Manifest, fitting_roots
-from ..core.optimizer_states import States
+from ..core.states import entries_in
 from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
@@ -33,13 +33,18 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     places = {group: place for place, group in enumerate(used)}
     # a checkpoint of weights may state the groups of parameters without their hyper-parameters
     groups = tuple(proven.groups[group] for group in used) if proven.groups else ()
+    states = proven.states.where(lambda row: not others.intersection(row.parameters))
+    of_others = [row.value for row in proven.states if others.intersection(row.parameters)]
+    gone = {*entries_in(of_others)}
+    states, tensors = states.renamed(own)
     return proven.replace(
         origin=replace(proven.run.origin, root=name),
         entries={
             new.key: new
             for entry in proven.entries.values()
-            if entry.parameter not in others
-            for new in [replace(entry, parameter=entry.parameter.removeprefix(front))]
+            if entry.parameter not in others and entry.key not in gone
+            for name in [tensors.get(entry.parameter, entry.parameter.removeprefix(front))]
+            for new in [replace(entry, parameter=name)]
         },
         parameters={
             key: replace(
@@ -53,7 +58,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
         groups=groups or None,
         optimizer=manifest.optimizer if "," in (proven.optimizer or "") else proven.optimizer,
         state={key: _own_part(key, value, front) for key, value in proven.state.items()},
-        states=_own_states(proven.states, front, others),
+        states=states,
     )
 
 
@@ -80,14 +85,6 @@ def _own_part(key: str, value: Any, front: str) -> Any:
     if key == "module_extra":
         return _of_names(value, front)
     return value
-
-
-def _own_states(states: States, front: str, others: set[str]) -> States:
-    """Those of this model's parameters, and of none."""
-    rows = states.where(lambda row: not others.intersection(row.parameters))
-    return rows.renamed(
-        {name: name.removeprefix(front) for row in rows for name in row.parameters}
-    )[0]
 
 
 def _of_names(values: dict[str, Any], front: str) -> dict[str, Any]:

@@ -66,9 +66,10 @@ def manifest_of(
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside, around = siblings(ranks.directory), trainer_around(ranks.directory)
     place = step_place(ranks, buffers)
-    state = _state(ranks, tensors)
-    others = state["optimizer"].pop(OTHER, None) or {}
     of_partitions = states_of_partitions(ranks, buffers, tensors.entries)
+    state = _state(ranks, tensors)
+    others = state["optimizer"].pop(OTHER, None)
+    is_by_parameter = isinstance(others, dict) and all(type(v) is dict for v in others.values())
     estimated = estimates.estimates_of(ranks)
     differing_values = of_ranks(ranks)
     return Manifest(
@@ -80,7 +81,7 @@ def manifest_of(
         states=States(
             (
                 *tensors.numbers,
-                *of_parameters("other", others),
+                *of_parameters("other", others if is_by_parameter else {}),
                 *of_partitions,
                 *optimizer_states.estimates(estimated),
                 *strangers_of(ranks),
