@@ -52,7 +52,7 @@ class TestRanks:
 
     def test_extra(self, example: Path, zckpt: Zckpt) -> None:
         copy_file(optimizer_file(example, 0), optimizer_file(example, 4))
-        refused(zckpt, example, "5 ranks", "there were 4")
+        refused(zckpt, example, "5 data ranks", "there were 4")
 
     def test_no_model_states(self, example: Path, zckpt: Zckpt) -> None:
         (example / TAG / "mp_rank_00_model_states.pt").unlink()

@@ -310,7 +310,7 @@ def test_what_the_state_says_of_parameters_has_their_names(files: Files) -> None
     manifest = grid(files).replace(**facts("a"))
     found = renamed(changed(manifest, 1, **facts("a"), buffers=("a.b",)), [("^a", "c")])
     for own in (found, found.ranks[1]):
-        assert {key: getattr(own, key) for key in facts("c")} == facts("c")
+        assert own == own.replace(**facts("c"))
 
 
 def test_an_order_is_that_of_all_ranks(files: Files) -> None:

@@ -109,7 +109,7 @@ def test_a_target_is_of_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def slow(pairs: Any, source: Any, shells: Any, *arguments: Any) -> Any:
         outcome = copy(pairs, source, shells, *arguments)
-        for file in shells.files:
+        for file in shells.files.paths:
             shift(Path(file))
         return outcome
 

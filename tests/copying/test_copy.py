@@ -368,7 +368,7 @@ def test_tensors_of_one_name_on_several_ranks(
             {},
             ranks=tuple(disk.manifest() for disk in disks),
             files=Files(
-                records=tuple(record for disk in disks for record in disk.manifest().records)
+                records=tuple(record for disk in disks for record in disk.manifest().files.records)
             ),
         )
         for disks in (sources, targets)
@@ -468,7 +468,7 @@ def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: st
         stated.append(Record(extent, 0))
     job.source.entries["a", "exp_avg"] = changed(entry, mean=tuple(copies))
     source, target = job.source.manifest(), job.target.manifest()
-    source = changed(source, records=tuple(stated))
+    source = source.replace(records=tuple(stated))
     pairs = plan.join(source, target, from_masters=False)
     with Folder.at(str(job.target.root)) as root:
         outcome = execute.copy(pairs, source, target, root, DEFAULT_COPYING, None, None, ALONE)
@@ -689,7 +689,7 @@ def test_a_source_that_was_cut_short_is_found(tmp_path: Path) -> None:
 def test_a_source_that_is_another_file_by_now_is_found(tmp_path: Path) -> None:
     job = one(tmp_path)
     seen = {path: Fingerprint(0, 0, 0, 0) for path in job.source.files}
-    source, target = changed(job.source.manifest(), fingerprints=seen), job.target.manifest()
+    source, target = job.source.manifest().replace(fingerprints=seen), job.target.manifest()
     pairs = plan.join(source, target, from_masters=False)
     with Folder.at(str(job.target.root)) as root, pytest.raises(SourceChanged):
         execute.copy(pairs, source, target, root, DEFAULT_COPYING, None, None, ALONE)

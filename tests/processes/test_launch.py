@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from zckpt import api
 from zckpt.cli import launched as launched_command
 from zckpt.errors import WrongOption
 from zckpt.processes.launcher import LAUNCHERS, Launch, address, launched
@@ -75,25 +76,28 @@ MEETING = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
 
 
 @pytest.mark.parametrize("case", ["srun", "mpirun", "torchrun"])
-def test_gathering_processes_are_those_of_the_launch(case: str, setting: Setting) -> None:
+def test_gathering_processes_are_those_of_the_launch(
+    case: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch knows them by torchrun's variables, whoever began them."""
     environment, launch = CASES[case]
     assert launch is not None
 
-    def seen(*_: object, **words: object) -> dict[str, object]:
-        assert words == {"gather": True}
+    def seen(*paths: object, **words: object) -> dict[str, object]:
+        assert (paths, words) == (("path", None), {"gather": True})
         return {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
 
+    monkeypatch.setattr(api, "verify", seen)
     setting({**environment, **MEETING})
-    report = launched_command.look(seen, "path", gather=True)
+    report = launched_command.verify("path", None, single=False, gather=True)
     assert report == {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}
     setting({**environment, **MEETING})
-    report = launched_command.look(seen, "path", gather=True, single=True)
+    report = launched_command.verify("path", None, single=True, gather=True)
     assert report is not None
     assert report["WORLD_SIZE"] is None  # and this process gathers alone
     setting(environment)
     with pytest.raises(WrongOption, match="do not say where the processes meet") as refused:
-        launched_command.look(seen, "path", gather=True)
+        launched_command.verify("path", None, single=False, gather=True)
     assert "--single" in refused.value.hint
 
 
@@ -114,7 +118,9 @@ def test_a_launch_of_one_process_shares_nothing(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    report = launched_command.write(lambda *_, **given: given, "source", "target", part=part)
+    report = launched_command.write(
+        lambda *_, **given: given, "source", "target", part=part, single=False
+    )
     assert report == {"resume": False, **({"sharing": part} if part else {})}
 
 

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from zckpt.core.entries import Entry, Key, key_of
 from zckpt.core.fragments import Runs
+from zckpt.core.inert import TensorName, inside
 from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.optimizer_states import StateRow, States
+from zckpt.core.optimizer_states import OF_OTHERS, StateRow, States
 from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER
 from zckpt.errors import AmbiguousCheckpoint, WrongOption
@@ -146,3 +147,21 @@ def test_one_of_several_models_must_be_chosen(proven: Manifest) -> None:
     refuse_several(alone(), alone(parameters={"w": Parameter((9,))}))
     with_part = alone(parameters={"w": Parameter((2,)), "part.w": Parameter((2,))})
     refuse_several(with_part, alone(parameters=both))  # one model, a part of which looks like it
+
+
+def test_tensors_in_states_have_the_model_s_own_names(proven: Manifest) -> None:
+    """So that they are compared; those of another model are left out."""
+    tensors = {name: f"{inside(OF_OTHERS, name)}.row" for name in ("actor.w", "critic.w")}
+    rows = [
+        StateRow("row", "other", (name,), TensorName(tensor)) for name, tensor in tensors.items()
+    ]
+    states = entries(*(f"{tensor}/state" for tensor in tensors.values()))
+    own = of_root(
+        replace(proven, states=States(tuple(rows)), entries={**proven.entries, **states}),
+        "actor",
+        alone(),
+    )
+    name = f"{inside(OF_OTHERS, 'w')}.row"
+    assert own.states == States((StateRow("row", "other", ("w",), TensorName(name)),))
+    of_states = [key for key in own.entries if key[1] == "state"]
+    assert of_states == [("rng", "state"), (name, "state")]

@@ -44,7 +44,7 @@ def test_several_checkpoints(run: Path, document: Make) -> None:
     assert strip["shown"] == 2
     assert [each["whole"] for each in strip["checkpoints"]] == [True, False, True]
     line = strip["checkpoints"][1]
-    assert "is missing" in line["why"]
+    assert " lacks " in line["why"]
     (fault,) = (each for each in made["faults"] if each["fault"])
     assert fault["message"] == f"checkpoint-4: {line['why']}"
     assert line["reason"]["code"] == fault["code"] == "missing-rank-file"

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.inventory import known
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.files.torchfile import TorchFile
-from zckpt.formats.deepspeed_states.agreement import place_of
+from zckpt.formats.deepspeed.files import ROLES
 
 from ... import faults
 from ...conftest import EXAMPLE, ROOT, texts
@@ -31,20 +32,20 @@ Trained = Callable[[str], Path]
 
 def rank_files(run: Path) -> list[Path]:
     """All files of ranks, in the order of their names."""
-    return sorted(path for path in run.rglob("*.pt") if place_of(path.name))
+    return sorted(path for path in run.rglob("*.pt") if known(ROLES, path.name))
 
 
 def one_of_each_kind(run: Path) -> Iterator[tuple[Path, Path]]:
     """Two files of each kind, whose numbers differ in one place: the data rank, the layer..."""
     seen = set()
     for one, other in permutations(rank_files(run), 2):
-        (kind, a), (other_kind, b) = (
-            place_of(one.name) or ((), ()),
-            place_of(other.name) or ((), ()),
-        )
-        differing = tuple(left != right for left, right in zip(a, b, strict=False))
-        if kind is other_kind and sum(differing) == 1 and (kind, differing) not in seen:
-            seen.add((kind, differing))
+        own, their = known(ROLES, one.name), known(ROLES, other.name)
+        assert own is not None
+        assert their is not None
+        differing = tuple(a != b for a, b in zip(own.numbers, their.numbers, strict=False))
+        kind = own.role.names, differing
+        if own.is_like(their) and sum(differing) == 1 and kind not in seen:
+            seen.add(kind)
             yield one, other
 
 

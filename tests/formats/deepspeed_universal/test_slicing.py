@@ -12,6 +12,7 @@ import torch
 
 import zckpt
 from zckpt.core.facts import TensorParallel, Vocabulary
+from zckpt.core.manifest import Run
 from zckpt.core.placement import Boxes, Cut, from_text
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed_universal.files import SliceInfo
@@ -114,7 +115,7 @@ def by_rule(rule: str | None, patterns: Mapping[str, Any] | None = None) -> Slic
     if patterns is not None:
         state["client_state"] = {"universal_checkpoint_info": patterns}
     target: Any = SimpleNamespace(
-        source=SimpleNamespace(state=state, root="run", tensor_parallel=facts),
+        source=SimpleNamespace(state=state, root="run", run=Run(tensor_parallel=facts)),
         trainable={"a.b": SimpleNamespace(shape=(16, 6))},
         engine=SimpleNamespace(partitioned=False),
     )

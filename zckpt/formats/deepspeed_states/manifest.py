@@ -175,7 +175,7 @@ def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, An
         }
         for place, group in enumerate(groups)
     )
-    if any(name.startswith(GROUPS) for name, _ in tensors.entries):
+    if any(slot == "state" and name.startswith(GROUPS) for name, slot in tensors.entries):
         for base, file in zip(ranks.bases[1:], ranks.optimizers[1:], strict=True):
             for place, group in enumerate(base.get("param_groups") or ()):
                 values = {f"{GROUPS}.{place}.{key}": value for key, value in group.items()}
