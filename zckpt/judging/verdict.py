@@ -222,7 +222,8 @@ def _without_optimizer(
     """
     if has_optimizer(manifest):
         return [], []
-    if not is_known and any(row.role == OTHER and row.name.endswith(OF_TORCH) for row in rows):
+    beside = (row.name for row in rows if row.role == OTHER and row.path != manifest.root)
+    if not is_known and any(name.endswith(OF_TORCH) for name in beside):
         return [], []  # it may be there, under a name of the program's own
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
     what = "has weights and no optimizer"

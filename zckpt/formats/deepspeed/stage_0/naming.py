@@ -363,7 +363,7 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     stages = zip(*(each.groups for each in asked), strict=True)
     whole = replace(asked[0], groups=[[*chain.from_iterable(own)] for own in stages])
     try:
-        members, inferred = by_shapes(whole)
+        members, inferred = _in_order(whole) or by_shapes(whole)
     except MissingData:
         return None
     remaining = [*map(iter, members)]
@@ -375,6 +375,20 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
     if any(max(own) >= min(following) for own, following in pairwise(filter(None, known))):
         return None
     return [Named(own, inferred) for own in names]
+
+
+def _in_order(asked: Nameless) -> Named | None:
+    """The names by the order of the module, in which frozen parameters have places too."""
+    orders = [[number.shape for number in own] for own in asked.groups]
+    try:
+        matched = match(orders, [*shapes_of(asked.weights).items()], True)
+    except MissingData:
+        return None
+    pairs = (
+        zip(own, names, strict=True) for own, names in zip(asked.groups, matched.names, strict=True)
+    )
+    members = [[None if number.is_frozen else name for number, name in own] for own in pairs]
+    return Named(members, matched.inferred)
 
 
 def _matched(
