@@ -39,7 +39,7 @@ for number, url in enumerate(sys.argv[2:]):
     zckpt.convert(url, target)
     manifest = zckpt.read(url)
     zckpt.inspect(manifest)
-    zckpt.load(url, next(iter(manifest.entries)))
+    zckpt.load(url, next(iter(manifest.entries.values())).name)
     zckpt.stats(url)
     zckpt.verify(url)
     zckpt.diff(url, target)
