@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 from typing import Any, Literal
 
-from msgspec import Struct, convert
+from msgspec import Struct
 
 from .entries import Entry
 from .grouping import by_key
@@ -223,36 +223,41 @@ def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[s
     return {**state, "optimizer": {**kept, **filled, **members}}
 
 
-class _StatedPart(Struct):
-    """A part of a flat buffer as JSON."""
-
-    states: dict[Any, list[Any]]
-    parameters: tuple[str, ...]
-    dp: int
-    stage: int | None = None
-    starts: tuple[int, ...] = ()
-
-
 def states_in(optimizer: Mapping[Any, Any]) -> States:
     """The states in `state.optimizer`, which `with_states` has written.
 
-    Raises ValueError or msgspec's ValidationError for what has another form.
+    Raises ValueError for what has another form.
     """
     values = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
-    others = convert(values.get(OTHER, {}), dict[str, dict[Any, Any]])
-    rows = of_parameters("other", others)
-    for part in convert(values.get(PARTITIONS, []), list[_StatedPart]):
+    rows = of_parameters("other", _checked(values.get(OTHER, {}), dict, str, dict, OTHER))
+    for part in _checked(values.get(PARTITIONS, []), (list, tuple), None, dict, PARTITIONS):
         rows += _of_part(part)
     for form in OF_NO_PARAMETER:
-        numbers = convert(values.get(form, {}), dict[Any, Any])
+        numbers = _checked(values.get(form, {}), dict, None, object, form)
         rows += [StateRow(key, form, value=value) for key, value in numbers.items()]
-    rows += estimates(convert(values.get(BY_RANK, []), list[dict[Any, Any]]))
+    rows += estimates(_checked(values.get(BY_RANK, []), list, None, dict, BY_RANK))
     return States(tuple(rows))
 
 
-def _of_part(part: _StatedPart) -> Iterator[StateRow]:
-    if any(len(own) != part.dp for own in part.states.values()):
+def _checked(value: Any, kind: Any, keys: Any, items: Any, name: str) -> Any:
+    """A value whose type, keys and items are of these; raises ValueError for another one."""
+    is_fine = isinstance(value, kind)
+    if is_fine and isinstance(value, dict):
+        is_fine = keys is None or all(isinstance(key, keys) for key in value)
+    inner = value.values() if isinstance(value, dict) else value
+    if not is_fine or not all(isinstance(item, items) for item in inner):
+        raise ValueError(f"optimizer.{name} has another form")
+    return value
+
+
+def _of_part(part: Mapping[str, Any]) -> Iterator[StateRow]:
+    lists = (list, tuple)
+    states = _checked(part.get("states"), dict, None, lists, PARTITIONS)
+    parameters = tuple(_checked(part.get("parameters"), lists, None, str, PARTITIONS))
+    starts = tuple(_checked(part.get("starts", ()), lists, None, int, PARTITIONS))
+    stage, dp = part.get("stage"), part.get("dp")
+    is_fine = isinstance(dp, int) and (stage is None or isinstance(stage, int))
+    if not is_fine or any(len(own) != dp for own in states.values()):
         raise ValueError(f"optimizer.{PARTITIONS} has not the values of all ranks")
-    of_ranks = Part(part.stage, part.dp, part.starts)
-    for key, values in part.states.items():
-        yield StateRow(key, "partition", part.parameters, values, part=of_ranks)
+    for key, values in states.items():
+        yield StateRow(key, "partition", parameters, values, part=Part(stage, int(dp or 0), starts))
