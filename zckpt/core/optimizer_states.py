@@ -12,14 +12,12 @@ Tensors of a parameter's shape are entries: `states.states_of` knows them too. T
 see training/steps.py. docs/format-v1.md says where a universal checkpoint has each form.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from .entries import Entry
 from .grouping import by_key
@@ -69,7 +67,7 @@ class States(Struct, frozen=True, dict=True):
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    def __add__(self, rows: Iterable[StateRow]) -> States:
+    def __add__(self, rows: Iterable[StateRow]) -> "States":
         return States((*self.rows, *rows))
 
     def __iter__(self) -> Iterator[StateRow]:
@@ -78,10 +76,10 @@ class States(Struct, frozen=True, dict=True):
     def of_form(self, *forms: Form) -> list[StateRow]:
         return [row for form in forms for row in self._by_form.get(form, ())]
 
-    def where(self, test: Callable[[StateRow], object]) -> States:
+    def where(self, test: Callable[[StateRow], object]) -> "States":
         return States(tuple(filter(test, self.rows)))
 
-    def without_form(self, *forms: Form) -> States:
+    def without_form(self, *forms: Form) -> "States":
         return self.where(lambda row: row.form not in forms)
 
     def numbers(self, form: Form) -> dict[Any, Any]:
@@ -117,17 +115,17 @@ class States(Struct, frozen=True, dict=True):
             values.setdefault(row.parameters[0], {})[row.key] = row.value
         return values
 
-    def without(self, keys: Collection[str]) -> States:
+    def without(self, keys: Collection[str]) -> "States":
         """Without those of these keys; what is no parameter's, and estimates, stay."""
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
-    def with_numbers_of(self, owners: Mapping[str, str]) -> States:
+    def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
         """With numbers of these parameters alone, each with those of its owner here."""
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))
 
-    def renamed(self, names: Mapping[str, str]) -> tuple[States, dict[str, str]]:
+    def renamed(self, names: Mapping[str, str]) -> "tuple[States, dict[str, str]]":
         """With other names of parameters, and the new names of the tensors in their values."""
         tensors: dict[str, str] = {}
 
@@ -223,41 +221,45 @@ def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[s
     return {**state, "optimizer": {**kept, **filled, **members}}
 
 
+class _StatedPart(Struct):
+    """A part of a flat buffer as JSON."""
+
+    states: dict[Any, list[Any]]
+    parameters: tuple[str, ...]
+    dp: int
+    stage: int | None = None
+    starts: tuple[int, ...] = ()
+
+
+class _Stated(Struct):
+    """The states of an optimizer as JSON."""
+
+    other: dict[str, dict[Any, Any]] = {}
+    partitions: list[_StatedPart] = []
+    among: dict[Any, Any] = {}
+    beside: dict[Any, Any] = {}
+    by_rank: list[dict[Any, Any]] = []
+
+
 def states_in(optimizer: Mapping[Any, Any]) -> States:
     """The states in `state.optimizer`, which `with_states` has written.
 
     Raises ValueError for what has another form.
     """
-    values = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
-    rows = of_parameters("other", _checked(values.get(OTHER, {}), dict, str, dict, OTHER))
-    for part in _checked(values.get(PARTITIONS, []), (list, tuple), None, dict, PARTITIONS):
+    known = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
+    stated = convert(known, _Stated)
+    rows = of_parameters("other", stated.other)
+    for part in stated.partitions:
         rows += _of_part(part)
-    for form in OF_NO_PARAMETER:
-        numbers = _checked(values.get(form, {}), dict, None, object, form)
-        rows += [StateRow(key, form, value=value) for key, value in numbers.items()]
-    rows += estimates(_checked(values.get(BY_RANK, []), list, None, dict, BY_RANK))
+    rows += [StateRow(key, "among", value=value) for key, value in stated.among.items()]
+    rows += [StateRow(key, "beside", value=value) for key, value in stated.beside.items()]
+    rows += estimates(stated.by_rank)
     return States(tuple(rows))
 
 
-def _checked(value: Any, kind: Any, keys: Any, items: Any, name: str) -> Any:
-    """A value whose type, keys and items are of these; raises ValueError for another one."""
-    is_fine = isinstance(value, kind)
-    if is_fine and isinstance(value, dict):
-        is_fine = keys is None or all(isinstance(key, keys) for key in value)
-    inner = value.values() if isinstance(value, dict) else value
-    if not is_fine or not all(isinstance(item, items) for item in inner):
-        raise ValueError(f"optimizer.{name} has another form")
-    return value
-
-
-def _of_part(part: Mapping[str, Any]) -> Iterator[StateRow]:
-    lists = (list, tuple)
-    states = _checked(part.get("states"), dict, None, lists, PARTITIONS)
-    parameters = tuple(_checked(part.get("parameters"), lists, None, str, PARTITIONS))
-    starts = tuple(_checked(part.get("starts", ()), lists, None, int, PARTITIONS))
-    stage, dp = part.get("stage"), part.get("dp")
-    is_fine = isinstance(dp, int) and (stage is None or isinstance(stage, int))
-    if not is_fine or any(len(own) != dp for own in states.values()):
+def _of_part(part: _StatedPart) -> Iterator[StateRow]:
+    if any(len(own) != part.dp for own in part.states.values()):
         raise ValueError(f"optimizer.{PARTITIONS} has not the values of all ranks")
-    for key, values in states.items():
-        yield StateRow(key, "partition", parameters, values, part=Part(stage, int(dp or 0), starts))
+    of_ranks = Part(part.stage, part.dp, part.starts)
+    for key, values in part.states.items():
+        yield StateRow(key, "partition", part.parameters, values, part=of_ranks)
