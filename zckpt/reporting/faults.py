@@ -27,8 +27,10 @@ KINDS = {
 }
 """The kinds, worst first, and whether each is a fault: exit code 3. Others are oddities."""
 FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length")
+OF_FILES = ("missing-file", "missing-rank-file")
+"""The codes of files that are missing, whose sentences need no word in front."""
 KIND_OF = {
-    **dict.fromkeys(("missing-file", "missing-rank-file", "unfinished-save"), "missing"),
+    **dict.fromkeys((*OF_FILES, "unfinished-save"), "missing"),
     **dict.fromkeys(("elements-missing", "tensor-missing", "state-missing"), "missing"),
     "master-differs": "stale",
     "record-damaged": "checksum",
@@ -55,7 +57,7 @@ def _line(found: Found, line: Report) -> Report:
     kind = line.get("kind", "impossible")
     file = line.get("file")
     message = found.real(line["message"])
-    if kind.lower() not in message.lower() and " lacks " not in message:
+    if line["code"] not in OF_FILES and kind.lower() not in message.lower():
         message = f"{kind}: {message}"
     name = found.name(file) if file else None
     return {"kind": kind, "fault": KINDS[kind], **line, "file": name, "message": message}
