@@ -155,11 +155,7 @@ def by_user(asked: Nameless) -> Named | None:
     matched = match(orders, [*shapes.items()], True, names)
     if asked.flats:
         check_rounding(asked.flats, names, asked.weights, strict=False)
-    members = [
-        [None if number.is_frozen else name for number, name in zip(own, called, strict=True)]
-        for own, called in zip(asked.groups, matched.names, strict=True)
-    ]
-    return Named(members, [])
+    return Named(_without_frozen(asked.groups, matched.names), [])
 
 
 def by_torch(asked: Nameless) -> Named | None:
@@ -177,6 +173,14 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
     return [
         [None if number.is_frozen else next(names, None) for number in group]
         for group, names in zip(groups, map(iter, trained), strict=True)
+    ]
+
+
+def _without_frozen(groups: Groups, names: Sequence[Sequence[str]]) -> Members:
+    """The names of all parameters, but for None in the places of frozen ones."""
+    return [
+        [None if number.is_frozen else name for number, name in zip(group, own, strict=True)]
+        for group, own in zip(groups, names, strict=True)
     ]
 
 
@@ -384,11 +388,7 @@ def _in_order(asked: Nameless) -> Named | None:
         matched = match(orders, [*shapes_of(asked.weights).items()], True)
     except MissingData:
         return None
-    pairs = (
-        zip(own, names, strict=True) for own, names in zip(asked.groups, matched.names, strict=True)
-    )
-    members = [[None if number.is_frozen else name for number, name in own] for own in pairs]
-    return Named(members, matched.inferred)
+    return Named(_without_frozen(asked.groups, matched.names), matched.inferred)
 
 
 def _matched(
