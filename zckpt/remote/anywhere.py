@@ -20,7 +20,7 @@ from shlex import quote
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ..core.description import said
-from ..core.resources import Copying
+from ..core.resources import DEFAULT_COPYING, Copying
 from ..errors import ZckptError
 from . import mirror, outgoing, sending
 from .mirror import spelled
@@ -99,11 +99,12 @@ def _sent(
 
 
 def jobs_for(memory: int, *paths: Any) -> int:
-    """Threads: 4, or more if one of the paths is a URL, because each waits for a request.
+    """Threads: more than usual if one of the paths is a URL, because each waits for a request.
 
     Each takes two buffers of at least 1 MiB.
     """
-    return max(1, min(JOBS, memory >> 21)) if any(map(is_url, paths)) else 4
+    is_remote = any(map(is_url, paths))
+    return max(1, min(JOBS, memory >> 21)) if is_remote else DEFAULT_COPYING.jobs
 
 
 def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], url: Any) -> None:
