@@ -34,7 +34,8 @@ def section(found: Found, problems: Sequence[Report]) -> Report:
     states = {line["file"]: "damaged" for line in damaged} | found.lost
     rows = of_engine(manifest)
     sizes = {row.path: row.size for row in rows}
-    for path, own in ((path, found.real(path)) for path in found.lost):
+    for path in found.lost:  # its own size, and not that of the file that stands in for it
+        own = found.real(path)
         sizes[path] = os.path.getsize(own) if os.path.isfile(own) else None
     groups = [places.row(entry.parameter) for entry in entries]
     return {
@@ -78,9 +79,8 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
     """The rank whose file it is, as far as its name says it; an engine may count them by model."""
     numbers = {axis: number for axis, number in row.rank if axis in AXES}
     tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1
-    if (model := numbers.get("mp")) is not None and tp * pp > 1:
+    if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
         numbers |= {"tp": model % tp, "pp": model // tp}
-    numbers.pop("mp", None)
     return numbers or None
 
 

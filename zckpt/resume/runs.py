@@ -140,7 +140,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
         newest = next(iter(notes))
         is_behind = {newest, pointed} <= {*tags} and newest != pointed
         own = (_set_back(run, pointed, newest),) if is_behind else ()
-        notes = {pointed: own, **notes} | {pointed: own}
+        notes = {pointed: own, **_without(notes, pointed)}
     return [
         Candidate(
             run,
@@ -225,7 +225,7 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
     if (pointed := next(filter(links.__contains__, notes), newest)) != newest:
         run, name = os.path.split(pointed)
         behind = _set_back(run, name, os.path.basename(newest))
-        notes = {pointed: (behind,), **notes} | {pointed: (behind,)}
+        notes = {pointed: (behind,), **_without(notes, pointed)}
     lacks = _lacking(notes)
     return [
         Candidate(path, os.path.basename(path), path, notes=(*own, *lacks[path]))
@@ -250,6 +250,10 @@ def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
         ]
         for path, own in roles.items()
     }
+
+
+def _without(notes: dict[str, Notices], name: str) -> dict[str, Notices]:
+    return {other: own for other, own in notes.items() if other != name}
 
 
 def _refuse_several(run: str, others: list[str]) -> None:

@@ -33,7 +33,11 @@ from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 from ..statedict.write import BlankTensor
 
 SHARD = role(
-    *("model", r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors", "dp", "part", "parts"),
+    "model",
+    r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors",
+    "dp",
+    "part",
+    "parts",
     fixed="parts",
 )
 NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"

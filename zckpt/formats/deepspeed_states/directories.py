@@ -29,19 +29,28 @@ MODEL_3 = role("model", r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt", "d
 BF16 = "bf16_"
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
 OPTIMIZER = role(
-    *("optimizer", r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt", "dp", "mp")
+    "optimizer",
+    r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt",
+    "dp",
+    "mp",
 )
 # without ZeRO, the whole optimizer of one expert-parallel rank
 OF_EP = role("optimizer", r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", "ep", "mp")
 # one expert of a layer; each model rank counts its own layers, and the layer all of its experts
 EXPERT = role(
-    *("expert", r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt"),
-    *("layer", "expert", "mp"),
+    "expert",
+    r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt",
+    "layer",
+    "expert",
+    "mp",
     fixed="layer",
 )
 # one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
 LAYER = role(
-    *("layer", r"layer_(\d+)(?:-model_(?=\d))?(\d*)-model_states\.pt", "layer", "tp"),
+    "layer",
+    r"layer_(\d+)(?:-model_(?=\d))?(\d*)-model_states\.pt",
+    "layer",
+    "tp",
     fixed="layer",
 )
 FILES = (MODEL, MODEL_3, OPTIMIZER)
