@@ -1,10 +1,12 @@
-"""From the call to the first step at another size: auto_resume, reshard by hand, DeepSpeed's way.
+"""From the call to the first step at another size: without a copy, with one, DeepSpeed's way.
 
     python -m benchmarks.checkpoints /big/z3 --stage 3 --dp 4 --size 124M
     python -m benchmarks.resume /big/z3 /big/work --dp 2 --rounds 5
 
 Each round starts a training of DeepSpeed per way, whose engine is ready before the clock runs:
 
+    no copy      zckpt.deepspeed.load_checkpoint, a step
+    engine       load_checkpoint of a checkpoint of this size, a step: what no way can do without
     auto         zckpt.auto_resume, load_checkpoint, a step
     again        the same, of what an earlier start has written
     by hand      `zckpt reshard`, load_checkpoint, a step
@@ -26,7 +28,7 @@ from typing import Any
 
 from .measure import ENVIRONMENT, ROOT, ZCKPT, Cost, Job, interleave, ratio, spread
 
-WAYS = ("auto", "again", "by hand", "universal")
+WAYS = ("no copy", "engine", "auto", "again", "by hand", "universal")
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,18 @@ def measure(number: int, store: Path, setting: Setting) -> None:
     model = SIZES[setting.size]()
     is_universal = setting.way == "universal"
     engine = engine_of(model, setting.stage, checkpoint={"load_universal": is_universal})
+    if setting.way == "engine":
+        found(setting, number)
     torch.distributed.barrier()
     started = time.monotonic()
-    path, tag = found(setting, number)
-    loaded, _ = engine.load_checkpoint(path, tag=tag)
+    if setting.way == "no copy":
+        import zckpt.deepspeed
+
+        path, tag = str(setting.source), None
+        loaded, _ = zckpt.deepspeed.load_checkpoint(engine, path)
+    else:
+        path, tag = found(setting, number)
+        loaded, _ = engine.load_checkpoint(path, tag=tag)
     assert loaded is not None, f"nothing was loaded from {path}"
     torch.distributed.barrier()
     ready = time.monotonic()
@@ -80,7 +90,7 @@ def found(setting: Setting, number: int) -> tuple[str, str | None]:
         assert path is not None
         return path.report["load_dir"], path.tag
     tag = (source / "latest").read_text().strip()
-    if setting.way == "by hand":
+    if setting.way in ("by hand", "engine"):
         command: list[str] = [*ZCKPT, "reshard", str(source), str(work / "hand")]
         command += ["--dp", str(setting.dp), "--quiet", "--single"]
         result: tuple[str, str | None] = (str(work / "hand"), tag)
@@ -89,7 +99,7 @@ def found(setting: Setting, number: int) -> tuple[str, str | None]:
         command += ["--input_folder", str(source / tag), "--inject_missing_state"]
         command += ["--output_folder", str(work / "universal" / "out")]
         result = (str(work / "universal"), "out")
-    if number == 0:
+    if number == 0 and not Path(result[0]).exists():
         subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL)
     torch.distributed.barrier()
     return result
@@ -112,13 +122,13 @@ def start(setting: Setting) -> None:
 
 
 def jobs(source: Path, work: Path, dp: int, stage: int, size: str) -> list[Job]:
-    """A job for each way; "again" keeps what it wrote in the round that is not counted."""
+    """A job for each way; some keep what they wrote in the round that is not counted."""
     result = []
     for way in WAYS:
         folder = work / way.replace(" ", "-")
         command: list[Any] = [sys.executable, "-m", "benchmarks.resume", source, folder]
         command += ["--dp", dp, "--stage", stage, "--size", size, "--way", way, "--json"]
-        outputs = () if way == "again" else (folder,)
+        outputs = () if way in ("again", "engine") else (folder,)
         result.append(Job(way, [str(word) for word in command], outputs))
     return result
 

@@ -4,9 +4,16 @@
     python -m benchmarks.scale WORK --tensors 20000 --dp 4 16 64 --command convert
     python -m benchmarks.scale WORK --tensors 2000 --dp 1024 --command inspect
     python -m benchmarks.scale WORK --tensors 200 --gb 0.01 0.1 1 10 --command convert
+    python -m benchmarks.scale WORK --format dcp --tensors 800 5600 --dp 8 64 --command inspect
+    python -m benchmarks.scale WORK --format zero3 --tensors 45000 --dp 32 128 --command inspect
+    python -m benchmarks.scale WORK --format zero1 --tensors 800 --dp 64 1024 --command inspect
+    python -m benchmarks.scale WORK --tensors 100 --dp 4 --checkpoints 1 30 300 --command list
 
 Makes ZeRO-3 checkpoints with three slots, without the engine. All ranks have pieces of all tensors.
-Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has.
+Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has. The
+other formats have holes for tensors: `dcp` are directories of torch.distributed.checkpoint, `zero1`
+and `zero3` DeepSpeed's. Beside them torch is measured without its imports: its reader of
+`.metadata`, or torch.load of the smallest file (`mmap=True`), which it can map.
 """
 
 from __future__ import annotations
@@ -15,16 +22,19 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from . import dcp, zero
 from .measure import ZCKPT, Cost, Job, run, spread
 
 WIDTHS = (32, 2)  # elements of a rank's slice of a weight, and of a bias
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
-TAG = "global_step1"
+TAG = "global_step100"
+FORMATS = ("deepspeed", "dcp", "zero1", "zero3")
 
 
 def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
@@ -44,9 +54,10 @@ def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
         f"layers.{number // 2}.{('weight', 'bias')[number % 2]}": (weight, WIDTHS[1])[number % 2]
         for number in range(tensors)
     }
+    shapes = {name: (width * dp,) for name, width in widths.items()}
     optimizer = optimizer_states(widths, dp)
     states = {
-        "zero_pp_rank_{}_mp_rank_00_model_states.pt": model_states(widths, dp),
+        "zero_pp_rank_{}_mp_rank_00_model_states.pt": zero.model(shapes, dp, 3, is_cut=True),
         "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt": optimizer,
     }
     for name, state in states.items():
@@ -54,29 +65,6 @@ def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
             if state is optimizer:  # nor equal files: those would be copies
                 optimizer["optimizer_state_dict"]["fp32_flat_groups"][0][0] = rank
             torch.save(state, root / TAG / name.format(rank))
-
-
-def model_states(widths: dict[str, int], dp: int) -> dict[str, Any]:
-    """As DeepSpeed 0.19.8 saves them: an empty placeholder for every weight."""
-    import torch
-
-    return {
-        "module": {name: torch.empty(0, dtype=torch.bfloat16) for name in widths},
-        "buffer_names": [],
-        "optimizer": None,
-        "param_shapes": [{name: torch.Size([width * dp]) for name, width in widths.items()}],
-        "frozen_param_shapes": None,
-        "frozen_param_fragments": None,
-        "shared_params": {},
-        "lr_scheduler": None,
-        "global_steps": 1,
-        "skipped_steps": 0,
-        "global_samples": dp,
-        "dp_world_size": dp,
-        "mp_world_size": 1,
-        "ds_config": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
-        "ds_version": "0.19.8",
-    }
 
 
 def optimizer_states(widths: dict[str, int], dp: int) -> dict[str, Any]:
@@ -87,21 +75,8 @@ def optimizer_states(widths: dict[str, int], dp: int) -> dict[str, Any]:
     master, exp_avg, exp_avg_sq = (
         torch.rand(sum(widths.values()), generator=generator) for _ in SLOTS
     )
-    state = {"step": torch.tensor(1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
-    return {
-        "optimizer_state_dict": {
-            "zero_stage": 3,
-            "loss_scaler": None,
-            "dynamic_loss_scale": False,
-            "overflow": False,
-            "partition_count": dp,
-            "optimizer_state_dict": {"state": {0: state}, "param_groups": [group]},
-            "fp32_flat_groups": [master],
-        },
-        "ds_config": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
-        "ds_version": "0.19.8",
-    }
+    state = {"step": torch.tensor(100.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return zero.flat(dp, master, state)
 
 
 def command(name: str, source: Path, target: Path) -> Job:
@@ -110,6 +85,7 @@ def command(name: str, source: Path, target: Path) -> Job:
         "inspect": ("inspect", str(source)),
         "dry-run": ("convert", str(source), str(target), "--dry-run"),
         "convert": ("convert", str(source), str(target), "-q"),
+        "list": ("list", str(source)),
         "reshard": ("reshard", str(source), str(target), "--dp", "8", "-q"),
     }
     return Job(name, (*ZCKPT, *words[name]), (target,))
@@ -122,19 +98,29 @@ def main() -> None:
     parser.add_argument("work", type=Path, metavar="WORK", help="a new directory; it is removed")
     parser.add_argument("--tensors", type=int, nargs="+", default=[100, 1000, 10_000, 100_000])
     parser.add_argument("--dp", type=int, nargs="+", default=[4])
+    parser.add_argument("--format", choices=FORMATS, default="deepspeed")
     parser.add_argument("--gb", type=float, nargs="+", default=[0.0], help="10^9 bytes in all")
+    parser.add_argument("--checkpoints", type=int, nargs="+", default=[1], help="in one run")
     parser.add_argument("--command", nargs="+", default=["inspect", "dry-run", "convert"])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     try:
-        for dp, tensors, size in product(arguments.dp, arguments.tensors, arguments.gb):
-            source = arguments.work / f"{tensors}x{dp}"
-            process = get_context("spawn").Process(target=make, args=(source, tensors, dp, size))
+        sizes = (arguments.dp, arguments.tensors, arguments.gb, arguments.checkpoints)
+        for dp, tensors, size, checkpoints in product(*sizes):
+            source, format = arguments.work / f"{tensors}x{dp}", arguments.format
+            making = (make, (source, tensors, dp, size))
+            if format == "dcp":
+                making = (dcp.make, (source, tensors, dp))
+            elif format != "deepspeed":
+                making = (zero.make, (source, tensors, dp, int(format[-1])))
+            process = get_context("spawn").Process(target=making[0], args=making[1])
             process.start()
             process.join()
             if process.exitcode:
                 raise SystemExit(process.exitcode)
+            for number in range(1, checkpoints):
+                shutil.copytree(source / TAG, source / f"global_step{number + 1}")
             measure(source, tensors, dp, arguments)
             shutil.rmtree(source)
     finally:
@@ -144,6 +130,10 @@ def main() -> None:
 def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) -> None:
     """Runs the commands A B A B ..., after one round that is not counted, and prints their cost."""
     jobs = [command(name, source, arguments.work / "target") for name in arguments.command]
+    by_torch = {"dcp": "benchmarks.dcp", "zero1": "benchmarks.zero", "zero3": "benchmarks.zero"}
+    torch_reads = by_torch.get(arguments.format)
+    if torch_reads:
+        jobs.append(Job("torch", (sys.executable, "-m", torch_reads, str(source), "--json")))
     costs: dict[str, list[Cost]] = {job.name: [] for job in jobs}
     for number in range(arguments.rounds + 1):
         for job in jobs:
@@ -154,7 +144,11 @@ def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) 
                 shutil.rmtree(output, ignore_errors=True)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     pieces = tensors * dp * len(SLOTS)
-    size = sum(path.stat().st_size for path in source.rglob("*_optim_states.pt")) / 1e9
+    torch_alone = costs.pop("torch", [])
+    if arguments.format == "dcp":
+        pieces = torch_alone[0].report["items"]
+    names = "*.distcp" if arguments.format == "dcp" else "*_optim_states.pt"
+    size = sum(path.stat().st_size for path in source.rglob(names)) / 1e9
     about = f"{tensors:,} tensors, dp {dp}, {pieces:,} pieces, {size:.2f} GB"
     print(f"\n{about}; n = {arguments.rounds}, load {load}")
     print(f"{'':10}{'CPU s':>25}{'wall s':>25}{'peak MiB':>10}{'us/tensor':>11}{'Mpieces/s':>11}")
@@ -167,6 +161,10 @@ def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) 
             f"{1e6 * middle / tensors:>11.1f}{pieces / middle / 1e6:>11.2f}",
             flush=True,
         )
+    if torch_alone:
+        cpu = [cost.report["seconds"] for cost in torch_alone]
+        memory = max(cost.report["mib"] for cost in torch_alone)
+        print(f"{'torch':10}{spread(cpu):>25}{'its reading alone':>25}{memory:>10.0f}")
 
 
 if __name__ == "__main__":

@@ -22,33 +22,34 @@ UNCOUNTED = {
 }
 SHORT = 9  # words: a sentence with fewer is short
 MOST_SHORT = 1 / 3  # of the sentences of a page
-MOST_BYTES = 166_000  # of all pages together; what is more must replace something
+MOST_BYTES = 178_700  # of all pages together; what is more must replace something
 DONE: dict[str, int] = {
     "README.md": 7_700,
-    "SECURITY.md": 7_300,
+    "SECURITY.md": 9_000,
     "CONTRIBUTING.md": 5_600,
     "docs/add-a-format.md": 6_600,
-    "docs/auto-resume.md": 8_700,
+    "docs/auto-resume.md": 9_300,
     "docs/deepspeed-grids.md": 7_900,
-    "docs/deepspeed.md": 8_000,
+    "docs/deepspeed.md": 10_000,
     "docs/export.md": 3_800,
-    "docs/faq.md": 9_800,
-    "docs/fsdp.md": 9_000,
-    "docs/house.md": 10_600,
+    "docs/faq.md": 9_900,
+    "docs/fsdp.md": 9_100,
+    "docs/house.md": 10_800,
     "docs/limits.md": 1_800,
-    "docs/load-directly.md": 4_400,
+    "docs/load-directly.md": 4_950,
     "docs/many-nodes.md": 5_200,
     "docs/megatron.md": 9_200,
+    "docs/mend.md": 5_800,
     "docs/onnxruntime.md": 4_800,
-    "docs/performance.md": 3_300,
+    "docs/performance.md": 3_500,
     "docs/probe.md": 8_300,
-    "docs/prove.md": 9_500,
-    "docs/python.md": 5_400,
+    "docs/prove.md": 9_600,
+    "docs/python.md": 5_500,
     "docs/report.md": 2_300,
-    "docs/scripts.md": 8_500,
+    "docs/scripts.md": 8_950,
     "docs/stores.md": 6_000,
     "docs/support.md": 4_700,
-    "docs/trainer.md": 8_600,
+    "docs/trainer.md": 9_500,
     "docs/words.md": 4_400,
 }
 """Bytes that a page may have."""

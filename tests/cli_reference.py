@@ -23,7 +23,27 @@ You find every command here, with its options and their defaults. It is the text
 | command | what it does |
 |---|---|
 """
-TAIL = """## Exit codes
+TAIL = """## Terminal and logs
+
+A table breaks no number and no name. On a narrow terminal numbers get fewer digits, then columns
+are left out, which the line below names (`--wide` shows all), and at last each row is a block of
+lines. In a pipe or a file rows have all columns and digits. Damage and differences are red or
+yellow on a terminal, unless NO_COLOR is set, and always in words too.
+
+Without a terminal a command says on stderr what it does and where, after ten seconds, and then a
+line a minute, such as `12 of 98 GB, 210 MB/s, 7 min left`; of several processes rank 0 alone
+does. `-q` leaves this out. `--progress` prints the first line at once, and lines on a terminal
+too. With `--json` there are none, and with `--json --progress` each one is a JSON document on
+stderr (`zckpt schema progress`), while stdout has exactly one.
+
+## In CI
+
+`verify`, `check` and `list` print GitHub's annotations with `--format github`, so that a job shows
+each finding with its code, and with `--format junit` the XML that Jenkins, GitLab and others show,
+with a test case per checkpoint: a failure has findings, and an error could not be looked at.
+`verify --json --brief` leaves out `held` and `digests`, which have an entry per tensor and rank.
+
+## Exit codes
 
 | code | means |
 |---|---|

@@ -10,8 +10,9 @@ from zckpt.notices import TOPICS
 HEAD = """# Codes
 
 Everything that zckpt says has a code: errors, warnings, and what a report lists. A code is stable
-and stands for what you do next, while its sentence may become better. On a terminal the code stands
-dim behind the sentence. With `--json`, each notice is an object:
+and stands for what you do next, while its sentence may become better. It stands behind the sentence
+in brackets, on a terminal and in a log: `[missing-rank-file]`. With `--json`, each notice is an
+object:
 
 | key | value |
 |---|---|
@@ -22,10 +23,10 @@ dim behind the sentence. With `--json`, each notice is an object:
 | `message`, `hint` | the sentence, and what to do next |
 
 An error has the same keys beside `error`, the class of its exception in Python. The columns `looks`
-and `writes` are the exit codes of an error: of commands that look (`verify`, `report`), and
-of commands that write (`convert`, `reshard`, `export`). Warnings and notes change no exit code. Two
-errors are exceptions: an interrupted command ends with 128 plus the signal, and `check`
-ends with 3 where a checkpoint does not load as it is. A code without exit codes ends no command.
+and `writes` are the exit codes of an error: of commands that look (`verify`, `check`, `report`),
+and of commands that write (`convert`, `reshard`, `export`). Warnings and notes change no exit code.
+Two errors are exceptions: an interrupted command ends with 128 plus the signal, and `check` ends
+with 3 where a checkpoint does not load as it is. A code without exit codes ends no command.
 """
 
 

@@ -77,7 +77,7 @@ def needs(*packages: str) -> None:
     """Skips a test without these packages; in CI it goes on, and fails where it imports them."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing and not os.environ.get("CI"):
-        pytest.skip(f"needs {', '.join(missing)}: `pip install -e '.[dev]'`")
+        pytest.skip(f"needs {', '.join(missing)}: `pip install -e '.[dev,optimizers]'`")
 
 
 def fork() -> int:

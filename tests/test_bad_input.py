@@ -61,7 +61,13 @@ class TestRanks:
     def test_no_optimizer_states(self, example: Path, zckpt: Zckpt) -> None:
         for rank in range(4):
             optimizer_file(example, rank).unlink()
-        refused(zckpt, example, "no optimizer files")
+        ended = zckpt("inspect", example)
+        assert (ended.code, "the masters are lost" in ended.err) == (0, True)
+        target = example.parent / "target"
+        ended = zckpt("convert", example, target)
+        assert (ended.code, target.exists()) == (1, False)
+        assert "no optimizer files" in ended.err
+        assert "--weights-only" in ended.err
 
 
 class TestDamage:

@@ -6,11 +6,14 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import zckpt
-from benchmarks import gather, layer, memory, scale
+from benchmarks import dcp, gather, layer, memory, scale, zero
 from benchmarks.measure import Cost, Job, run
 from benchmarks.rows import Goal, own, pieces, times, wall
+from zckpt.core import loading
 
 
 @pytest.mark.parametrize("elements", [50_000, 9_834_560, 9_834_561])
@@ -73,8 +76,32 @@ def test_bytes_that_a_process_moved_are_counted(tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_engine_is_one_of_zero_3(tmp_path: Path) -> None:
     scale.make(tmp_path / "run", tensors=5, dp=3)
     manifest = zckpt.read(tmp_path / "run")
-    assert (manifest.dp, len(manifest.parameters), manifest.step) == (3, 5, 1)
+    assert (manifest.dp, len(manifest.parameters), manifest.step) == (3, 5, 100)
     assert {*manifest.slots} == {*scale.SLOTS}
     assert zckpt.verify(tmp_path / "run")["equal"]
     report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
     assert report["tensors"] == 15
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_with_holes_is_one_of_zero(stage: int, tmp_path: Path) -> None:
+    zero.make(tmp_path / "run", tensors=4, dp=4, stage=stage)
+    manifest = zckpt.read(tmp_path / "run")
+    assert (manifest.dp, manifest.step) == (4, 100)
+    assert zckpt.inspect(manifest)["zero_stage"] == stage
+    assert {name: item.shape for name, item in manifest.parameters.items()} == zero.shapes_of(4)
+    entry = manifest.entries["layers.1.bias", "exp_avg"]
+    loaded = loading.as_torch(entry, ())  # holes have no checksum
+    assert loaded.shape == zero.BIAS
+    assert not loaded.any()
+
+
+def test_a_directory_with_holes_is_one_of_torch(tmp_path: Path) -> None:
+    items = dcp.make(tmp_path / "run", tensors=4, ranks=3)
+    assert items == 5 + 4 * (1 + 3 * 3)
+    report = zckpt.inspect(zckpt.read(tmp_path / "run"))
+    assert (report["parameters"], report["step"]) == (4, 100)
+    assert report["unopened"] > items // 2
+    state = {"model": {"layers.0.bias": torch.ones(dcp.BIAS)}}
+    torch_dcp.load(state, checkpoint_id=tmp_path / "run")
+    assert not state["model"]["layers.0.bias"].any()

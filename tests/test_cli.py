@@ -65,6 +65,12 @@ def cells_of(heads: list[str], rows: list[str]) -> list[list[str]]:
     return cells
 
 
+def of_block(block: str) -> str:
+    """The cells of a row that is a block of lines, without the names of the columns."""
+    label = len(re.match(r"\S+ +", block)[0])  # type: ignore[index]
+    return "".join(line[label:] for line in block.splitlines())
+
+
 def test_version(zckpt: Zckpt) -> None:
     assert zckpt("--version").out == f"zckpt, version {__version__}\n"
 
@@ -222,23 +228,33 @@ class TestInspect:
         assert re.search(r"fc1\.bias/master +F32 +29 +29 +3", out)
         narrow = on_a_terminal(*words, columns=40)
         assert max(map(len, narrow.splitlines())) <= 40
-        assert "fc1.bias/master" not in narrow  # it continues on the next line
+        assert re.search(r"fc1\.bias/master +F32 +29", narrow)  # a name is never broken
+        assert "fragments: 3" in narrow  # without a column of its own
 
     @pytest.mark.parametrize(
-        "words",
+        ("words", "wide"),
         [
-            ["inspect", EXAMPLE, "--steps"],
-            ["inspect", EXAMPLE, "--tensors", "*"],
-            ["formats"],
+            (["inspect", EXAMPLE, "--steps"], False),
+            (["inspect", EXAMPLE, "--tensors", "*"], True),
+            (["formats"], False),
         ],
     )
-    def test_tables_survive_40_columns_and_pipes(self, words: list[Any], zckpt: Zckpt) -> None:
-        narrow = on_a_terminal(*words, columns=40)
-        assert max(map(len, narrow.splitlines())) <= 40
+    def test_tables_survive_40_columns_and_pipes(
+        self, words: list[Any], wide: bool, zckpt: Zckpt
+    ) -> None:
+        narrow = on_a_terminal(*words, *["--wide"] * wide, columns=40)
+        assert wide or max(map(len, narrow.splitlines())) <= 40
         piped = zckpt(*words).out.splitlines()
         drawn = narrow.splitlines()
-        rule = next(number for number, line in enumerate(drawn) if line.startswith("\u2500"))
-        cells = cells_of(drawn[:rule], drawn[rule + 1 :])
+        rules = [number for number, line in enumerate(drawn) if line.startswith("\u2500")]
+        if not rules:  # a row is a block of lines
+            rows = zckpt(*words).out.splitlines()[1:]
+            blocks = narrow.strip().split("\n\n")
+            assert [re.sub(r"\s+", "", of_block(block)) for block in blocks] == [
+                re.sub(r"\s+", "", row) for row in rows
+            ]
+            return
+        cells = cells_of(drawn[: rules[0]], drawn[rules[0] + 1 :])
         assert cells == cells_of(piped[:1], piped[1:])
         assert len(cells) == len(piped)
 
@@ -324,6 +340,15 @@ class TestConvert:
     def test_progress_is_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
         printed = on_a_terminal("convert", EXAMPLE, tmp_path / "u", columns=120, stderr=True)
         assert "4 of 4 files" in printed
+
+    @pytest.mark.parametrize("columns", [60, 80, 100])
+    def test_a_bar_breaks_no_number(self, columns: int) -> None:
+        printed = on_a_terminal("verify", EXAMPLE, "-j", 1, columns=columns, stderr=True)
+        text = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", printed)
+        bars = [each for each in re.split("[\r\n]", text) if "/27.8" in each]
+        assert bars
+        for each in bars:
+            assert re.search(r"/27\.8 kB ", each), each
 
     def test_says_how_a_trainer_resumes(self, example: Path, tmp_path: Path, zckpt: Zckpt) -> None:
         line = f'next: trainer.train(resume_from_checkpoint="{tmp_path}/{{}}")'

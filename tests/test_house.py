@@ -28,20 +28,22 @@ ARROWS = {
     "reading": "core errors formats naming training",
     "writing": "copying core errors formats judging naming reading training",
     "proof": "core errors",
+    "mending": "copying core errors files formats judging proof reading",
     "proving": "core errors formats judging proof reading",
     "remote": "core errors",
-    "api": "copying core formats judging proof proving reading remote training writing",
+    "api": "copying core formats judging mending proof proving reading remote training writing",
     "processes": "copying core errors",
     "resume": "api core errors formats judging processes",
+    "deepspeed": "api copying core errors processes",
     "dcp": "core errors files formats judging naming reading remote training",
     "probe": "core errors formats judging naming reading training",
     "display": "core errors",
     "reporting": "api core errors judging proof resume",
     "cli": "api core display errors formats judging probe processes reading remote reporting "
     "resume training",
-    "__init__": "api core dcp errors probe processes reporting resume",
+    "__init__": "api core dcp deepspeed errors probe processes reporting resume",
     "__main__": "cli",
-    "benchmarks": "api core dcp formats probe proof resume",
+    "benchmarks": "api core dcp deepspeed formats probe proof resume",
 }
 ENGINES = re.compile(
     r"deepspeed|fsdp|megatron|onnx|\bort\b|accelerate|lightning|hugging.?face|transformers|\bpeft\b",
@@ -104,7 +106,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 114
+    assert len(drawn) <= 130
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:
@@ -145,13 +147,14 @@ def test_no_format_imports_another() -> None:
 
 FLOORS = {
     "dcp": "hf options rest | files | gather items read write | functions",
-    "deepspeed": "layer_names files flats optimizer_files run_template | ranks model_ranks moe "
-    "| stage_0 | ep_optimizers gather | read | target_ranks | write | functions",
+    "deepspeed": "layer_names flats optimizer_files run_template sequence_ranks | files "
+    "| ranks model_ranks moe | stage_0 | ep_optimizers gather weights | read | target_ranks "
+    "| write | functions",
     "deepspeed/gather": "model_rank tensor | grid",
     "deepspeed/model_ranks": "pipeline stage_bounds target_slices tensor_ranks | target_stages",
     "deepspeed/moe": "auto_ep regroup | experts",
     "deepspeed/stage_0": "samples | numbers | naming | optimizer | stages",
-    "deepspeed_states": "directories module_names options | experts states "
+    "deepspeed_states": "directories module_names options schedulers | experts states "
     "| agreement engine estimates tensors | hyper of_files | manifest target "
     "| model_files optimizer_values reports",
     "deepspeed_universal": "files | slicing | merged write | read | functions",
@@ -195,7 +198,7 @@ def test_no_arrow_runs_uphill_inside_of_a_format() -> None:
             assert not start or floor[end] < floor[start[0]], f"{path} imports {end}: uphill"
             drawn.add((name[2:depth], start, end))
     print(f"{len(drawn)} arrows inside of formats")
-    assert len(drawn) <= 280
+    assert len(drawn) <= 285
 
 
 PARSERS = {
@@ -263,7 +266,10 @@ def test_code_names_no_engine(folder: str) -> None:
 
 # slow, large (hashlib loads OpenSSL: 3.5 MiB), or not needed for every report
 LATE = {"torch", "numpy", "h5py", "ml_dtypes", "rich", "hashlib"}
-OF_TORCH = (("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "proof", "allgather"))
+OF_TORCH = (
+    *(("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "deepspeed")),
+    ("zckpt", "proof", "allgather"),
+)
 
 
 def at_the_top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -380,6 +386,7 @@ READS_TEXTS = {
     "formats/statedict/read.py": 1,
     "formats/universal/write.py": 3,  # a manifest keeps texts
     "judging/contents.py": 1,
+    "judging/lost.py": 1,
     "naming/tensor_rules.py": 1,
     "processes/group.py": 1,
     "processes/store.py": 1,  # torch's, which has a stack
@@ -388,7 +395,6 @@ READS_TEXTS = {
     "remote/failures.py": 1,  # obstore's, whose classes do not say what failed
     "remote/outgoing.py": 1,
     "reporting/faults.py": 2,  # a page has each sentence once
-    "reporting/lost.py": 1,
     "reporting/making.py": 1,
     "reporting/run.py": 1,
     "resume/auto.py": 3,

@@ -37,7 +37,8 @@ def stated(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        if name not in MAKERS:
+        told = getattr(getattr(node.func, "value", None), "id", "")
+        if name not in MAKERS or told == "LOG":  # a line of a program's log has no code
             continue
         first = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "code")]
         for value in first:
@@ -65,7 +66,7 @@ def test_every_code_of_the_table_is_used() -> None:
 
 def test_the_table() -> None:
     assert sum(map(len, TOPICS.values())) == len(CODES)
-    assert 60 <= len(CODES) <= 150
+    assert 60 <= len(CODES) <= 160
     for code, row in CODES.items():
         assert KEBAB.fullmatch(code), code
         assert {*row.exits} <= {OPTION, FAULT, REFUSAL}

@@ -245,7 +245,7 @@ def test_one_state_of_any_rank_that_is_a_copy_is_said(files: Files) -> None:
         shutil.copyfile(a.extent.file, b.extent.file)
         crcs = {record.extent: record.crc for record in manifest.files.records}
         records = [
-            replace(each, crc=crcs[a.extent]) if each.extent == b.extent else each
+            replace(each, stated=crcs[a.extent]) if each.extent == b.extent else each
             for each in manifest.files.records
         ]
         (line,) = duplicates.check_duplicates(manifest.replace(records=tuple(records)))
@@ -262,10 +262,11 @@ def test_an_optimizer_is_never_stepped_if_all_ranks_say_so(files: Files) -> None
     last = {name: replace(item, step=2) for name, item in once.ranks[3].parameters.items()}
     assert changed(once, 3, parameters=last).step is None
     zero = crc_of_zeros(16)
-    digests = {(n, (name, slot)): zero for n in range(4) for name in "ab" for slot in MOMENTS}
+    digests = {n: {(name, slot): zero for name in "ab" for slot in MOMENTS} for n in range(4)}
     assert steps.never_stepped(once, digests)
-    for key in digests:
-        assert steps.never_stepped(once, {**digests, key: 1}) is None
+    for n, own in digests.items():
+        for key in own:
+            assert steps.never_stepped(once, {**digests, n: {**own, key: 1}}) is None
 
 
 def test_names_that_are_no_text(files: Files) -> None:
@@ -344,7 +345,7 @@ def keeping(named: Manifest, **options: Any) -> tuple[Keeping, Report]:
     admitted = objects.without_others(named, (), ())
     chosen = Options(tuple(options.items()))
     format = formats.named("deepspeed")
-    return Keeping(named, named, admitted, format, chosen, report), report
+    return Keeping(named, named, named, admitted, format, chosen, report), report
 
 
 def read_back(keeping: Keeping, shells: Manifest) -> None:

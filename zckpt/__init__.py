@@ -4,6 +4,7 @@
     inspect                 what a checkpoint holds
     convert, reshard        write it in another format, or for another number of ranks
     export                  weights for inference
+    mend                    a copy of a damaged one, with what can be restored
     auto_resume             the path from which a run goes on, at any number of processes
     list_checkpoints        in which state each checkpoint of a run is
     group                   the processes of a launch, which share one of these functions
@@ -11,6 +12,7 @@
     report                  all of that as one document, and a page of it
     At                      a path in an object store that the program has opened
     zckpt.dcp               load it into a program of torch.distributed.checkpoint
+    zckpt.deepspeed         load it into a DeepSpeed engine of any size; nothing is written
     zckpt.probe             what a running model computes: recorded, compared, streamed
 
 Functions give the reports that the command line prints with --json. Errors are ZckptError.
@@ -26,6 +28,7 @@ from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import dcp as dcp
+    from . import deepspeed as deepspeed
     from . import probe as probe
     from .api import (
         At,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
         export,
         inspect,
         load,
+        mend,
         read,
         reshard,
         stats,
@@ -56,7 +60,7 @@ _ELSEWHERE = {  # and not in api.py
     "report": "reporting.making",
     "ZckptError": "errors",
 }
-_NEED_TORCH = ("dcp", "probe")
+_NEED_TORCH = ("dcp", "deepspeed", "probe")
 __all__ = [
     "At",
     "Copying",
@@ -72,6 +76,7 @@ __all__ = [
     "inspect",
     "list_checkpoints",
     "load",
+    "mend",
     "read",
     "report",
     "reshard",

@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .copying.sharing import Part as Part
-from .core import description, loading, sources
+from .core import description, loading, mended, sources
 from .core.description import VERSION, Report, said
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
-from .core.resources import READING_JOBS, Begin
+from .core.resources import DEFAULT_COPYING, READING_JOBS, Begin, Tell
 from .core.resources import Copying as Copying
 from .core.states import Selection
 from .formats.hf import options as hf
@@ -32,14 +32,19 @@ from .reading import read as read_manifest
 from .reading import read_both
 from .remote.anywhere import anywhere as anywhere
 from .remote.anywhere import local as local
+from .remote.anywhere import telling as telling
 from .remote.anywhere import translated as translated
 from .remote.urls import At as At
 from .remote.urls import is_url as is_url
 from .training.options import Options as TargetOptions
 from .training.options import Renames
 from .writing.conversion import Decision as Decision
+from .writing.conversion import check_beforehand as check_beforehand
+from .writing.conversion import decide as decide_conversion
 from .writing.conversion import read_for, read_source, write
+from .writing.conversion import shells_of as shells_of
 from .writing.conversion import try_out as try_conversion
+from .writing.numbered import as_run
 from .writing.running import Keywords as RunningKeywords
 from .writing.running import Running
 from .writing.several import write_run
@@ -85,7 +90,8 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
     more["replicas"] = rest.pop("replicas", None)
     running = Running(**taken(RunningKeywords))
-    reading = _reading(taken(SourceKeywords), by_checksums=running.dry_run, **more)
+    more |= {"by_checksums": running.dry_run, "for_target": True}
+    reading = _reading(taken(SourceKeywords), **more)
     rest |= {"buffers": reading.buffers} if reading.buffers else {}  # targets use them too
     return reading, running, options_of(rest)
 
@@ -94,7 +100,8 @@ def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, 
     """How a checkpoint is read that may be written for ranks that share a model, as it is."""
     tp = words.get("tp")
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
-    return {"ranks_apart": is_resharded and tp is None, "with_slicings": is_resharded and cuts}
+    apart = tp is None and words.get("groups_from") is None  # groups are those of the whole model
+    return {"ranks_apart": is_resharded and apart, "with_slicings": is_resharded and cuts}
 
 
 @anywhere("path", keep=True)
@@ -104,6 +111,7 @@ def read(
     weights_only: bool = False,
     nameless: bool = False,
     by_checksums: bool = False,
+    opens_items: bool = False,
     **source: Unpack[NamedKeywords],
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor, but for
@@ -120,11 +128,12 @@ def read(
 
     With `weights_only` such an optimizer needs no names and may be left unread, and with `nameless`
     it is read as the program's own state if no file shows them. With `by_checksums`, no tensor is
-    read in any file, and `uncompared` counts those that only their bytes could tell apart. Raises
-    the ZckptError that fits.
+    read in any file, and `uncompared` counts those that only their bytes could tell apart. With
+    `opens_items`, every item of torch.distributed.checkpoint is opened, also one whose form is
+    known from others: for whoever reads tensors at their places. Raises the ZckptError that fits.
     """
     more = {"weights_only": weights_only, "nameless": nameless, "by_checksums": by_checksums}
-    return read_manifest(path, _reading(source, **more))
+    return read_manifest(path, _reading(source, opens_items=opens_items, **more))
 
 
 def inspect(manifest: Manifest) -> Report:
@@ -154,7 +163,7 @@ def load(
     masters, unless `accept_weights` says that this is meant, or if copies of tensor ranks differ,
     unless `replicas` is "rank0". The first load of a checkpoint asks for that.
     """
-    manifest = read_manifest(path, _reading(source))
+    manifest = read_manifest(path, _reading(source, opens_items=True))
     entry = loading.entry_of(manifest, name)
     check_to_load(manifest, replicas, accept_weights)
     with sources.unchanged(manifest.files.fingerprints):
@@ -168,7 +177,7 @@ def load(
 # -- writing
 
 
-@anywhere("source", "like", target="target")
+@anywhere("source", "like", "groups_from", target="target")
 def convert(
     source: Path,
     target: Path,
@@ -203,11 +212,12 @@ def convert(
     Raises a ZckptError; then there is no `target`.
     """
     reading, running, options = _split(words, masters_from_weights=masters_from_weights)
+
     manifest = read_for(target, source, reading, options, running)
     return write("convert", manifest, os.fspath(target), to, reading, options, running)
 
 
-@anywhere("source", "like", target="target")
+@anywhere("source", "like", "groups_from", target="target")
 def reshard(
     source: Path,
     target: Path,
@@ -228,6 +238,7 @@ def reshard(
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
         manifest = read_for(target, source, reading, options, running)
+        manifest = as_run(manifest) if running.as_run else manifest
         to, engine = os.fspath(target), str(manifest.run.origin.format)
         return write("reshard", manifest, to, engine, reading, options, running, best_in)
 
@@ -250,6 +261,19 @@ def try_out(
     reading, _, options = _split({**words, "dry_run": True}, **_of_ranks(words, to is None))
     manifest = manifest or read_source(source, reading, options)
     return try_conversion(manifest, to or str(manifest.run.origin.format), reading, options)
+
+
+def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decision, Reading]:
+    """What a conversion to the format `to` is going to write, for whoever fills its files himself.
+
+    `check_beforehand` then reads the tensors that a conversion reads before its first byte. Both
+    raise what `convert` raises.
+    """
+    reading, _, options = _split(words)
+    manifest = read_source(source, reading, options)
+    command = "reshard" if manifest.run.origin.format == to else "convert"
+    about = command, manifest, os.path.abspath("DST"), to, reading, options
+    return decide_conversion(*about), reading
 
 
 @anywhere("source", "config", target="target")
@@ -281,8 +305,57 @@ def export(
     if wrong := sorted(words.keys() & {*own, "param_names", "drop_state"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     reading, running, options = _split({**own, **words})
+
     manifest = read_for(target, source, reading, options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, options, running)
+
+
+@anywhere("source", "older", target="target")
+def mend(
+    source: Path,
+    target: Path,
+    *,
+    older: Path | None = None,
+    accept_chance: bool = False,
+    rebuild: Sequence[str] = (),
+    copying: Copying = DEFAULT_COPYING,
+    dry_run: bool = False,
+    resume: bool = False,
+    begin: Begin | None = None,
+    tell: Tell | None = None,
+    read_back: bool = True,
+    before_rename: Callable[[], None] | None = None,
+    **words: Unpack[NamedKeywords],
+) -> Report:
+    """Writes a copy of the damaged checkpoint at `source`, with the bytes that were there before.
+
+    A flipped bit is known by the checksum that a file states of a record. In one of up to 256 KiB
+    it is restored. In a larger one, damage of many bits could look like it: then other bytes must
+    confirm it (a copy on another rank, the same tensor of the checkpoint `older`, a 16-bit weight
+    beside its master), or `accept_chance` must say so. A lost file is written if all other ranks,
+    at least two, have the same bytes. Of one that had masters and moments, whose weights are left,
+    `rebuild` says what is made up: "masters" from the weights, and "moments=zero" or
+    "moments=older". `tell` is called with the damaged places and what was lost,
+    before anything is written. `words` are the arguments of `read`, the others those of `convert`.
+    Raises a ZckptError if something that is needed stays lost, or if nothing is damaged; then there
+    is no `target`.
+    """
+    from .mending.mend import mend as write_mended
+
+    return write_mended(
+        os.fspath(source),
+        os.fspath(target),
+        None if older is None else os.fspath(older),
+        accept_chance,
+        tuple(rebuild),
+        _reading(words, nameless=True, opens_items=True),
+        copying,
+        dry_run=dry_run,
+        resume=resume,
+        begin=begin,
+        tell=tell,
+        before_rename=before_rename,
+    )
 
 
 # -- looking
@@ -362,11 +435,14 @@ def diff(
 
     started = time.monotonic()
     copying = Copying(jobs, memory)
-    reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
+    names = {"rename": rename, "family": family}
+    reading = _reading(source, weights_only=weights_only, opens_items=True, **names)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first, second, lines = read_both(a, b, reading)
     with sources.unchanged(first.files.fingerprints, second.files.fingerprints):
         findings = proof.diff(first, second, selection, copying, begin)
+    for side in (first, second):
+        lines += mended.warnings(side.notices.mended, side.where)
     findings["notes"] = [*said(lines), *findings["notes"]]
     report: Report = {"zckpt": VERSION, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     report["selection"] = selection.flags
@@ -393,7 +469,7 @@ def stats(
 
     started = time.monotonic()
     copying = Copying(jobs, memory)
-    manifest = read_manifest(path, _reading(source, nameless=True))
+    manifest = read_manifest(path, _reading(source, nameless=True, opens_items=True))
     report: Report = {"zckpt": VERSION, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
     with sources.unchanged(manifest.files.fingerprints):

@@ -9,6 +9,7 @@ import shlex
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from logging import INFO, WARNING, Logger
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -27,6 +28,10 @@ MALFORMED = (
 )
 """What Python raises while a file is read whose values have other types or sizes than expected."""
 MAX_MESSAGE = 2000  # characters
+RESTORABLE = (
+    "use another copy of this file, or see what can be restored: zckpt mend SRC DST --dry-run"
+)
+"""The hint for damage of bytes whose checksum a file states."""
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 100
 
@@ -190,6 +195,15 @@ class ZckptError(Exception):
         """The same error with other fields, such as a message that names the file."""
         return again(type(self), self.__dict__ | fields)
 
+    def with_way(self, way: str) -> Self:
+        """The same error, whose hint names one more way out."""
+        return self.again(hint=f"{self.hint}; {way}")
+
+    def as_lost(self, what: str, *, hint: str, subject: str | None, file: str) -> Notice:
+        """A record of the optimizer that is not read for this error; `what` ends the sentence."""
+        message = f"{self.message}: {what}"
+        return problem("optimizer-missing", message, subject=subject, file=file, hint=hint)
+
     @property
     def notice(self) -> Notice:
         """The error as a record."""
@@ -206,6 +220,12 @@ class ZckptError(Exception):
     def notices(self) -> tuple[Notice, ...]:
         """The error as records: one for each thing that is wrong."""
         return (self.notice,)
+
+
+def log(logger: Logger, notices: Iterable[Notice]) -> None:
+    """Warnings, and notes at INFO, as lines of a program's log."""
+    for each in notices:
+        logger.log(INFO if each.severity == "note" else WARNING, "%s", safe(each.message))
 
 
 def again(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:

@@ -79,6 +79,30 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The repository was cloned without its large files.",
             "Run `git lfs pull`.",
         ),
+        "consent-needed": Code(
+            (FAULT,),
+            "One flipped bit explains a checksum, but damage of many bits could look like it.",
+            "The record is large, or a block of one repeated value in it looks like a lost sector.",
+            "Give an older checkpoint with `--older PATH`, or type `--accept-chance`.",
+        ),
+        "mended": Code(
+            (),
+            "A part of the checkpoint was damaged, and `zckpt mend` has restored it.",
+            "A bit was flipped on a disk, in memory or on the way, or a file was lost.",
+            "Nothing, if it was restored exactly. Else know that a value may be another one.",
+        ),
+        "not-mendable": Code(
+            (FAULT,),
+            "Bytes are damaged, and nothing says what was there before.",
+            "Several bits were changed, or a file was cut short or lost.",
+            "Take another copy of the file, or an older checkpoint.",
+        ),
+        "nothing-to-mend": Code(
+            (REFUSAL,),
+            "No damage was found, so there is nothing to mend.",
+            "The checkpoint is intact, or its files have no checksums.",
+            "Copy or convert it.",
+        ),
         "missing-file": Code(
             (FAULT,),
             "A file that the engine writes once is missing.",
@@ -120,6 +144,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "A file beside the checkpoint is damaged, and resuming does not read it.",
             "Bytes have changed, or a copy was interrupted.",
             "Take another copy of it, if you need it; the run goes on without.",
+        ),
+        "links-out": Code(
+            (),
+            "Files of the checkpoint are links that lead out of its folder.",
+            "Caches of data are made of links: the Hub's, DVC, git-annex, `cp -rs`.",
+            "Nothing, if they should lie there. `--follow-links` takes a trainer's files too.",
         ),
         "unsafe-name": Code(
             (FAULT, REFUSAL),
@@ -366,7 +396,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         "optimizer-missing": Code(
             (FAULT, REFUSAL),
             "The source has no optimizer state, or nothing that is trained.",
-            "It was saved without one, or another file has it.",
+            "It was saved without one, another file has it, or its files are lost, damaged or of a "
+            "kind that is not read.",
             "Write the weights alone: `--weights-only`.",
         ),
         "state-missing": Code(
@@ -477,8 +508,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "like-does-not-fit": Code(
             (OPTION, FAULT, REFUSAL),
-            "The run of `--like` is not one of this model or program.",
-            "It has other parameters, shapes, states or files.",
+            "The run of `--like` or `--groups-from` is not one of this model or program.",
+            "It has other parameters, shapes, states or files, or no groups of an optimizer.",
             "Give a run of the same model that the next program has saved.",
         ),
         "names-collide": Code(
@@ -520,7 +551,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "option-without-effect": Code(
             (),
             "An option changes nothing here.",
-            "The files state what it would say.",
+            "The files state what it would say, or nothing that is written depends on it.",
             "Leave it out.",
         ),
         "options-conflict": Code(
@@ -707,6 +738,13 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The newest save has not ended, or the run was set back.",
             "Nothing: the named one is taken.",
         ),
+        "groups-differ": Code(
+            (FAULT,),
+            "The program's optimizer has other groups, or trains other parameters.",
+            "Its rule for weight decay has changed, or it freezes others.",
+            "Take its groups: `zckpt reshard --groups-from RUN`, where RUN is a save of the "
+            "program.",
+        ),
         "program-does-not-fit": Code(
             (FAULT, REFUSAL),
             "The program asks for what the checkpoint does not hold in this form.",
@@ -719,6 +757,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The program that loads the target must do or set something.",
             "The files of its engine cannot say it.",
             "Do what the sentence says before training goes on.",
+        ),
+        "scheduler-differs": Code(
+            (FAULT,),
+            "The scheduler of the next run loads a state that the checkpoint does not have.",
+            "Its ds_config names a scheduler that the program did not have.",
+            "Run the command that the report proposes, or `zckpt auto-resume`.",
         ),
         "size-differs": Code(
             (FAULT,),
@@ -828,7 +872,8 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "value-assumed": Code(
             (),
-            "A value is the optimizer's default, or that of the run of `--like`.",
+            "A value is the optimizer's default, or that of the run of `--like` or "
+            "`--groups-from`.",
             "The source does not store it.",
             "Check it, or give it with `--group-defaults`.",
         ),
@@ -858,6 +903,18 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
     },
     "What a target gets": {
+        "begins-afresh": Code(
+            (),
+            "The optimizer begins parameters that the source did not train.",
+            "The run of `--groups-from` trains them.",
+            "Nothing.",
+        ),
+        "begins-late": Code(
+            (),
+            "Parameters that the source did not train begin with zero moments at a late step.",
+            "The run of `--groups-from` trains them, and the target keeps one step for a group.",
+            "Give them a group of their own, which begins at its first update; or a lower rate.",
+        ),
         "best-elsewhere": Code(
             (),
             "The best checkpoint is another one, which is not written.",
@@ -921,7 +978,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "state-dropped": Code(
             (),
             "A state was given up.",
-            "The option `--drop-state` names it.",
+            "The option `--drop-state` names it, or the run of `--groups-from` does not train it.",
             "Nothing, if the optimizer can begin without it.",
         ),
         "state-omitted": Code(

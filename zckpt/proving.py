@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from shlex import quote
 
 from msgspec.structs import replace
 
 from . import formats
-from .core import duplicates, sources
+from .core import duplicates, mended, sources
 from .core.description import VERSION, Report, line_of, said
 from .core.pooling import Pool
 from .core.resources import Begin, Copying, own_rank
 from .core.states import Selection
-from .errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    Notice,
-    WrongOption,
-)
+from .errors import Notice, WrongOption
 from .formats.reading import Reading
 from .judging import verdict
 from .judging.contents import OTHER_TIME
@@ -28,8 +23,6 @@ from .proof.verify import verify_against, verify_alone
 from .reading import alike, read, read_both, read_other
 
 Path = str | os.PathLike[str]
-CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
-"""What a checkpoint's files say about themselves: findings of `verify`, not failures."""
 
 
 def prove(
@@ -94,6 +87,7 @@ def prove(
         "world": 1,
         "rank": own_rank() if gather else pool.rank,
     }
+    reading = replace(reading, opens_items=True)  # all bytes are read
     try:
         if gather:
             assert against is not None
@@ -101,7 +95,7 @@ def prove(
         else:
             copying = Copying(jobs, memory, pool=pool)
             findings = _verify(path, against, reading, selection, copying, begin)
-    except CONTRADICTIONS as error:
+    except verdict.CONTRADICTIONS as error:
         if gather and report["rank"]:  # rank 0 reports its own, which may differ
             raise
         pool.agree_on_problem(error.message)
@@ -142,7 +136,8 @@ def _verify(
             own = verdict.of(manifest)
             about["warnings"] += said(own.doubts)
             found = verify_alone(manifest, selection.tensors, copying, begin)
-            problems = [*said((*own.problems, *own.unread)), *found["problems"]]
+            damaged = [_with_next_step(line, path) for line in found["problems"]]
+            problems = [*said((*own.problems, *own.unread)), *damaged]
             is_equal = found["equal"] and not problems
             return about | found | {"problems": problems, "equal": is_equal}
         if contents is not None:
@@ -151,10 +146,20 @@ def _verify(
             return about | found | {"notes": [*said(lines), *found["notes"]]}
         with sources.unchanged(other.files.fingerprints):
             about["warnings"] += said(
-                each for each in other.notices.warnings if each.code == OTHER_TIME
+                each for each in other.notices.warnings if each.code in (OTHER_TIME, mended.CODE)
             )
             found = verify_against(manifest, other, selection, copying, begin)
             return about | found | {"notes": [*said(lines), *found["notes"]]}
+
+
+def _with_next_step(line: Report, path: Path) -> Report:
+    """A problem, with the command that restores damaged bytes, or says which it can restore."""
+    if line["code"] != "record-damaged":
+        return line
+    command = f"zckpt mend {quote(os.fspath(path))} DST"
+    if "flipped" in line or "element" in line:
+        return line | {"hint": f"to restore this bit: {command}"}
+    return line | {"hint": f"to see what can be restored: {command} --dry-run"}
 
 
 def _gather(
@@ -171,6 +176,7 @@ def _gather(
     from .proof.allgather import verify_gathered  # which imports torch
 
     manifest = read(path, reading, alone=False)
+    verdict.refuse_lost(manifest)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption(
             "options-conflict", "--gather cannot compare with a proof", hint="leave out --gather"
@@ -184,7 +190,7 @@ def _gather(
         partitions = formats.named(manifest.format).functions.partitions
         parts = partitions(manifest.root, rules) if partitions else None
         about["warnings"] += said(
-            line for line in other.notices.warnings if line.code == OTHER_TIME
+            line for line in other.notices.warnings if line.code in (OTHER_TIME, mended.CODE)
         )
         found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
         return about | found | {"notes": [*said(lines), *found["notes"]]}

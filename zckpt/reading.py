@@ -9,13 +9,15 @@ from itertools import chain
 from msgspec.structs import replace
 
 from . import formats
-from .core import agreement, covering, sources
+from .core import agreement, covering, mended, sources
 from .core.dtypes import FLOATS
 from .core.entries import name_of
 from .core.facts import StateDictEngine
 from .core.inventory import known
 from .core.manifest import Manifest, fitting_roots
 from .core.missing_states import missing_states
+from .core.resources import uncollected
+from .core.siblings import following, links_out
 from .core.states import entries_in, with_updates
 from .core.times import odd_times
 from .core.unfinished import refuse_unfinished
@@ -23,14 +25,19 @@ from .core.unlisted import unlisted
 from .errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
+    IncompleteCheckpoint,
     MissingData,
+    NotACheckpoint,
     Notice,
+    UnsupportedCheckpoint,
     WrongOption,
     listed,
     note,
     warning,
 )
+from .formats import nearby
 from .formats.format import Format
+from .formats.numbered import with_files_around
 from .formats.reading import Reading
 from .naming import families
 from .naming.names import (
@@ -50,32 +57,75 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
     Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
-    of the checkpoint changes meanwhile. If it is not `alone`, `--root` may be meant for the other.
+    of the checkpoint changes meanwhile. The error for a file that is missing says where one of its
+    name lies nearby. If it is not `alone`, `--root` may be meant for the other.
     """
+    try:
+        opens = reading.opens_items or (reading.for_target and not reading.by_checksums)
+        with uncollected():
+            return (_read_opened if opens else _read)(path, reading, alone)
+    except (NotACheckpoint, IncompleteCheckpoint, CorruptCheckpoint) as error:
+        if (hint := nearby.found(error, os.fspath(path))) is None:
+            raise
+        raise error.again(hint=hint) from error
+
+
+def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
+    """As `_read`, for those who read all bytes: every item is opened, before the first is copied.
+
+    Items are planned by the form of others, which takes little memory, and compared with it when
+    they are opened. If one has another form, all are read without a plan. All processes that share
+    a conversion find the same.
+    """
+    planned = replace(reading, opens_items=reading.masters_from_weights)  # which are read at once
+    manifest = _read(path, planned, alone)
+    try:
+        for record in manifest.files.records:
+            _ = record.crc
+    except UnsupportedCheckpoint:
+        return _read(path, replace(reading, opens_items=True), alone)
+    return manifest
+
+
+def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
+    """The same, with errors as the format raises them."""
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished([path])
-    format = formats.recognize(path, reading.format, reading.tag)
-    with sources.watching() as watch:
-        manifest = format.functions.read(path, reading)
-        siblings = (item.path for item in manifest.files.siblings)
+    found = formats.find(path, reading.format, reading.tag, reading.root)
+    format = found.format
+    if found.inside and (reading.root or "").partition("=")[0] == found.inside:
+        reading = replace(reading, root=None)
+    with sources.watching() as watch, following(reading.follow_links):
+        manifest = format.functions.read(found.path, reading)
+        if found.inside:
+            manifest = with_files_around(manifest, path, found.inside, found.others)
+        siblings = [item.path for item in (*manifest.files.siblings, *manifest.files.around)]
         fingerprints = watch.of((*manifest.files.paths, *siblings))
     refuse_unfinished({os.path.dirname(file) for file in manifest.files.paths})
     covering.refuse_holes(manifest, format.name)
     _check_names(manifest)
     if alone:
         _need_root(reading, manifest)
+    _need_tag(path, reading, manifest)
     if reading.masters_from_weights:
         manifest = _rebuilt(manifest.replace(fingerprints=fingerprints), format)
     if reading.replicas == "mean" and (averaged := format.functions.averaged):
         manifest = averaged(manifest)
-    manifest = manifest.replace(fingerprints=fingerprints, objects=frozenset(watch.objects))
+    manifest = manifest.replace(
+        fingerprints=fingerprints,
+        objects=frozenset(watch.objects),
+        links=tuple(links_out(watch.first, manifest.notices.omitted, path)),
+    )
     manifest = renamed(with_updates(manifest), reading.rename)
     if reading.family is not None:
         manifest = families.translated(manifest, reading.family)
+    if not format.is_neutral:  # whose manifest lists it
+        manifest = manifest.replace(mended=mended.beside(manifest.root))
     lost, stateless = missing_states(manifest)
     lines = [
         *manifest.notices.warnings,
+        *mended.warnings(manifest.notices.mended, manifest.where),
         *([] if format.is_neutral else unlisted(manifest)),  # it keeps the source's
         *lost,
         *stateless,
@@ -83,6 +133,10 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     ]
     omitted = [*manifest.notices.omitted, *(_own_tensors(manifest) if reading.weights_only else ())]
     lines += [*_oddly_timed(manifest), *_in_other_order(manifest, reading)]
+    lines += steps.unused_policy(manifest, reading.step_policy)
+    if reading.follow_links and not any(map(os.path.islink, siblings)):
+        message = f"--follow-links is not used: no file beside {manifest.where} is a link"
+        lines.append(warning("option-without-effect", message, subject="--follow-links"))
     lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
     seen = (*manifest.run.steps, *formats.trainers_counters(manifest))
     return manifest.replace(warnings=tuple(lines), omitted=tuple(omitted), steps=seen)
@@ -151,11 +205,21 @@ def _odd(paths: Sequence[str], when: str) -> list[Notice]:
 
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice]:
-    """Options for tensor ranks of a checkpoint that has none."""
+    """Options of reading that have changed nothing: for buffers, and for tensor ranks."""
+    buffers = [] if reading.for_target or manifest.notices.buffers_named else reading.buffers
+    lines = [
+        warning(
+            "option-without-effect",
+            f"--buffers {glob} is not used: the files of {manifest.root} show what is a buffer, or "
+            "no tensor has such a name",
+            subject="--buffers",
+        )
+        for glob in buffers
+    ]
     if manifest.run.origin.tp not in (None, 1) or manifest.run.tensor_parallel is not None:
-        return []
+        return lines
     tp_rules = None if format.reports_unused_rules else reading.tp_rules
-    return [
+    return lines + [
         warning(
             "option-without-effect",
             f"{flag} {value} is not used: {manifest.root} has no tensor ranks",
@@ -194,6 +258,18 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
             f"{' and '.join(m.root for m in manifests)}: one model, and it is not called {name}",
             hint="leave out --root",
         )
+
+
+def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
+    """Raises WrongOption if `--tag` chose nothing: the format has no tags, or the path is one."""
+    tag = reading.tag
+    if tag is None or tag == manifest.run.origin.tag or os.path.lexists(os.path.join(path, tag)):
+        return
+    raise WrongOption(
+        "option-names-nothing",
+        f"{manifest.root}: one checkpoint, and it is not called {tag}",
+        hint="leave out --tag",
+    )
 
 
 def _check_names(manifest: Manifest) -> None:
@@ -278,6 +354,7 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
         root=reading.root,
         tp_rules=reading.tp_rules,
         buffers=reading.buffers,
+        opens_items=reading.opens_items,
     )
     other = read(path, options, alone=False)
     _need_root(reading, first, other)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -342,7 +343,7 @@ def test_a_warning_names_the_dialect_that_the_trainer_loads(tmp_path: Path, zckp
         assert said.code == 0, said.err
         assert ("is not what the trainer looks for" in said.err) == (way is not None), (name, to)
         if way is not None:
-            assert f"to resume there, add {way}\n" in said.err
+            assert f"to resume there, add {way} [program-must-set]\n" in said.err
             typed = way.partition(" (")[0].split()
             again = zckpt(
                 "convert", runs[name], tmp_path / f"{name}-{to}-again", "--to", to, *typed
@@ -503,3 +504,106 @@ def test_ranks_files_of_two_models(
     assert "pytorch_model_fsdp_0 (optimizer_0), pytorch_model_fsdp_1 (optimizer_1)" in shown
     for to in ("dcp", "gathered", "deepspeed"):
         follow("convert", run, tmp_path / "out", "--to", to)
+
+
+# -- lines for a shell
+
+
+def typed(zckpt: Program, before: str, *words: object) -> None:
+    """Types what the hint of a refusal has after `before`, up to a semicolon of the sentence."""
+    shown = zckpt(*words)
+    assert shown.code != 0
+    hint = next(line for line in shown.err.splitlines() if line.startswith("Hint: "))
+    assert before in hint
+    subprocess.run(hint.partition(before)[2], shell=True, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.skipif(shutil.which("zip") is None, reason="needs zip")
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_an_unpacked_file(is_renamed: bool, example: Path, tmp_path: Path, zckpt: Program) -> None:
+    """Some programs unpack what torch.save wrote, because it is a zip."""
+    tag = example / "global_step7"
+    for name in ("mp_rank_00_model_states", "bf16_zero_pp_rank_1_mp_rank_00_optim_states"):
+        shutil.unpack_archive(tag / f"{name}.pt", tag, "zip")
+        (tag / f"{name}.pt").unlink()
+        if is_renamed:
+            (tag / name).rename(tag / f"{name}.pt")
+        assert "is an unpacked file of torch.save" in zckpt("inspect", tag / name).err or is_renamed
+        typed(zckpt, "torch.save: ", "inspect", example)
+    assert zckpt("verify", example, "--against", EXAMPLE).code == 0
+    torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)
+
+
+def test_an_unpacked_file_alone(tmp_path: Path, zckpt: Program) -> None:
+    torch.save(trained(0)[0], tmp_path / "model.pt")
+    shutil.unpack_archive(tmp_path / "model.pt", tmp_path, "zip")
+    (tmp_path / "model.pt").unlink()
+    typed(zckpt, "torch.save: ", "inspect", tmp_path / "model")
+    assert zckpt("inspect", tmp_path / "model.pt").code == 0
+
+
+def test_folders_of_nodes(tmp_path: Path, zckpt: Program) -> None:
+    """Each node has saved on its own disk: the file that one lacks is in the folder of another."""
+    nodes = [tmp_path / "run" / f"node{number}" for number in (0, 1)]
+    for number, node in enumerate(nodes):
+        shutil.copytree(EXAMPLE, node)
+        for rank in (2, 3) if number == 0 else (0, 1):
+            next(node.rglob(f"*pp_rank_{rank}_*")).unlink()
+    (nodes[1] / "latest").unlink()
+    (nodes[1] / "global_step7" / "mp_rank_00_model_states.pt").unlink()
+    for node, other in (nodes, nodes[::-1]):
+        assert f"{other} has " in zckpt("inspect", node).err
+    typed(zckpt, "together: ", "inspect", nodes[0])
+    assert zckpt("verify", nodes[0], "--against", EXAMPLE).code == 0
+
+
+def test_a_folder_that_the_trainer_has_not_renamed(tmp_path: Path, zckpt: Program) -> None:
+    """The Trainer renames `tmp-checkpoint-4` when rank 0 has saved; other nodes may still save."""
+    run = tmp_path / "run"
+    lacking = {"checkpoint-4": ("*rank_1_*",), "tmp-checkpoint-4": ("*pp_rank_0_*", "mp*")}
+    for name, patterns in lacking.items():
+        shutil.copytree(TRAINER, run / name)
+        for pattern in patterns:
+            for file in (run / name).rglob(pattern):
+                file.unlink()
+    for given in ("checkpoint-4", "tmp-checkpoint-4"):
+        hint = zckpt("inspect", run / given).err
+        assert f"cp -rn {run}/tmp-checkpoint-4/. {run}/checkpoint-4" in hint
+    typed(zckpt, "together: ", "inspect", run / "checkpoint-4")
+    assert zckpt("verify", run / "checkpoint-4", "--against", TRAINER).code == 0
+
+
+def test_two_runs_are_no_two_nodes(tmp_path: Path, zckpt: Program) -> None:
+    """The same ranks' files are there: another run has the same names."""
+    for name in ("run1", "run2"):
+        shutil.copytree(EXAMPLE, tmp_path / name)
+    next((tmp_path / "run1").rglob("*rank_2_*")).unlink()
+    assert "together" not in zckpt("inspect", tmp_path / "run1").err
+
+
+def test_what_check_proposes_for_fsdp(tmp_path: Path, zckpt: Program) -> None:
+    """A Trainer's checkpoint gets the files that the Trainer looks for."""
+    fix = next(
+        line.partition("zckpt ")[2]
+        for line in zckpt("check", TRAINER, "--for", "dcp").out.splitlines()
+        if "makes it fit" in line
+    )
+    assert fix.endswith("--dialect accelerate")
+    assert zckpt(*fix.replace("DST", str(tmp_path / "out")).split()).code == 0
+    assert zckpt("check", tmp_path / "out", "--for", "dcp").code == 0
+
+
+def test_a_lost_optimizer(tmp_path: Path, zckpt: Program, follow: Callable[..., None]) -> None:
+    """All files of the optimizer, or one of them: each hint ends in weights, and in no circle."""
+    for name, pattern in (("all", "*optim_states.pt"), ("one", "*rank_2_*optim_states.pt")):
+        run = Path(shutil.copytree(EXAMPLE, tmp_path / name))
+        for file in run.rglob(pattern):
+            file.unlink()
+        for words in (
+            ("convert", run, tmp_path / "out", "--to", "dcp"),
+            ("convert", run, tmp_path / "out"),
+            ("reshard", run, tmp_path / "out", "--dp", "2"),
+        ):
+            way = zckpt(*words).err.rpartition("`zckpt ")[2].partition("`")[0]
+            target = Path(tempfile.mkdtemp(dir=tmp_path)) / "target"
+            assert zckpt(*way.replace("DST", str(target)).split()).code == 0

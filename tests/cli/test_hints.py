@@ -52,7 +52,7 @@ def test_words_that_are_no_format(word: str, hint: str, tmp_path: Path, zckpt: P
 def test_options_that_are_none(command: str, flag: str, hint: str, zckpt: Program) -> None:
     refused = zckpt(command, EXAMPLE, "out", flag, "3")
     assert refused.code == 2
-    assert refused.err.startswith(f"Error: No such option '{flag}'.\nHint: {hint}")
+    assert refused.err.startswith(f"Error: No such option '{flag}'. [usage-error]\nHint: {hint}")
 
 
 def test_swapped_letters_come_first() -> None:

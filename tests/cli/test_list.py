@@ -231,7 +231,7 @@ def test_what_resuming_does_not_read(run: Path, zckpt: Zckpt) -> None:
     ended = zckpt("list", run)
     assert (ended.code, states(ended)["checkpoint-100"]) == (0, "whole")
     message = rows(zckpt("list", run, "--json"))["checkpoint-100"]["unread"][0]["message"]
-    assert f"\ncheckpoint-100: {message}\n" in ended.out
+    assert f"\ncheckpoint-100: {message} [unread-file-damaged]\n" in ended.out
     ended = zckpt("list", run, "--intact")
     assert (ended.code, states(ended)["checkpoint-100"]) == (3, "whole")
     assert ended.out.count(message) == 1
@@ -248,8 +248,12 @@ def test_one_that_is_being_written(run: Path, zckpt: Zckpt) -> None:
     assert listed["checkpoint-120"]["whole"] is True
     assert ended.code == 3  # a script that looks for damage must not miss it
     out = zckpt("list", run).out
-    assert re.search(r"^checkpoint-120 +4  being written +dp 2 ", out, re.MULTILINE)
-    assert re.search(r"^checkpoint-130 +-  being written +-  .* damaged$", out, re.MULTILINE)
+    assert re.search(r"^checkpoint-120 +4  [-0-9: ]+ +dp 2 .* whole$", out, re.MULTILINE)
+    assert re.search(r"^checkpoint-130 +-  [-0-9: ]+ +-  .* damaged$", out, re.MULTILINE)
+    assert re.search(
+        r"^checkpoint-130 is damaged: .*\n  a file of it changed within", out, re.MULTILINE
+    )
+    assert out.count("changed within the last minute") == 1  # a whole one is whole
 
 
 def test_whether_each_loads(run: Path, zckpt: Zckpt) -> None:
@@ -274,7 +278,8 @@ def test_whether_each_loads(run: Path, zckpt: Zckpt) -> None:
     assert table["checkpoint-110"].split()[-2:] == ["loads", "whole"]
     assert table["checkpoint-120"].split()[-2:] == ["no", "whole"]
     reasons = ", and 1 more: --json lists all"
-    assert f"3 checkpoints do not load at dp 4 stage 3: ZeRO stage 2, and not 3{reasons}" in out
+    why = f"saved with ZeRO stage 2; 3 is asked for [size-differs]{reasons}"
+    assert f"3 checkpoints do not load at dp 4 stage 3: {why}" in out
     assert zckpt("list", run / "checkpoint-110", "--dp", 2).code == 0  # check says that by its code
 
 
@@ -495,7 +500,7 @@ def test_warnings_of_one_kind_are_said_once(
 
     monkeypatch.setattr(listing, "judged", warned)
     err = zckpt("list", run).err.splitlines()
-    assert err[0] == f"Warning: {run / 'checkpoint-80'}: odd"
+    assert err[0] == f"Warning: {run / 'checkpoint-80'}: odd [times-apart]"
     assert err[1].strip() == "4 more such warnings: --json lists all"
     assert len(err) == 4
     assert zckpt("list", run, "-q").err == ""
@@ -544,7 +549,6 @@ class TestTerminal:
         (run / "checkpoint-100" / "scheduler.pt").write_bytes(b"")
         coloured = in_colours("list", run)
         assert "\x1b[1;31mdamaged\x1b[0m" in coloured
-        assert "\x1b[1;33mbeing written" in coloured
         assert "\x1b[1;31m" not in in_colours("list", run, NO_COLOR="1")
         assert "damaged" in in_colours("list", run, NO_COLOR="1")
 

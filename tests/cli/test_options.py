@@ -14,7 +14,7 @@ from zckpt.cli import cli
 from zckpt.cli.options import declared_option, stacked
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
-from ..conftest import ROOT, Result
+from ..conftest import EXAMPLE, ROOT, Result
 
 READING = [
     "--from",
@@ -22,6 +22,7 @@ READING = [
     "--root",
     "--tp-rules",
     "--buffers",
+    "--follow-links",
     "--param-names",
     "--step-policy",
     "--json",
@@ -36,12 +37,14 @@ COPYING = [
     "--part",
     "--single",
     "--dry-run",
+    "--progress",
 ]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen",
-    "--tp", "--pp", "--ep", "--pp-bounds", "--pp-partition", "--vocab-size", "--like", "--tie",
-    "--rename", "--family", "--accept-weights", "--drop-state",
+    "--groups-from", "--set-group", "--group-defaults", "--allow-object", "--frozen", "--tp",
+    "--pp", "--ep", "--sp", "--pp-bounds", "--pp-partition", "--vocab-size", "--like",
+    "--dialect", "--max-file-size", "--tie", "--rename", "--family", "--accept-weights",
+    "--drop-state",
 ]  # fmt: skip
 EXPORTING = [
     *("--dtype", "--config", "--max-file-size"),
@@ -65,7 +68,7 @@ EXPORTING = [
             "diff",
             [
                 *("--tensors", "--weights-only", "--drop-state", "--rename", "--family"),
-                *("--jobs", "--memory", "--single", *READING),
+                *("--jobs", "--memory", "--progress", "--single", "--wide", *READING),
             ],
         ),
     ],
@@ -75,13 +78,20 @@ def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:
     assert [option.opts[-1] for option in options] == flags
 
 
+OF_SECOND = "*/*zero_pp_rank_1_mp_rank_{}_optim_states.pt"
 DIALECTS = {
+    "deepspeed": {
+        "deepspeed-0.19": OF_SECOND.format("00"),
+        "deepspeed-0.18": OF_SECOND.format("01"),
+    },
     "onnxruntime": {"hdf5": "checkpoint.rank0.ortcp", "l2": "ORT_checkpoint.ZeRO.0.2.ort.pt"},
     "dcp": {"accelerate": "pytorch_model_fsdp_0/.metadata", "torchtitan": ".metadata"},
     "gathered": {"safetensors": "model.safetensors", "accelerate": "pytorch_model_fsdp.bin"},
 }
 """A file of each kind that `--dialect` gives, by target."""
-USUAL = {"onnxruntime": "hdf5", "dcp": None, "gathered": None}
+USUAL = {"deepspeed": "deepspeed-0.19", "onnxruntime": "hdf5", "dcp": None, "gathered": None}
+ALSO = {"deepspeed": ("--dp", 2, "--sp", 2)}
+"""What a target needs that has dialects."""
 SMALL = ROOT / "tests" / "data" / "onnxruntime" / "hdf5__fp16__adam__dp3"
 
 
@@ -102,19 +112,20 @@ def test_help_says_which_values_go_with_which_target() -> None:
 def test_a_target_takes_the_dialects_of_the_help(
     to: str, tmp_path: Path, zckpt: Callable[..., Result]
 ) -> None:
-    own = DIALECTS.get(to, {})
+    own, source = DIALECTS.get(to, {}), EXAMPLE if to == "deepspeed" else SMALL
     for dialect in {each: None for kinds in DIALECTS.values() for each in kinds}:
-        words = ("convert", SMALL, tmp_path / dialect, "--to", to, "--dialect", dialect)
-        ended = zckpt(*words)
+        words = ("convert", source, tmp_path / dialect, "--to", to, "--dialect", dialect)
+        ended = zckpt(*words, *ALSO.get(to, ()))
         if dialect in own:
-            written = [each for each in own if (tmp_path / dialect / own[each]).exists()]
+            written = [each for each in own if any((tmp_path / dialect).glob(own[each]))]
             assert written == [dialect], ended.err
         else:
             name = "a universal checkpoint" if to == "universal" else f"--to {to}"
             assert f"does not apply to {name}" in ended.err
     if own:
-        assert zckpt("convert", SMALL, tmp_path / "usual", "--to", to).code == 0
-        written = [each for each in own if (tmp_path / "usual" / own[each]).exists()]
+        words = ("convert", source, tmp_path / "usual", "--to", to, *ALSO.get(to, ()))
+        assert zckpt(*words).code == 0
+        written = [each for each in own if any((tmp_path / "usual").glob(own[each]))]
         # torchtitan's directory has the usual files with other keys: formats/dcp/test_write.py
         assert written == (["torchtitan"] if to == "dcp" else [USUAL[to]] if USUAL[to] else [])
 

@@ -102,7 +102,7 @@ def test_a_line_of_verify_has_the_first_finding(damaged: Path, zckpt: Zckpt) -> 
     ended = zckpt("verify", EXAMPLE, damaged)
     sound, wrong = ended.out.splitlines()
     assert sound.startswith(f"{EXAMPLE} is consistent: 23 tensors (")
-    assert wrong == f"{damaged} contradicts itself: {alone.out.splitlines()[1]}"
+    assert wrong == f"{damaged} is damaged: {alone.out.splitlines()[1]}"
     quiet = zckpt("verify", EXAMPLE, damaged, "-q")
     assert (quiet.out, quiet.err) == (f"{wrong}\n", "")
 
@@ -132,7 +132,8 @@ def test_a_line_of_verify_says_how_many_findings_follow(damaged: Path, zckpt: Zc
     wrong = zckpt("verify", damaged, damaged).out.splitlines()[0]
     found = zckpt("verify", damaged, "--json").document["problems"]
     more = len(found) - 1
-    assert wrong.endswith(f", and {more} more: --json lists all" if more else found[0]["message"])
+    first = f"{found[0]['message']} [{found[0]['code']}]"
+    assert wrong.endswith(f", and {more} more: --json lists all" if more else first)
 
 
 def test_each_is_compared_with_the_other_checkpoint(damaged: Path, zckpt: Zckpt) -> None:
@@ -148,7 +149,8 @@ def test_each_is_compared_with_the_other_checkpoint(damaged: Path, zckpt: Zckpt)
 def test_a_line_of_check_has_the_reasons(zckpt: Zckpt) -> None:
     assert zckpt("check", EXAMPLE, TRAINER, "--dp", 4).out.splitlines() == [
         f"{EXAMPLE / 'global_step7'} loads as it is (deepspeed, dp 4)",
-        f"{TRAINER} does not load as it is (deepspeed, dp 4): dp 2, and not 4",
+        f"{TRAINER} does not load as it is (deepspeed, dp 4): saved by 2 data-parallel ranks; "
+        "4 are asked for [size-differs]",
     ]
 
 
@@ -190,7 +192,9 @@ def test_options_for_one_path(
     command, *flags = words
     ended = zckpt(command, EXAMPLE, TRAINER, *flags)
     assert ended.code == 2
-    assert ended.err.startswith(f"Error: {flags[0]} is for one PATH, and there are 2\nHint: {way}")
+    assert ended.err.startswith(
+        f"Error: {flags[0]} is for one PATH, and there are 2 [options-conflict]\nHint: {way}"
+    )
     assert [*tmp_path.iterdir()] == []
     assert zckpt(command, EXAMPLE, *flags).code == 0
 

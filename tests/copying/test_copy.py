@@ -282,7 +282,7 @@ class Job:
                 zlib.crc32(self.target.files[path]),
             )
         assert outcome.digests == {
-            (0, key_of(item.name)): zlib.crc32(item.data) for item in self.tensors
+            0: {key_of(item.name): zlib.crc32(item.data) for item in self.tensors}
         }
         for extent, crc in outcome.records.items():
             data = self.target.files[extent.file][extent.offset : extent.offset + extent.length]
@@ -383,9 +383,8 @@ def test_tensors_of_one_name_on_several_ranks(
     assert outcome is not None
     assert outcome.counts.unchecked == 0
     assert outcome.digests == {
-        (rank, key_of(item.name)): zlib.crc32(item.data)
+        rank: {key_of(item.name): zlib.crc32(item.data) for item in job.tensors}
         for rank, job in enumerate(jobs)
-        for item in job.tensors
     }
     for job in jobs:
         for path, data in job.target.files.items():

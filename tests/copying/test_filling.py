@@ -110,20 +110,37 @@ def test_bytes_are_cut_where_records_begin_and_end(tmp_path: Path) -> None:
     file = target(tmp_path, 12, [(5, 8), (2, 4), (8, 10)])
     for begin, end in combinations(range(13), 2):
         inside = [edge for edge in (2, 4, 5, 8, 10) if begin < edge < end]
-        assert list(file.edges(begin, end)) == [*pairwise([begin, *inside, end])]
+        edges = [*file.edges(begin, end)]
+        assert [edge[:2] for edge in edges] == [*pairwise([begin, *inside, end])]
+        records = [(2, 4), (5, 8), (8, 10)]
+        for start, _, place in edges:
+            around = [n for n, (first, last) in enumerate(records) if first <= start < last]
+            assert [place] == (around or [None])
 
 
 def test_bytes_are_of_the_file_and_of_one_record(tmp_path: Path) -> None:
     records = [(5, 8), (2, 4), (8, 10)]
     file = target(tmp_path, 12, records)
     for start, stop in pairwise(range(13)):
-        whole, *of_record = file.passed(start, stop, 77)
-        assert whole == ((FILE, 7, 0), start, stop, 77)
+        crc = zlib.crc32(DATA[start:stop])
+        *of_record, whole = file.passed(memoryview(DATA)[start:stop], start)
+        assert whole == ((FILE, 7, 0), start, stop, crc)
         assert of_record == [
-            ((RECORD, 7, place), start - first, stop - first, 77)
+            ((RECORD, 7, place), start - first, stop - first, crc)
             for place, (first, last) in enumerate(sorted(records))
             if first <= start < last
         ]
+
+
+def test_many_records_are_one_part_of_the_file(tmp_path: Path) -> None:
+    file = target(tmp_path, 12, [(5, 8), (2, 4), (8, 10)])
+    *of_records, whole = file.passed(memoryview(DATA)[3:9], 3)
+    assert whole == ((FILE, 7, 0), 3, 9, zlib.crc32(DATA[3:9]))
+    assert of_records == [
+        ((RECORD, 7, 0), 1, 2, zlib.crc32(DATA[3:4])),
+        ((RECORD, 7, 1), 0, 3, zlib.crc32(DATA[5:8])),
+        ((RECORD, 7, 2), 0, 1, zlib.crc32(DATA[8:9])),
+    ]
 
 
 def test_a_file_is_open_while_a_region_is_written(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from zckpt.copying.journal import Identity, Journal, Region, mark_of
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Sharing
 from zckpt.copying.staging import Staging, joined
-from zckpt.core.fileio import save
+from zckpt.core.fileio import save, write_all
 from zckpt.core.folder import Folder
 from zckpt.core.layout import Shell
+from zckpt.core.manifest import Sibling
 from zckpt.errors import Interrupted, TargetExists
 
 from ..conftest import given_away, texts
@@ -53,6 +53,22 @@ def test_shells_are_holes(tmp_path: Path) -> None:
     assert status.st_size == 1 << 40
     assert status.st_blocks * 512 < 1 << 20
     assert os.path.getsize(tmp_path / "out" / "empty") == 0
+
+
+def test_neighbors_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = []
+
+    def noted(file: int, data: memoryview, offset: int) -> None:
+        writes.append((offset, bytes(data)))
+        write_all(file, data, offset)
+
+    monkeypatch.setattr(staging, "write_all", noted)
+    monkeypatch.setattr(staging, "NEAR", 4)
+    parts = ((2, b"ab"), (4, b"c"), (8, b"d"), (13, b"ef"))
+    with Staging(str(tmp_path / "out")) as staged:
+        staged.lay([Shell("file", 16, parts)])
+    assert [each for each in writes if each[1]] == [(2, b"abc\0\0\0d"), (13, b"ef")]
+    assert (tmp_path / "out/file").read_bytes() == b"\0\0abc\0\0\0d\0\0\0\0ef\0"
 
 
 def test_a_relative_target_stays_where_it_was(
@@ -157,15 +173,6 @@ def test_a_name_that_is_there_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("size", [0, 1, (1 << 20) + 5])
-def test_files_are_copied_with_their_sum(tmp_path: Path, size: int) -> None:
-    data = os.urandom(size)
-    (tmp_path / "source").write_bytes(data)
-    with Staging(str(tmp_path / "out")) as staged:
-        assert staged.copy(str(tmp_path / "source"), "x/y") == (size, zlib.crc32(data))
-    assert (tmp_path / "out/x/y").read_bytes() == data
-
-
 def test_new_folders_above_the_target_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +238,10 @@ def test_files_have_the_mode_that_is_given(tmp_path: Path) -> None:
         staged.lay([Shell("private", 1, ())], 0o600)
         staged.lay([Shell("group", 1, ())], 0o660)
         staged.lay([Shell("plain", 1, ())])
-        staged.copy(str(tmp_path / "source"), "sibling")
+        source = str(tmp_path / "source")
+        staged.lay_beside([("sibling", Sibling("sibling", source, 1))])
+        staged.put("sibling", source)
+        staged.root.rmdir(str(tmp_path / "out.partial" / "out" / ".zckpt"))
     modes = {path.name: oct(path.stat().st_mode & 0o7777) for path in (tmp_path / "out").iterdir()}
     assert modes == {
         "private": "0o600",
@@ -433,10 +443,17 @@ def test_the_journal_forgets_before_files_are_removed(
     assert sizes == [0]
 
 
-def test_a_file_beside_the_checkpoint_is_copied_again(stopped: Path, tmp_path: Path) -> None:
+def test_a_file_beside_the_checkpoint_takes_the_place_of_an_earlier_one(
+    stopped: Path, tmp_path: Path
+) -> None:
     (tmp_path / "source").write_bytes(b"new")
+    sibling = Sibling("a", str(tmp_path / "source"), 3)
     with begin(stopped, resume=True) as staged:
-        assert staged.copy(str(tmp_path / "source"), "a") == (3, zlib.crc32(b"new"))
+        staged.lay_beside([("a", sibling)])
+        assert (tmp_path / "out.partial" / "out" / "a").stat().st_size == 10
+        (tmp_path / "out.partial" / "out" / ".zckpt" / "a").write_bytes(b"new")
+        assert staged.put("a", sibling.path) == str(tmp_path / "out.partial" / "out" / "a")
+        staged.root.rmdir(str(tmp_path / "out.partial" / "out" / ".zckpt"))
     assert (stopped / "a").read_bytes() == b"new"
 
 

@@ -18,6 +18,7 @@ from zckpt.core.checksum import (
     crc_of_runs,
     crc_of_zeros,
     flipped_bit,
+    flipped_bits,
 )
 
 
@@ -159,6 +160,9 @@ def test_places_that_look_alike_are_not_told() -> None:
     last = zlib.crc32(b"\0") ^ zlib.crc32(b"\x80")
     assert flipped_bit(0, last, 1 << 20) == ((1 << 20) - 1, 7)
     assert flipped_bit(0, last, 1 << 30) is None
+    cycle = (1 << 32) - 1  # bits after which the powers of x repeat
+    three = [divmod((1 << 33) - 1 - distance, 8) for distance in (2 * cycle, cycle, 0)]
+    assert flipped_bits(0, last, 1 << 30) == three
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())

@@ -109,6 +109,7 @@ def test_a_nan_on_one_side_alone_differs() -> None:
             assert (difference.count, difference.first) == (1, 4)
             assert (str(difference.a), str(difference.b)) == (str(a[1].item()), str(b[1].item()))
             assert (difference.max_abs, difference.cosine) == (math.inf, None)
+            assert difference.nans == ((0, 1) if b is nan else (1, 0))
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "C64"])
@@ -212,7 +213,7 @@ def test_changes_are_counted_by_their_size() -> None:
         part = measured(a[start:stop], b[start:stop], "F32", start)
         part.changes = {str(power): count for power, count in part.changes.items()}
         added.add(part)
-    for key in ("count", "first", "max_abs", "max_ulp", "squares", "changes", "ulps"):
+    for key in ("count", "first", "max_abs", "max_ulp", "squares", "changes", "ulps", "nans"):
         assert getattr(added, key) == getattr(whole, key), key
 
 

@@ -44,3 +44,18 @@ def test_the_place_of_one_parameter() -> None:
     places = places_of(["embed.scale", "layers.7.fc.weight", "layers.7.fc.bias", "norm.weight"])
     assert [places.row(name) for name in places.of] == [0, 1, 1, 2]
     assert [places.layer(name) for name in places.of] == ["embed", "7", "7", "norm"]
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        (["transformer.wte.weight", "transformer.h.0.w", "transformer.h.11.w"], "wte h.0 h.11"),
+        (["h.0.w", "h.1.w", "ln_f.w"], "h.0 h.1 ln_f"),
+        (["encoder.0.w", "decoder.0.w"], "encoder.0 decoder.0"),
+        (["0.w", "2.w"], "0 2"),
+    ],
+)
+def test_layers_are_called_as_people_call_them(names: list[str], called: str) -> None:
+    places = places_of(names)
+    assert list(places.names) == called.split()
+    assert [places.name(name) for name in names] == called.split()

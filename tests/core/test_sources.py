@@ -336,3 +336,37 @@ def test_a_file_that_cannot_be_looked_at_is_named(
         with pytest.raises(OSError, match="error") as caught:
             sources.open_file(str(path))
     assert caught.value.filename == str(path)
+
+
+def test_a_search_lists_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every format asks for its names, and it may have 50,000 files."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    listed, real = list[str](), os.scandir
+
+    def scan(path: str) -> Any:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+
+    @sources.looks_again
+    def look() -> None:
+        assert sorted(sources.names(str(tmp_path))) == ["file", "folder"]
+        assert sources.names_but_of_files(str(tmp_path)) == ["folder"]
+        assert len(listed) == 1
+
+    look()
+    (tmp_path / "later").mkdir()
+    listed.clear()
+    assert sorted(sources.names_but_of_files(str(tmp_path))) == ["folder", "later"]
+
+    @sources.looks_again
+    def fails_once() -> list[str]:
+        names = sources.names(str(tmp_path))
+        if "late" not in names:
+            (tmp_path / "late").mkdir()
+            raise FileNotFoundError
+        return names
+
+    assert "late" in fails_once()  # what it knew of the folder is forgotten

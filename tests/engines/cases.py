@@ -23,7 +23,7 @@ class Case:
     name: str
     kind: str
     stage: int
-    dp: int
+    dp: int  # all ranks, also those that share a sequence
     dtype: str = "bf16"  # of the module: "bf16", "fp16" or "fp32"
     optimizer: str = "adamw"  # a key of optimizers.FACTORIES, or "config": the engine makes it
     model: str = "full"  # a key of models.VARIANTS
@@ -36,6 +36,7 @@ class Case:
     scheduler: bool = False  # a LambdaLR of the user; the engine's own are made by `config`
     load: Mapping[str, Any] = field(default_factory=dict)  # arguments of load_checkpoint
     base: bool = False  # frozen weights are of a pretrained model: the same in every engine
+    sp: int = 1  # ranks that share a sequence (Ulysses)
     reload: str = "exact"  # what the engine makes of its own files: "exact", "differs", "refused"
 
     @property
@@ -407,8 +408,15 @@ EXTRAS = [
     Case("z3_dp2_lambda", "user scheduler", 3, 2, scheduler=True),
 ]
 
+SEQUENCES = [
+    Case("z2_dp2_sp2_fp32", "sequence parallelism", 2, 2, "fp32", sp=2),
+    Case("z3_dp2_sp2_fp32", "sequence parallelism", 3, 2, "fp32", sp=2),
+    Case("z1_dp4_sp2_fp32", "sequence parallelism", 1, 4, "fp32", sp=2),
+    Case("z3_dp4_sp2_fp32", "sequence parallelism", 3, 4, "fp32", sp=2),
+]
+
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (*PLAIN, *GROUPS, *PRECISION, *OPTIMIZERS, *LAYOUTS, *MODELS, *EXTRAS)
+    for case in (*PLAIN, *GROUPS, *PRECISION, *OPTIMIZERS, *LAYOUTS, *MODELS, *EXTRAS, *SEQUENCES)
 }
 STAGE_0: dict[str, Case] = {case.name: case for case in WITHOUT_ZERO}

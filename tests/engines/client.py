@@ -43,3 +43,8 @@ def odd_state() -> dict[str, Any]:
         "weights": {"average": torch.arange(10, dtype=torch.float64).reshape(2, 5).t()},
         "huge": 1 << 100,
     }
+
+
+def fail_to_load(src: Any, dst: Any) -> None:
+    """A `custom_load_fn` of a program with a fault of its own."""
+    raise RuntimeError("the program's own fault")

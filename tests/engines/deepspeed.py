@@ -64,6 +64,7 @@ def resume(
     root: Path,
     *,
     dp: int | None = None,
+    sp: int | None = None,
     stage: int | None = None,
     config: Mapping[str, Any] | None = None,
     optimizer: str | None = None,
@@ -80,6 +81,7 @@ def resume(
     resumed = dataclasses.replace(
         case,
         dp=case.dp if dp is None else dp,
+        sp=case.sp if sp is None else sp,
         stage=case.stage if stage is None else stage,
         config=case.config if config is None else config,
         optimizer=case.optimizer if optimizer is None else optimizer,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +74,14 @@ def resume(
     """Loads `directory` into a freshly initialized engine, writes what it then holds."""
     join(rank, case.dp, store)
     engine = build_engine(case, case.seed + 1000)
-    loaded, client_state = engine.load_checkpoint(str(directory), **load)
+    if load.pop("without_copy", False):
+        import zckpt.deepspeed
+
+        own = engine.checkpoint_engine
+        loaded, client_state = zckpt.deepspeed.load_checkpoint(engine, directory, **load)
+        assert engine.checkpoint_engine is own
+    else:
+        loaded, client_state = engine.load_checkpoint(str(directory), **load)
     if loaded is None:
         raise FileNotFoundError(f"the engine found no checkpoint in {directory}")
     finish(engine, output, losses, dtype=case.dtype, client_state=client_state)
@@ -103,6 +112,7 @@ def build_engine(case: Case, seed: int) -> Any:
     own = case.optimizer != "config"
     engine, *_ = deepspeed.initialize(
         model=model,
+        mpu=sequence_ranks(case.sp) if case.sp > 1 else None,
         model_parameters=None if own else groups,
         optimizer=optimizers.FACTORIES[case.optimizer](groups) if own else None,
         lr_scheduler=decaying if case.scheduler else None,
@@ -113,13 +123,24 @@ def build_engine(case: Case, seed: int) -> Any:
     return engine
 
 
+def sequence_ranks(sp: int) -> Any:
+    """What Accelerate gives the engine for sequence parallelism.
+
+    The tests' models see rows: each rank's stand for its part of the sequences.
+    """
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(sp)
+    return parallel_state_sp
+
+
 def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 
 
 def configure(case: Case) -> dict[str, Any]:
     config = {
-        "train_micro_batch_size_per_gpu": models.ROWS // case.dp,
+        "train_micro_batch_size_per_gpu": models.ROWS * case.sp // case.dp,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -141,7 +162,9 @@ def train_step(engine: Any) -> float:
     """Trains on the batch of this step; the mean loss of the global batch."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     loss = models.loss(engine, engine.global_steps, rank, ranks)
-    engine.backward(loss)
+    # stages 0 to 2 sum the gradients of a sequence, and stage 3 takes their mean (0.19.8)
+    summed = engine.sequence_parallel_size if engine.zero_optimization_stage() < 3 else 1
+    engine.backward(loss / summed)
     engine.step()
     mean = loss.detach().double()
     torch.distributed.all_reduce(mean)
@@ -176,3 +199,36 @@ def backward_fsdp(*arguments: Any) -> None:
     from . import recorded
 
     recorded.fsdp_backward(*arguments)
+
+
+def refused(
+    rank: int,
+    store: Path,
+    case: Case,
+    directory: Path,
+    output: Path,
+    load: dict[str, Any],
+    version: str,
+) -> None:
+    """Loads `directory` without a copy, which fails; `output`/RANK.json says how it ended."""
+    import zckpt.deepspeed
+
+    join(rank, case.dp, store)
+    engine = build_engine(case, case.seed + 1000)
+    before = [weight.detach().clone() for weight in engine.module.parameters()]
+    own, tempfile.tempdir = engine.checkpoint_engine, str(output / "tmp")
+    deepspeed.__version__ = version or deepspeed.__version__
+    try:
+        zckpt.deepspeed.load_checkpoint(engine, directory, **load)
+    except (zckpt.ZckptError, RuntimeError) as error:
+        torch.distributed.barrier()
+        after = engine.module.parameters()
+        found = {
+            **{name: getattr(error, name, str(error)) for name in ("message", "hint")},
+            **{name: getattr(error, name, None) for name in ("code", "file")},
+            "kind": type(error).__name__,
+            "is_untouched": all(map(torch.equal, before, after)) and not engine.global_steps,
+            "has_its_own": engine.checkpoint_engine is own,
+            "left": sorted(path.name for path in (output / "tmp").iterdir()),
+        }
+        (output / f"{rank}.json").write_text(json.dumps(found))

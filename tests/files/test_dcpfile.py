@@ -17,14 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from zckpt import errors
 from zckpt.core import sources
-from zckpt.files.dcpfile import (
-    ItemBox,
-    ItemLocation,
-    TensorItem,
-    read_table,
-)
+from zckpt.files.dcpfile import read_table
 from zckpt.files.dcpitems import ItemFiles, require_same
 from zckpt.files.dcpshell import metadata
+from zckpt.files.dcptable import ItemBox, ItemLocation, TensorItem
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor
 

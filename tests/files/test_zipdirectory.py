@@ -12,7 +12,8 @@ import pytest
 from tests.safety.targets import zip_of
 from zckpt.core.fragments import Extent
 from zckpt.errors import CorruptCheckpoint, ZckptError
-from zckpt.files.zipdirectory import ZipMember, read_directory
+from zckpt.files import zipdirectory
+from zckpt.files.zipdirectory import Directories, ZipMember, read_directory
 
 
 def of_rank(rank: int, pickle: bytes = b"N.", folder: str = "a") -> bytes:
@@ -23,19 +24,19 @@ def of_rank(rank: int, pickle: bytes = b"N.", folder: str = "a") -> bytes:
     return zip_of({f"{folder}/{name}": data for name, data in inside.items()})
 
 
-def members(path: Path, text: bytes) -> dict[str, ZipMember]:
+def members(path: Path, text: bytes, known: Directories | None = None) -> dict[str, ZipMember]:
     path.write_bytes(text)
     file = os.open(path, os.O_RDONLY)
     try:
-        return read_directory(file, Extent(str(path), 0, len(text)))
+        return read_directory(file, Extent(str(path), 0, len(text)), known)
     finally:
         os.close(file)
 
 
-def outcome(path: Path, text: bytes) -> object:
+def outcome(path: Path, text: bytes, known: Directories | None = None) -> object:
     """The members, or the class of the error."""
     try:
-        return members(path, text)
+        return members(path, text, known)
     except ZckptError as error:
         return type(error)
 
@@ -45,6 +46,25 @@ def directory_of(text: bytes) -> range:
     end = text.rindex(b"PK\5\6")
     start = int.from_bytes(text[end + 16 : end + 20], "little")
     return range(start, end + 22)
+
+
+def test_what_is_known_of_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that differs in its folder alone is taken from another rank's; no other is."""
+    monkeypatch.setattr(zipdirectory, "MANY", 2)
+    known: Directories = {}
+    members(tmp_path / "file", of_rank(1, folder="rank1"), known)
+    (first,) = known.values()
+    text = of_rank(1, folder="rank2")
+    monkeypatch.setattr(zipdirectory, "_entries", pytest.fail)
+    assert next(iter(members(tmp_path / "file", text, known))) == "rank2/data.pkl"
+    monkeypatch.undo()
+    monkeypatch.setattr(zipdirectory, "MANY", 2)
+    for place in range(0, len(text), 7):
+        damaged = bytearray(text)
+        damaged[place] ^= 1
+        alone = outcome(tmp_path / "file", bytes(damaged))
+        assert outcome(tmp_path / "file", bytes(damaged), {**known}) == alone
+    assert [*known.values()] == [first]
 
 
 @pytest.mark.parametrize("bits", [0xFF, 1])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from zckpt.copying import filling
+from zckpt.copying.journal import Journal, Region
 from zckpt.core.resources import Copying
 
 from ..conftest import Result
@@ -90,6 +93,79 @@ def test_all_processes_write(
     ranks = (tmp_path / "opened").read_text().split()
     assert set(ranks) == {"0", "1", "2"}
     assert len(ranks) == 9  # each portion once
+
+
+def test_files_beside_the_checkpoint_are_shared(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    """Its 5 regions are handed out among those of tensors; every process notes some."""
+    run = Path(shutil.copytree(sources["zero-3"], tmp_path / "run"))
+    (run / "trainer_state.json").write_text('{"global_step": 1}')
+    (run / "tokenizer.json").write_bytes(os.urandom(5 << 20))
+    zckpt.convert(run, tmp_path / "single", copying=COPYING)
+    keep_journals = {rank: kept_journal(tmp_path / f"kept-{rank}") for rank in range(3)}
+    done(launch(3, "convert", run, tmp_path / "shared", *ONE_THREAD, preparing=keep_journals))
+    assert files(tmp_path / "shared") == files(tmp_path / "single")
+    noted = [(tmp_path / f"kept-{rank}").read_text().split() for rank in range(3)]
+    assert sum(own.count(".zckpt/siblings/tokenizer.json") for own in noted) == 5
+
+
+def kept_journal(path: Path) -> Callable[[], None]:
+    """A function that makes a process leave the files of the regions that it has noted."""
+
+    def prepare() -> None:
+        path.touch()
+        add = Journal.add
+
+        def noted(self: Journal, region: Region) -> None:
+            with path.open("a") as file:
+                file.write(f"{region.file}\n")
+            until(lambda: all(each.stat().st_size for each in path.parent.glob("kept-*")))
+            add(self, region)
+
+        Journal.add = noted  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.fixture
+def mixed(sources: dict[str, Path], tmp_path: Path) -> Path:
+    """Files of ONNX Runtime in mixed precision: all elements of masters are compared."""
+    zckpt.convert(
+        sources["zero-1"], tmp_path / "ort", to="onnxruntime", dp=2, dialect="l2", dtype="bf16"
+    )
+    return tmp_path / "ort"
+
+
+def test_masters_are_compared_by_all(mixed: Path, tmp_path: Path, launch: Launch) -> None:
+    zckpt.convert(mixed, tmp_path / "single", copying=COPYING)
+    keep_journals = {rank: kept_journal(tmp_path / f"kept-{rank}") for rank in range(3)}
+    done(launch(3, "convert", mixed, tmp_path / "shared", *ONE_THREAD, preparing=keep_journals))
+    assert files(tmp_path / "shared") == files(tmp_path / "single")
+    noted = [(tmp_path / f"kept-{rank}").read_text().split() for rank in range(3)]
+    assert sum(own.count("masters/") for own in noted) == 4
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_wrong_master_that_any_process_finds(
+    accepted: bool, mixed: Path, tmp_path: Path, launch: Launch
+) -> None:
+    path = mixed / "ORT_checkpoint.ZeRO.1.1.ort.pt"
+    saved = torch.load(path)
+    saved["model"]["fc.weight"][200, 5] += 0.25
+    torch.save(saved, path)
+    words = ["convert", mixed, tmp_path / "out", *SMALL, "--json"]
+    results = ended(launch(3, *words, *(["--accept-weights"] if accepted else [])))
+    assert {item.code for item in results} == {0 if accepted else 1}
+    assert (tmp_path / "out").exists() == accepted
+    (said,) = [item for item in results if item.out]
+    if accepted:
+        messages = [line["message"] for line in said.document["warnings"]]
+        (message,) = [message for message in messages if "is not its rounded master" in message]
+    else:
+        message = said.document["message"]
+    assert "ort is not its rounded master: fc.weight" in message
+    assert "The masters are in ORT_checkpoint.ZeRO.1.1.ort.pt" in message
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])

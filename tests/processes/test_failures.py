@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,19 @@ def test_without_torch(has_address: bool, tmp_path: Path) -> None:
     assert "4 processes need torch" in ended.stderr
     assert "pip install 'zckpt[torch]'" in ended.stderr
     assert "--part K/4" in ended.stderr
+
+
+def test_verify_without_torch_has_no_parts(tmp_path: Path) -> None:
+    """Its hint names --single, which works."""
+    environment = {"RANK": "0", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('no torch')")
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "zckpt", "verify", str(EXAMPLE)]
+    run = partial(subprocess.run, env=os.environ | environment, capture_output=True, text=True)
+    ended = run(command)
+    assert ended.returncode == 1
+    assert "--single" in ended.stderr
+    assert "--part" not in ended.stderr
+    assert run([*command, "--single"]).returncode == 0

@@ -137,7 +137,7 @@ def test_a_stopped_process(torchrun: Torchrun, sources: dict[str, Path], tmp_pat
     os.kill(stopped, signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode == 1
-    assert errors(tmp_path) == ["Error: interrupted"]  # by torchrun
+    assert errors(tmp_path) == ["Error: interrupted [interrupted]"]  # by torchrun
     assert "--resume" in (tmp_path / "printed").read_text()
     again = torchrun(2, COMMAND, *words, "--resume", GO=tmp_path / "go")
     out, _ = again.communicate(timeout=120)

@@ -35,7 +35,7 @@ def test_what_lies_in_records(seed: int) -> None:
     chosen.shuffle(records)
     contents = damage.contents_of(Manifest("", "x", Run(), entries, {}), records)
     for record in records:
-        assert {entry.name for entry, _, _ in contents[record]} == {
+        assert {entry.name for entry, _ in contents[record]} == {
             entry.name
             for entry in entries.values()
             for piece in [entry.fragments[0].extent]
@@ -163,6 +163,18 @@ def test_a_flipped_bit_is_of_an_element() -> None:
     assert meant(manifest, 11)["tensors"] == ["a/x"]
 
 
+def test_a_flipped_bit_in_columns_is_of_their_element() -> None:
+    """The runs of a slice lie together in the file, and apart in the tensor."""
+    extent = Extent("/r/f", 8, 40)
+    own = Box(
+        whole=(5, 6), offsets=(0, 2), sizes=(5, 4), strides=(4, 1), first=0, size=2, extent=extent
+    )
+    entry = Entry("a", "x", "U16", (5, 6), own)
+    manifest = run(DATA).replace(entries={entry.key: entry})
+    for byte, element in ((0, 2), (7, 5), (8, 8), (33, 26), (39, 29)):
+        assert meant(manifest, byte)["element"] == element
+
+
 def test_a_flipped_bit_beside_tensors_is_harmless() -> None:
     manifest = run(DATA, ("a", 8, 20), ("b", 24, 48))
     line = meant(manifest, 12)
@@ -233,7 +245,7 @@ def test_records_that_differ_in_padding_alone() -> None:
     assert noted(a, run(DATA[:-1] + b"x", ("a", 10, 22), **other)) == 0  # it lies elsewhere
     assert noted(run(DATA, ("a", 8, 20), ("c", 20, 24)), b) == 0  # what is not compared
     for side in (a, b):
-        unknown = side.replace(records=(replace(side.files.records[0], crc=None),))
+        unknown = side.replace(records=(replace(side.files.records[0], stated=None),))
         assert noted(*((unknown, b) if side is a else (a, unknown))) == 0
     assert noted(a, b.replace(records=())) == 0
     nothing = run(DATA, ("a", 60, 70)), run(DATA[:-1] + b"x", ("a", 60, 70), **other)

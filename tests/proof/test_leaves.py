@@ -92,6 +92,8 @@ UNREAD = {
         r".*\.pt: ds_version": "the version that saved: two versions may save one run; `not "
         "compared` names it",
         r".*_model_states\.pt: dp_world_size": "the size of a run: another size is no other run",
+        r".*_model_states\.pt: checkpoint_parallel_dimensions\.tp_degree": "so many ranks share a "
+        "sequence, which is a size too",
         r".*_model_states\.pt: param_shapes\..*": "without ZeRO zckpt reads its names alone, and "
         "the engine neither writes nor reads it",
     },

@@ -62,6 +62,15 @@ def test_elements_that_differ() -> None:
     }
 
 
+def test_a_nan_is_called_one() -> None:
+    """Not an infinite number, which JSON's readers would take for a large one."""
+    measured = Difference(2, 1, 2.0, float("nan"), float("inf"), 1_119_999_327, nans=(0, 2))
+    line = difference(Result(Match(entry("w/param"), entry("w/param")), (1, 2), measured))
+    assert line is not None
+    assert (line["max_abs"], line["max_ulp"], line["b_nan"]) == ("nan", None, 2)
+    assert "a_nan" not in line
+
+
 def test_distances_are_counted_in_bins() -> None:
     bins = [0, 1, *([0] * (len(ULPS) - 2))]
     measured = Difference(1, 1, 2.0, 3.0, 1.0, 1, ulps=bins)

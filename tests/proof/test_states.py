@@ -19,7 +19,7 @@ from zckpt.core.facts import (
 )
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.core.manifest import Manifest, Parameter, Run, Sibling
+from zckpt.core.manifest import Files, Manifest, Parameter, Run, Sibling
 from zckpt.core.origin import Origin
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
@@ -207,6 +207,58 @@ def test_a_loss_scale_of_which_one_side_has_nothing() -> None:
     assert differences(empty, numbers) == {"optimizer.cur_scale": "b"}
 
 
+@pytest.mark.parametrize(
+    ("state", "is_equal"),
+    [
+        ({"cur_scale": 1.0, "dynamic": False}, True),
+        ({"cur_scale": 1.0}, True),
+        ({"cur_scale": 2.0, "dynamic": False}, False),
+        ({"cur_scale": 1.0, "dynamic": True}, False),
+        ({"cur_scale": 1.0, "min_scale": 1}, False),  # older ones do not say that they are dynamic
+    ],
+)
+def test_no_loss_scaler_and_one_that_scales_nothing(state: dict[str, Any], is_equal: bool) -> None:
+    scaler = Foreign(Global("a.Scaler"), (), state, "new")
+    a, b = (manifest({"optimizer": {"loss_scaler": own}}) for own in (None, scaler))
+    assert (differences(a, b) == {}) == (differences(b, a) == {}) == is_equal
+    assert states.states(a, a) == ([], [])
+
+
+def scheduler_of(name: str | None, state: Any, **fields: Any) -> Manifest:
+    """A run whose configuration names a scheduler, and whose files have a state."""
+    config = {} if name is None else {"scheduler": {"type": name}}
+    return manifest({"lr_scheduler": state}, replace(FLAT, config=config), **fields)
+
+
+COUNTED, OF_TORCH = {"last_batch_iteration": 3}, {"last_epoch": 4}
+
+
+def test_schedulers_of_other_kinds_are_named_and_not_compared() -> None:
+    own = scheduler_of("WarmupLR", COUNTED)
+    for other in (
+        scheduler_of(None, OF_TORCH),
+        scheduler_of(None, None),
+        manifest({}, PLAIN),
+        manifest({"lr_scheduler": OF_TORCH}, PLAIN),
+    ):
+        assert differences(own, other) == differences(other, own) == {}
+        assert "lr_scheduler" in not_compared(own, other)
+    assert differences(own, scheduler_of("WarmupLR", None)) == {"lr_scheduler": "a"}
+    later = scheduler_of("WarmupLR", {"last_batch_iteration": 4})
+    assert differences(own, later) == {"lr_scheduler.last_batch_iteration": (3, 4)}
+
+
+def test_a_scheduler_that_the_program_keeps_itself() -> None:
+    own = scheduler_of(None, OF_TORCH)
+    within = manifest({"client_state": {"app": {"sched": OF_TORCH}}}, PLAIN)
+    trainer = replace(manifest({}, PLAIN), files=Files(siblings=(Sibling("scheduler.pt", "x", 1),)))
+    for other in (within, trainer):
+        assert "lr_scheduler" in not_compared(own, other)
+        assert "lr_scheduler" not in differences(own, other)
+    another = manifest({"client_state": {"app": {"sched": {"last_epoch": 5}}}}, PLAIN)
+    assert differences(own, another)["lr_scheduler"] == "a"
+
+
 def test_a_loss_scale_of_another_engine_is_compared() -> None:
     """How it is saved is a matter of wrappers of one engine."""
     a, b = (manifest({"optimizer": {"cur_scale": 8.0}}, engine) for engine in (FLAT, PLAIN))
@@ -251,7 +303,7 @@ def test_files_beside_a_checkpoint(tmp_path: Path) -> None:
     a = beside(tmp_path, "a", config_json="one", trainer_state_json=state % ("a", 1))
     b = beside(tmp_path, "b", config_json="two", trainer_state_json=state % ("b", 1))
     c = beside(tmp_path, "c", trainer_state_json=state % ("a", 2), scheduler_pt="x", rng_pt="y")
-    assert siblings(a, b) == ([{"key": "config.json", "a": "3 bytes", "b": "3 bytes"}], [])
+    assert siblings(a, b) == ([{"key": "config.json", "a": "3 bytes", "b": "3 other bytes"}], [])
     lines, sentences = siblings(a, c)
     assert [line["key"] for line in lines] == ["trainer_state.json", "scheduler.pt"]
     assert lines[1] == {"key": "scheduler.pt", "only": "b"}

@@ -653,7 +653,7 @@ class TestOptions:
         run = shutil.copytree(data, tmp_path / "iter_0000004")
         (warning,) = texts(read(run).notices.warnings)
         ended = zckpt("verify", run)
-        assert (ended.code, ended.err) == (0, f"Warning: {warning}\n")
+        assert (ended.code, ended.err) == (0, f"Warning: {warning} [mixed-saves]\n")
         assert zckpt("verify", run, "-q").err == ""
         assert zckpt("verify", run, "--json").document["warnings"] == said(
             read(run).notices.warnings
@@ -681,7 +681,7 @@ class TestOptions:
         )
         assert ended.returncode == 1
         assert ended.stderr == (
-            "Error: --gather needs torch, which is not installed\n"
+            "Error: --gather needs torch, which is not installed [extra-missing]\n"
             "Hint: pip install torch safetensors\n"
         )
 

@@ -195,6 +195,19 @@ def test_planted_faults_are_seen_at_their_places(opened: Open) -> None:
     assert row.first.is_visible()
 
 
+def test_a_fault_leads_to_what_it_is_about(opened: Open) -> None:
+    page = opened(documents.faulty())
+    kinds = [fault["kind"] for fault in documents.faulty()["faults"]]
+    page.locator(f'a[data-fault="{kinds.index("NaN")}"]').click()
+    assert page.url.endswith("#numbers")
+    assert "self_attn.q_proj.weight/param" in page.locator(".detail").text_content()
+    page.locator(f'a[data-fault="{kinds.index("dead")}"]').click()
+    assert page.locator('input[name="numbers"]:checked').get_attribute("value") == "exp_avg"
+    page.locator(f'a[data-fault="{kinds.index("missing")}"]').click()
+    assert page.url.endswith("#map")
+    assert "this file is missing" in figure(page, "map").locator(".says").text_content()
+
+
 def test_a_lost_rank_is_a_hole_where_its_elements_were(opened: Open) -> None:
     page = opened(documents.faulty(known=True))
     says = walk(page, "map", 3, 5)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.proof import health
 
 from ..conftest import EXAMPLE, ROOT, needs
 from ..faults import change
-from .conftest import Document
+from .conftest import Document, faults_of
 
 Make = Callable[..., Document]
 TRAINER = ROOT / "examples" / "trainer"
@@ -59,16 +60,16 @@ def test_no_update_without_its_hyper_parameters(
 ) -> None:
     from msgspec.structs import replace
 
-    from zckpt.reporting import lost
+    from zckpt import api
 
-    real = lost.read
+    real = api.read
 
     def without(*words: Any, **more: Any) -> zckpt.Manifest:
         manifest = real(*words, **more)
         (first, second) = manifest.groups or ()
         return replace(manifest, groups=({**first, "eps": None}, second))
 
-    monkeypatch.setattr(lost, "read", without)
+    monkeypatch.setattr(api, "read", without)
     found = cells(document(example), "update")
     assert found.keys() == {"fc1.bias", "fc2.bias"}
 
@@ -103,6 +104,29 @@ def test_distances(chunk: int | None, example: Path, document: Make) -> None:
     assert made["tensors"]["name"][row["tensor"]] == "fc1.weight/master"
     assert made["masters"]["differ"] == sum(n > 0 for n in apart)
     assert made["masters"]["elements"] == 1929
+
+
+def test_the_order_in_which_threads_end_does_not_show(
+    example: Path, document: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which tensor of a layer is named where several are equally far, and stale masters in turn."""
+    for name in ("fc1.weight", "fc2.weight"):
+        change(example, f"{name}/param", lambda data: bytes(len(data)))
+    real = health.passed
+
+    def ended(turn: Callable[[Any], Any]) -> tuple[Any, Any]:
+        def passed(*words: Any) -> Any:
+            done = real(*words)
+            done.distances = dict(turn(sorted(done.distances.items())))
+            return done
+
+        monkeypatch.setattr(health, "passed", passed)
+        made = document(example)
+        return made["masters"]["rows"], [line["tensor"] for line in faults_of(made, "stale")]
+
+    rows, stale = ended(list)
+    assert {*stale} == {"fc1.weight/master", "fc2.weight/master"}
+    assert (rows, stale) == ended(reversed)
 
 
 def _bin(distance: int) -> str:

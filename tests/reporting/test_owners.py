@@ -15,8 +15,8 @@ from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
 from zckpt.core.manifest import Files, Manifest, Run
 from zckpt.core.origin import Origin
 from zckpt.judging.inventory import of_engine
+from zckpt.judging.lost import Found
 from zckpt.reporting import numbers, owners
-from zckpt.reporting.lost import Found
 
 from ..conftest import EXAMPLE
 from .conftest import Document

@@ -89,6 +89,14 @@ def test_nothing_is_fetched(make: type[Document]) -> None:
     assert "innerHTML" not in script
 
 
+def test_no_name_is_declared_twice_in_the_script() -> None:
+    """Its files are one script: a second declaration would keep all of it from running."""
+    script = Parsed(render(documents.good())).within["script"][1]
+    declared = re.findall(r"(?m)^(?:async )?(?:const|let|function|class) (\w+)", script)
+    assert len(declared) > 50
+    assert [name for name in declared if declared.count(name) > 1] == []
+
+
 def test_the_document_is_in_the_page() -> None:
     document = documents.faulty()
     data = Parsed(render(document)).within["script"][0]

@@ -79,6 +79,14 @@ def test_the_command_has_what_its_format_understands(
     assert to in report["fix"]
 
 
+def test_the_command_keeps_the_sequence_ranks(tmp_path: Path, zckpt: Run) -> None:
+    words = ("check", DATA / "deepspeed-0.18.2-z1_dp4_sp2" / "run", "--dp", 8, "--sp", 4)
+    report = zckpt(*words, "--json").document
+    assert report["sizes"] == {"dp": 8, "sp": 4}
+    assert made(report, tmp_path / "dst", zckpt).code == 0
+    assert zckpt_package.read(tmp_path / "dst").run.origin.sp == 4
+
+
 def test_the_command_quotes_a_tag(run: Path, tmp_path: Path, zckpt: Run) -> None:
     tag = "best é 'x'"
     for each in TAGS:
@@ -245,7 +253,10 @@ def test_one_of_a_run(run: Path, tmp_path: Path, zckpt: Run) -> None:
     assert (tmp_path / "dst" / TAGS[0]).is_dir()
     folders = laid_out(tmp_path / "folders", TRAINER, "checkpoint-9", "checkpoint-10")
     ended = zckpt("check", folders, "--tag", "checkpoint-9", "--dp", 2)
-    assert ended.out == f"{folders / 'checkpoint-9'} loads as it is (deepspeed, dp 2)\n"
+    assert (
+        ended.out
+        == f"{folders / 'checkpoint-9'} loads as it is (deepspeed, dp 2); no tensor was read\n"
+    )
     ended = zckpt("check", folders, "--tag", "checkpoint-8")
     assert ended.code == 2
     assert "it has checkpoint-10, checkpoint-9" in ended.err

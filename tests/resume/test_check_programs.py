@@ -176,26 +176,15 @@ def test_files_of_ranks(ranks: int, once: Once, tmp_path: Path, zckpt: Run) -> N
 
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}
+DECAY = {"type": "ExponentialLR", "params": {"gamma": 0.9}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.01}}
 UNFIT = {
-    **{
-        f"groups, stage {stage}": (stage == 2, Program(stage), Program(stage, "small"), "group")
-        for stage in (1, 2, 3)
-    },
-    **{
-        f"order, stage {stage}": (stage == 3, Program(stage), Program(stage, "backwards"), "group")
-        for stage in (1, 2, 3)
-    },
-    "no scheduler": (True, Program(2), Program(2, config={"scheduler": WARMUP}), "WarmupLR"),
-    "the program's own scheduler": (
-        *(False, Program(2, decays=True), Program(2, config={"scheduler": WARMUP})),
-        "last_batch_iteration",
-    ),
+    "no scheduler": (False, Program(2), Program(2, config={"scheduler": DECAY}), "ExponentialLR"),
     "optimizer": (
         True,
         Program(2),
         Program(2, optimizer=None, config={"optimizer": ADAGRAD}),
-        "optimizer AdamW, and not Adagrad",
+        "saved with optimizer AdamW; Adagrad is asked for",
     ),
 }
 
@@ -219,6 +208,74 @@ def test_what_no_command_cures(
         loads(root, 2, after, root / "run", tmp_path)
 
 
+REGROUPED = {
+    **{f"groups, stage {stage}": (stage == 2, stage, "small") for stage in (1, 2, 3)},
+    **{f"order, stage {stage}": (stage == 3, stage, "backwards") for stage in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize(("stage", "rule"), cases(REGROUPED))
+def test_other_groups_are_those_of_the_next_program(
+    stage: int, rule: str, saved: Save, tmp_path: Path, zckpt: Run
+) -> None:
+    root, after = saved(2, Program(stage)), Program(stage, rule)
+    words = ("--like", saved(2, after) / "run")
+    for size in (2, 3):
+        ended = zckpt("check", root / "run", "--dp", size, *words, "--json")
+        assert ended.code == 3
+        assert any("group" in text for text in texts(ended.document["obstacles"]))
+        target = made(ended.document, tmp_path / f"dst{size}", zckpt)
+        assert zckpt("check", target, "--dp", size, *words).code == 0
+    with pytest.raises(EngineError):
+        loads(root, 2, after, root / "run", tmp_path)
+    if rule == "backwards":  # which trains as before; others: tests/test_next_groups.py
+        loads(root, 2, after, tmp_path / "dst2", tmp_path)
+
+
+SCHEDULED = {
+    # after 4 updates the warm-up has ended: so the losses are those of the source
+    "no scheduler": (True, Program(2), "no scheduler", True),
+    "the program's own": (False, Program(2, decays=True), "no last_batch_iteration", False),
+}
+
+
+@pytest.mark.parametrize(("before", "reason", "goes_on"), cases(SCHEDULED))
+def test_a_scheduler_of_deepspeed_gets_its_state(
+    before: Program, reason: str, goes_on: bool, saved: Save, tmp_path: Path, zckpt: Run
+) -> None:
+    """It could not be loaded: DeepSpeed's schedulers raise where theirs is missing."""
+    root, after = saved(2, before), Program(2, config={"scheduler": WARMUP})
+    words = ("--dp", 2, "--ds-config", config_of(after, tmp_path))
+    report = zckpt("check", root / "run", *words, "--json").document
+    assert [(each["code"], each["subject"]) for each in report["obstacles"]] == [
+        ("scheduler-differs", "WarmupLR")
+    ]
+    assert reason in texts(report["obstacles"])[0]
+    with pytest.raises(EngineError):
+        loads(root, 2, after, root / "run", tmp_path)
+    target = made(report, tmp_path / "dst", zckpt)
+    assert package.read(target).state["lr_scheduler"] == {"last_batch_iteration": 3}
+    assert zckpt("check", target, *words).code == 0
+    if goes_on:
+        loads(root, 2, after, target, tmp_path)
+
+
+@engines
+def test_the_program_that_is_named_with_like(saved: Save, tmp_path: Path, zckpt: Run) -> None:
+    """A source of torch gets the state that the scheduler of that program loads."""
+    root, after = saved(2, Program(2)), Program(2, config={"scheduler": WARMUP})
+    like = saved(2, after) / "run"
+    ended = zckpt("check", root / "run", "--like", like, "--json")
+    (obstacle,) = ended.document["obstacles"]
+    assert "that of the program loads that" in obstacle["message"]
+    assert ended.document["fix"] is None  # its ds_config is not known
+    package.convert(root / "run", tmp_path / "dcp", to="dcp")
+    words = ("--for", "deepspeed", "--like", like, "--dp", 2, "--json")
+    target = made(zckpt("check", tmp_path / "dcp", *words).document, tmp_path / "dst", zckpt)
+    assert package.read(target).state["lr_scheduler"] == {"last_batch_iteration": 3}
+    loads(root, 2, after, target, tmp_path)
+
+
 ROUND = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 
 
@@ -228,7 +285,9 @@ def test_another_engine_of_the_same_stage(saved: Save, tmp_path: Path, zckpt: Ru
     root, after = saved(2, Program(2)), Program(2, config=ROUND)
     words: tuple[object, ...] = ("--dp", 2, "--like", saved(2, after) / "run")
     report = zckpt("check", root / "run", *words, "--json").document
-    assert texts(report["obstacles"]) == ["round_robin_gradients False, and not True"]
+    assert texts(report["obstacles"]) == [
+        "saved with round_robin_gradients False; the program has True"
+    ]
     assert (report["fix"], "--ds-config" in report["refused"]["hint"]) == (None, True)
     with pytest.raises(EngineError):
         loads(root, 2, after, root / "run", tmp_path)
@@ -289,10 +348,12 @@ def test_groups_of_torch(to: str, tmp_path: Path, zckpt: Run) -> None:
     lines = ended.document["obstacles" if by_place else "warnings"]
     assert "1.weight is in group 0 of the optimizer, and not in 1" in texts(lines)[0]
     assert ended.document["loads"] is not by_place
-    assert ended.document["fix"] is None
+    assert "--groups-from" in str(ended.document["fix"] if by_place else lines[0]["message"])
     if by_place:
         with pytest.raises(ValueError, match="doesn't match the size"):
             optimizer.load_state_dict(torch.load(tmp_path / "bias" / "optim.pt"))
+        target = made(ended.document, tmp_path / "dst", zckpt)
+        optimizer.load_state_dict(torch.load(target / "optim.pt"))
 
 
 def test_rules_of_groups() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.files.dcpfile import MAX_METADATA
+from zckpt.files.dcpfile import most_metadata
 from zckpt.files.pickling import dumps
 from zckpt.files.unpickle import Unpickler
 
@@ -221,7 +221,7 @@ def long_key(length: int) -> bytes:
 def sparse(run: Path) -> None:
     with open(run / ".metadata", "wb") as file:
         file.write(b"\x80\x04")
-        os.truncate(file.fileno(), MAX_METADATA + 1)
+        os.truncate(file.fileno(), 2 * most_metadata())
 
 
 def huge(size: tuple[int, ...]) -> bytes:

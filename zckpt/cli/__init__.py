@@ -1,7 +1,8 @@
 """The command line: `main` runs it, and `cli` is the group of its commands.
 
-commands.py     inspect, convert, reshard, export, clean-up, formats, schema
+commands.py     inspect, convert, reshard, export, clean-up, formats, schema, help
 checking.py     verify, diff, stats, probe-diff
+mending.py      mend
 pages.py        report, and how a page is saved
 resuming.py     auto-resume, check, list
 options.py      the options that they share; parameters.py reads values

@@ -17,14 +17,29 @@ from .options import (
     by_rank_0,
     common,
     family,
+    form,
     given,
     grouped,
     moving,
     renaming,
     single,
     uncompared,
+    wide,
 )
 from .parameters import PATH
+
+DETAILS = ("held", "digests")
+"""What the report of `verify` has of each tensor and rank, which only a proof needs."""
+BRIEF = warning(
+    "option-without-effect",
+    "--brief changes nothing here: it is for the document of --json",
+    subject="--brief",
+)
+RENAMED = warning(
+    "option-without-effect",
+    "--rename changes nothing here: names count in a comparison (--against), or in a proof",
+    subject="--rename",
+)
 
 
 @click.command(
@@ -70,12 +85,25 @@ from .parameters import PATH
 @renaming
 @family
 @moving
+@grouped(
+    "Output",
+    "--brief",
+    rare=True,
+    is_flag=True,
+    help="With --json, leave out `held` and `digests`.",
+)
+@form
 @single
+@wide
 @common
 def verify(
     paths: tuple[str, ...],
     against: str | None,
     save_proof: str | None,
+    brief: bool,
+    form: str,
+    wide: bool,
+    asked: bool,
     as_json: bool,
     quiet: bool,
     **words: Any,
@@ -98,23 +126,49 @@ def verify(
     if save_proof:
         display.can_save(save_proof)
 
+    is_quiet = quiet or not launched.speaks(words["single"])
+
     def look(path: str) -> tuple[Report, int]:
-        with display.progress(quiet or as_json) as begin:
+        about = f"{path} against {against}" if against else path
+        with display.progress("verify", about, is_quiet, as_json=as_json, asked=asked) as begin:
             report = launched.verify(path, against, begin=begin, **given(words))
         if report is None or report["rank"]:  # rank 0 reports the findings of all
             return {}, 0
+        if report["problems"] and against is None:
+            from ..resume.runs import instead_of
+
+            report["instead"] = instead_of(path, words.get("tag"))
         return report, 0 if report["equal"] else 3
+
+    def look_and_save(path: str) -> tuple[Report, int]:
+        report, code = look(path)
+        if save_proof and report:
+            display.save(save_proof, description.proof_of(report))
+        return report, code
+
+    def shown(report: Report) -> Report:
+        return {key: value for key, value in report.items() if not brief or key not in DETAILS}
+
+    def look_to_show(path: str) -> tuple[Report, int]:
+        report, code = look(path)
+        return shown(report), code
 
     if len(paths) == 2 and against is None:  # who thinks of diff must not take it for that
         message = "the two are not compared: zckpt verify PATH --against PATH does that"
         display.warn(description.said([warning("not-compared", message)]), quiet or as_json)
+    if brief and not as_json:
+        display.warn(description.said([BRIEF]), quiet)
+    if form != "text":
+        return several.look_for_a_job("verify", paths, look_and_save, form, as_json)
     if len(paths) > 1:
         show = display.verified_in_a_line
-        return several.look_at_each("verify", paths, look, show, as_json, quiet)
+        return several.look_at_each("verify", paths, look_to_show, show, as_json, quiet)
     report, code = look(paths[0])
     if not report:
         return code
-    display.answer(report, as_json, quiet, display.verified)
+    if words["rename"] and not (against or save_proof or words["tensors"]):
+        report["warnings"] += description.said([RENAMED])
+    display.answer(shown(report), as_json, quiet, display.verified, wide)
     if save_proof:
         display.save(save_proof, description.proof_of(report))
     return code
@@ -140,8 +194,9 @@ def verify(
 @family
 @moving
 @by_rank_0
+@wide
 @common
-def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
+def diff(a: str, b: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
     A and B may have different formats. diff compares tensors, and everything else as verify does,
@@ -151,9 +206,9 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     """
     from .. import api
 
-    with display.progress(quiet or as_json) as begin:
+    with display.progress("diff", f"{a} and {b}", quiet, as_json=as_json, asked=asked) as begin:
         report = api.diff(a, b, begin=begin, **given(words))
-    display.answer(report, as_json, quiet, display.differing)
+    display.answer(report, as_json, quiet, display.differing, wide)
     return 0 if report["equal"] else 3
 
 
@@ -173,8 +228,9 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
 )
 @moving
 @by_rank_0
+@wide
 @common
-def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
+def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
 
     These are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite numbers, in
@@ -184,9 +240,9 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """
     from .. import api
 
-    with display.progress(quiet or as_json) as begin:
+    with display.progress("stats", path, quiet, as_json=as_json, asked=asked) as begin:
         report = api.stats(path, begin=begin, **given(words))
-    display.answer(report, as_json, quiet, display.statistics)
+    display.answer(report, as_json, quiet, display.statistics, wide)
 
 
 @click.command(

@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from .. import display
 from ..core import description
 from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.version import __version__
-from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized, warning
+from ..errors import NotEnoughSpace, WrongOption, counted, meant, safe, sized, warning
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
 from ..judging import verdict
 from ..remote.anywhere import jobs_for, local, telling, translated
 from ..remote.mirror import spelled
+from ..remote.urls import is_url
 from . import documents, launched, output, pages, several, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
+from .mending import mend
 from .options import (
     as_document,
     common,
@@ -32,11 +35,17 @@ from .options import (
     reading,
     replicas,
     source_and_target,
+    wide,
     writing,
 )
 from .parameters import PATH
 from .resuming import auto_resume, check, list_run
 
+LOCAL = warning(
+    "option-without-effect",
+    "--no-read-back changes nothing here: only what goes to an object store is read again",
+    subject="--no-read-back",
+)
 OTHER_WORDS = {"max-shard-size": "max-file-size"}
 """What save_pretrained calls an option."""
 
@@ -53,7 +62,12 @@ OTHER_WORDS = {"max-shard-size": "max-file-size"}
 def cli() -> None:
     """Read, convert, write and prove sharded checkpoints of ZeRO, FSDP and Megatron.
 
-    `zckpt COMMAND --help` has examples and options. Begin with: zckpt inspect PATH
+    `zckpt help COMMAND` has examples and options. Begin with: zckpt inspect PATH
+
+    \b
+    To let bash complete commands and options, add this to ~/.bashrc:
+    eval "$(_ZCKPT_COMPLETE=bash_source zckpt)"
+    (zsh: zsh_source; fish: _ZCKPT_COMPLETE=fish_source zckpt | source)
     """
 
 
@@ -81,6 +95,7 @@ def cli() -> None:
 @grouped(
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
+@wide
 @common
 def inspect(
     paths: tuple[str, ...],
@@ -88,6 +103,7 @@ def inspect(
     steps: bool,
     layout: bool,
     state: bool,
+    wide: bool,
     as_json: bool,
     quiet: bool,
     **reading: Any,
@@ -101,6 +117,14 @@ def inspect(
     from ..reading import read
 
     several.refuse_for_several(paths, "--state", state and not as_json, "add --json")
+    asked = {"--state": state, "--steps": steps, "--layout": layout}
+    asked["--tensors"] = bool(tensors) and not layout
+    if not as_json and len(given := [flag for flag, is_asked in asked.items() if is_asked]) > 1:
+        raise WrongOption(
+            "options-conflict",
+            f"{given[0]} prints that alone, and not what {given[1]} asks for",
+            hint="give one of them at a time, or add --json, which has both",
+        )
     is_report = as_json or not (tensors or steps or layout or state)
 
     def look(path: str) -> tuple[Report, int]:
@@ -129,14 +153,14 @@ def inspect(
         elif layout:
             display.layout(manifest, tensors or "*", spelled)
         else:
-            display.tensors(description.tensors(manifest, tensors or "*"))
+            display.tensors(description.tensors(manifest, tensors or "*"), wide)
 
     if len(paths) > 1:
         line = display.summary_in_a_line if is_report else lambda *_: print()
         return several.look_at_each("inspect", paths, look, line, as_json, quiet)
     report, code = look(paths[0])
     if is_report:
-        display.answer(report, as_json, quiet, display.summary)
+        display.answer(report, as_json, quiet, display.summary, wide)
     return code
 
 
@@ -149,6 +173,7 @@ def write(
     memory: int,
     io: str,
     dry_run: bool,
+    asked: bool,
     as_json: bool,
     quiet: bool,
     **words: Any,
@@ -157,12 +182,15 @@ def write(
     from .. import api
 
     shown: list[dict[str, Any]] = []
+    unused = [] if words["read_back"] or is_url(target) else [LOCAL]
 
     def tell(warnings: Sequence[dict[str, Any]]) -> None:
         shown.extend(warnings)
         display.warn(warnings, quiet or as_json)
 
-    with display.progress(quiet or as_json or dry_run) as begin:
+    about = f"{source} to {target}"
+    is_quiet = quiet or dry_run or not launched.speaks(words["single"])
+    with display.progress(command, about, is_quiet, as_json=as_json, asked=asked) as begin:
         report = launched.write(
             getattr(api, command),
             source,
@@ -176,6 +204,7 @@ def write(
         )
     if report is None:  # rank 0 reports what all have written
         return
+    report["warnings"] += description.said(unused)
     try:
         display.answer(report, as_json, quiet, display.converted, shown)
         sys.stdout.flush()
@@ -294,7 +323,7 @@ def export(
     write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
-for command in (auto_resume, check, list_run, verify, diff, stats, pages.report, probe_diff):
+for command in (mend, auto_resume, check, list_run, verify, diff, stats, pages.report, probe_diff):
     cli.add_command(command)
 
 
@@ -348,11 +377,38 @@ def formats(as_json: bool) -> None:
         display.table(
             ("format", "reads", "writes", ""),
             [(f.name, f.reads, f.writes, f.about) for f in FORMATS],
+            prose=True,
         )
 
 
-@cli.command("schema", examples=("zckpt schema verify", "zckpt schema reshard"))
+@cli.command("schema", examples=("zckpt schema verify", "zckpt schema progress"))
 @click.argument("command")
 def schema(command: str) -> None:
-    """Print the JSON Schema of what COMMAND prints with --json."""
+    """Print the JSON Schema of what COMMAND prints with --json.
+
+    For the lines of --json --progress, COMMAND is "progress".
+    """
     display.document(documents.schema(command))
+
+
+def completed_command(
+    context: click.Context, _: click.Parameter, begin: str
+) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in cli.list_commands(context) if name.startswith(begin)]
+
+
+@cli.command("help", examples=("zckpt help", "zckpt help convert"))
+@click.argument("command", required=False, shell_complete=completed_command)
+@click.pass_context
+def print_help(context: click.Context, command: str | None) -> None:
+    """Print the help of COMMAND, or the list of commands."""
+    above = context.find_root()
+    if command is None:
+        click.echo(above.get_help())
+        return
+    meant_command = cli.get_command(above, command)
+    if meant_command is None:
+        hint = meant(command, cli.commands) or "`zckpt help` lists the commands"
+        raise WrongOption("usage-error", f"there is no command {command}", hint=hint)
+    own = {"info_name": command, "parent": above, **cli.context_settings}
+    click.echo(click.Context(meant_command, **own).get_help())

@@ -52,6 +52,7 @@ class Fault(Notice):
     offset: int | UnsetType | None = UNSET
     length: int | UnsetType | None = UNSET
     fault: bool | UnsetType = UNSET
+    checkpoint: str | UnsetType | None = UNSET
 
 
 class Records(Struct):
@@ -127,6 +128,7 @@ class Inspect(Document, kw_only=True):
     ep: int | UnsetType | None = UNSET
     tp: int | UnsetType | None = UNSET
     pp: int | UnsetType | None = UNSET
+    sp: int | UnsetType | None = UNSET
     model_ranks: int | UnsetType | None = UNSET
     tp_rules: str | UnsetType | None = UNSET
     dialect: str | UnsetType | None = UNSET
@@ -146,6 +148,7 @@ class Inspect(Document, kw_only=True):
     steps: list[Sighting]
     files: int
     bytes: int
+    unopened: int | UnsetType = UNSET
     problems: list[Notice]
     left_out: list[Notice]
     inferred: list[str]
@@ -184,6 +187,75 @@ class Conversion(Document, kw_only=True):
     free: int | UnsetType = UNSET
     checkpoints: list[str] | UnsetType = UNSET
     advice: Notice | UnsetType = UNSET
+    sent: int | UnsetType = UNSET
+    read_back: int | UnsetType = UNSET
+
+
+class Restored(Notice):
+    """A damaged record of `zckpt mend`.
+
+    Of a `lost` one nothing is known. Otherwise `bytes` bytes at `offset` of the file are restored
+    to what was there before; `by` says what speaks for that. Of one flipped `bit` in an `element`,
+    `before` and `after` are its values. Damage of many bits looks the same by `chance`. `record`
+    has the offset and the length of the bytes that have the checksum, and `tensors` are in it.
+    """
+
+    state: Literal["restored", "accepted", "needs-consent", "lost"]
+    chance: float
+    record: dict[str, int]
+    tensors: list[str]
+    offset: int | UnsetType = UNSET
+    bytes: int | UnsetType = UNSET
+    by: Literal["checksum", "witness", "chance"] | UnsetType = UNSET
+    bit: int | UnsetType | None = UNSET
+    tensor: str | UnsetType | None = UNSET
+    element: int | UnsetType | None = UNSET
+    before: Number | bool | UnsetType = UNSET
+    after: Number | bool | UnsetType = UNSET
+    witness: str | UnsetType = UNSET
+
+
+class OfTensor(Struct):
+    """How many elements of a tensor lost files had, `of` how many."""
+
+    tensor: str
+    elements: int
+    of: int
+
+
+class LostPart(Notice):
+    """What lost files had of tensors: other bytes `elsewhere` are the same, or nothing has them.
+
+    Without tensors it is about a file that is `restored`, or says what is known of all tensors.
+    """
+
+    state: Literal["restored", "elsewhere", "rebuilt", "made-up", "gone"]
+    tensors: list[OfTensor]
+
+
+class Mend(Document, kw_only=True):
+    """`zckpt mend`; `problems` are what else the loader needs and is not there"""
+
+    source: Json
+    format: str | None
+    target: str
+    step: Step
+    places: list[Restored]
+    lost: list[LostPart]
+    problems: list[Notice]
+    warnings: list[Notice]
+    dry_run: bool
+    written: bool
+    files: list[str]
+    bytes: int
+    left_out: list[Notice]
+    next: str
+    seconds: float
+    records: Records | UnsetType = UNSET
+    resumed: int | UnsetType = UNSET
+    already_complete: bool | UnsetType = UNSET
+    free: int | UnsetType = UNSET
+    instead: str | UnsetType | None = UNSET
     sent: int | UnsetType = UNSET
     read_back: int | UnsetType = UNSET
 
@@ -229,6 +301,8 @@ class Verify(Comparison, kw_only=True):
     rank: int
     step: Step | UnsetType = UNSET
     warnings: list[Notice] | UnsetType = UNSET
+    instead: str | UnsetType | None = UNSET
+    """The newest other checkpoint of the run that is whole, if this one is not."""
     held: Json | UnsetType = UNSET
     names_of_reader: list[str] | UnsetType = UNSET
 
@@ -302,9 +376,12 @@ class AutoResume(Document, kw_only=True):
     format: str
     sizes: dict[str, int]
     ranks_before: int | None
+    unopened: int | UnsetType = UNSET
     obstacles: list[Notice]
     written: bool
     bytes: int
+    seconds: float
+    """How long writing took; 0 if nothing was written."""
     records: Records | None
     left_aside: list[LeftAside]
     removed: list[str]
@@ -319,6 +396,7 @@ class Checked(Document, kw_only=True):
     engine: str | None
     step: Step
     sizes: dict[str, int]
+    unopened: int | UnsetType = UNSET
     loads: bool
     obstacles: list[Notice]
     warnings: list[Notice]
@@ -373,11 +451,18 @@ class List(Document, kw_only=True):
 
 
 class Page(Document, kw_only=True):
-    """`zckpt report`: docs/report.md says what the sections are"""
+    """`zckpt report`: docs/report.md says what the sections are
+
+    `about` is what a trainer's files say beside the checkpoint, `next` what can be done with it,
+    `layers` the names of rows that are numbers alone.
+    """
 
     path: str
     version: str
     line: Json
+    about: Json
+    next: Json
+    layers: dict[str, str] | UnsetType = UNSET
     faults: list[Fault]
     seconds: float
     tensors: Json | UnsetType = UNSET
@@ -406,9 +491,30 @@ class Formats(Document, kw_only=True):
     formats: list[Json]
 
 
+class Progress(Document, kw_only=True):
+    """A line of `--json --progress` on stderr, of the command that it names.
+
+    The first one has the `event` "begin". Times are in seconds, sizes in bytes. `about` says what
+    is done and where, `doing` which file or tensor is at hand. `total` is null until it is known,
+    and `seconds_left` while nothing has moved. A command may pass over the bytes several times.
+    """
+
+    event: Literal["begin", "progress"]
+    about: str
+    host: str
+    process: int
+    seconds: float
+    done: int
+    total: int | None
+    bytes_per_second: float
+    seconds_left: float | None
+    doing: str
+
+
 DOCUMENTS: dict[str, type[Document]] = {
     "inspect": Inspect,
     **dict.fromkeys(("convert", "reshard", "export"), Conversion),
+    "mend": Mend,
     "verify": Verify,
     "diff": Diff,
     "stats": Stats,
@@ -419,6 +525,7 @@ DOCUMENTS: dict[str, type[Document]] = {
     "report": Page,
     "clean-up": CleanUp,
     "formats": Formats,
+    "progress": Progress,
 }
 """By command."""
 
@@ -428,14 +535,19 @@ OF_SEVERAL = ("inspect", "verify", "check")
 
 
 def schema(command: str) -> Json:
-    """The JSON Schema (2020-12) of what a command prints with `--json`, an error included."""
+    """The JSON Schema (2020-12) of what a command prints with `--json`, an error included.
+
+    That of "progress" is of each line of `--progress`.
+    """
     if command not in DOCUMENTS:
         raise WrongOption(
             "option-names-nothing",
             f"{command} prints no JSON",
             hint=meant(command, DOCUMENTS) or f"these do: {', '.join(DOCUMENTS)}",
         )
-    kinds: list[Any] = [DOCUMENTS[command], Error]
+    kinds: list[Any] = [DOCUMENTS[command]]
+    if command != "progress":
+        kinds.append(Error)
     if command == "auto-resume":
         kinds.append(None)
     if command in OF_SEVERAL:
@@ -445,7 +557,7 @@ def schema(command: str) -> Json:
         parts["Reports"]["properties"]["reports"]["items"] = {"anyOf": list(either[:2])}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"zckpt {command} --json",
+        "title": f"zckpt {'COMMAND --progress' if command == 'progress' else command} --json",
         "anyOf": list(either),
         "$defs": parts,
     }

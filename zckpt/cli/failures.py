@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, to_builtins
 
 from ..core.description import VERSION
-from ..display.terminal import shown
+from ..display.terminal import RED, painted, shown
 from ..errors import (
     CorruptCheckpoint,
     Notice,
@@ -44,7 +44,8 @@ class Failure(Struct, frozen=True):
         """Prints one sentence and a hint on stderr."""
         with suppress(OSError):  # a full disk behind stderr: the exit code says it
             notice = self.notice
-            output.say(f"Error: {safe(notice.message)}{shown(notice.code, sys.stderr)}")
+            word = painted("Error:", RED, sys.stderr)
+            output.say(f"{word} {safe(notice.message)}{shown(notice.code, sys.stderr)}")
             for place, line in enumerate(notice.hint.splitlines()):
                 output.say(f"{'' if place else 'Hint: '}{safe(line)}")
 

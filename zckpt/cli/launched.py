@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..core.description import Report
+from ..errors import MissingExtra
 from ..processes.launcher import Launch, address, launched, meeting_place
 
 
@@ -37,14 +38,21 @@ def write(
             words["sharing"] = part
         return command(source, target, resume=resume, **words)
     from ..processes.sharing import Processes
+    from ..processes.store import PROCESSES
 
-    with Processes(launch) as processes:
-        if processes.rank:
-            words |= {"begin": None, "tell": None}
-        elif not (words["dry_run"] or resume) and processes.continues(target):
-            resume = words["begins_anew"] = True
-        report = command(source, target, sharing=processes, resume=resume, **words)
-        return None if processes.rank else report
+    try:
+        with Processes(launch) as processes:
+            if processes.rank:
+                words |= {"begin": None, "tell": None}
+            elif not (words["dry_run"] or resume) and processes.continues(target):
+                resume = words["begins_anew"] = True
+            report = command(source, target, sharing=processes, resume=resume, **words)
+            return None if processes.rank else report
+    except MissingExtra as error:
+        if error.subject != PROCESSES:
+            raise
+        parts = f"or write parts, which need none either: --part auto, or --part K/{launch.size}"
+        raise error.again(hint=f"{error.hint}; {parts}") from error
 
 
 def verify(
@@ -74,6 +82,12 @@ def verify(
             words["begin"] = None
         report = api.verify(path, against, sharing=processes, **words)
         return None if processes.rank else report
+
+
+def speaks(single: bool) -> bool:
+    """Whether this process says how far the work is: of a launch that shares it, rank 0 alone."""
+    launch = _others(single)
+    return launch is None or not launch.rank
 
 
 def leave_to_rank_0(context: click.Context, _: click.Parameter, single: bool) -> None:

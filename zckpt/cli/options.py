@@ -113,6 +113,13 @@ _buffers = grouped(
     help="Tensors that are buffers, where files do not tell them from frozen parameters, or where "
     "each rank has its own in files without an optimizer (rank 0's are taken). Repeatable.",
 )
+_follow_links = grouped(
+    "Source",
+    "--follow-links",
+    rare=True,
+    is_flag=True,
+    help="Take files beside the checkpoint, such as a trainer's, through links out of its folder.",
+)
 replicas = grouped(
     "Source",
     "--replicas",
@@ -133,6 +140,14 @@ masters_from_weights = grouped(
 )
 """For `convert` and `reshard`."""
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
+progress = grouped(
+    "Output",
+    "--progress",
+    "asked",
+    rare=True,
+    is_flag=True,
+    help="Say on stderr what is done, and each minute how far it is; with --json as documents.",
+)
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -142,7 +157,7 @@ def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
     Those in `chosen` say which of several checkpoints is meant.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    own = (_root, _tp_rules, _buffers, names, _step_policy)
+    own = (_root, _tp_rules, _buffers, _follow_links, names, _step_policy)
     return stacked(_format, *chosen, *own, as_document, _quiet)
 
 
@@ -185,7 +200,7 @@ memory = grouped(
     help="Limit for the memory of all buffers together.",
 )
 
-moving = stacked(threads(f"one per processor, 2 to 4; {JOBS} for a URL"), memory)
+moving = stacked(threads(f"one per processor, 2 to 4; {JOBS} for a URL"), memory, progress)
 """Options for reading tensors."""
 
 single = grouped(
@@ -209,35 +224,48 @@ by_rank_0 = grouped(
 )
 """For commands that rank 0 of a launch carries out: the other processes end at once."""
 
+_io = grouped(
+    "Copying",
+    "--io",
+    rare=True,
+    type=click.Choice(["auto", "direct", "buffered"]),
+    default="auto",
+    show_default=True,
+    help="Write past the page cache (direct), through it (buffered), or past it where that is "
+    "possible (auto).",
+)
+_resume = grouped(
+    "Copying",
+    "--resume",
+    is_flag=True,
+    help="Continue an interrupted run with the same options, or start.",
+)
+_read_back = grouped(
+    "Copying",
+    "--no-read-back",
+    "read_back",
+    rare=True,
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Do not read again what a store has got, where it states no MD5.",
+)
+_dry_run = grouped(
+    "Output",
+    "--dry-run",
+    is_flag=True,
+    help="Report what would be written, and write nothing.",
+)
+
+copying_alone = stacked(threads(OF_WRITING), memory, _io, _resume, _read_back, _dry_run, progress)
+"""Options for copying tensors in one process."""
+
 copying = stacked(
     threads(OF_WRITING),
     memory,
-    grouped(
-        "Copying",
-        "--io",
-        rare=True,
-        type=click.Choice(["auto", "direct", "buffered"]),
-        default="auto",
-        show_default=True,
-        help="Write past the page cache (direct), through it (buffered), or past it where that is "
-        "possible (auto).",
-    ),
-    grouped(
-        "Copying",
-        "--resume",
-        is_flag=True,
-        help="Continue an interrupted run with the same options, or start.",
-    ),
-    grouped(
-        "Copying",
-        "--no-read-back",
-        "read_back",
-        rare=True,
-        is_flag=True,
-        flag_value=False,
-        default=True,
-        help="Do not read again what a store has got, where it states no MD5.",
-    ),
+    _io,
+    _resume,
+    _read_back,
     grouped(
         "Copying",
         "--part",
@@ -248,14 +276,30 @@ copying = stacked(
         "to end completes DST.",
     ),
     single,
-    grouped(
-        "Output",
-        "--dry-run",
-        is_flag=True,
-        help="Report what would be written, and write nothing.",
-    ),
+    _dry_run,
+    progress,
 )
 """Options for copying tensors."""
+
+form = grouped(
+    "Output",
+    "--format",
+    "form",
+    type=click.Choice(["text", "github", "junit"]),
+    default="text",
+    show_default=True,
+    help="For a CI job: GitHub's annotations, or JUnit's XML with a test case per checkpoint.",
+)
+"""For commands whose findings a CI job shows."""
+
+wide = grouped(
+    "Output",
+    "--wide",
+    rare=True,
+    is_flag=True,
+    help="Print all columns of tables, whatever the terminal's width.",
+)
+"""For commands whose tables leave out columns on a narrow terminal."""
 
 _trained = [item for item in formats.FORMATS if item.is_resumed]
 writing = of_targets(_trained, without={"param_names", "buffers"})

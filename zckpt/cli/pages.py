@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +16,19 @@ from .options import by_rank_0, common, given, grouped, moving
 from .parameters import PATH
 
 MARKDOWN = ".md"
+OF_EACH_RUN = re.compile(r"(?i)(?:checkpoint|ckpt|epoch|iter|step|version)[-_=]*[0-9]")
+"""Names of checkpoints that many runs have."""
 STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
+
+
+def name_for(path: str) -> str:
+    """The name of a page without its ending: that of the path.
+
+    Before one that each run has, such as `checkpoint-500`, stands that of the folder above.
+    """
+    above, name = os.path.split(os.path.abspath(path))
+    run = os.path.basename(above)
+    return f"{run}-{name}" if run and OF_EACH_RUN.search(name) else name
 
 
 def check(path: str | None) -> None:
@@ -86,11 +99,18 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
     help="Also show what differs from this checkpoint (any format).",
 )
 @grouped(
+    "Comparison",
+    "--since",
+    type=float,
+    metavar="STEP",
+    help="Of a run, read only the checkpoints of this step or later.",
+)
+@grouped(
     "Output",
     "--output",
     type=PATH,
     metavar="FILE",
-    help="Where to write.  [default: the name of PATH with .html, in this directory]",
+    help="Where to write.  [default: RUN-NAME.html in this directory, as run5-checkpoint-500.html]",
 )
 @grouped("Output", "--md", is_flag=True, help="Write Markdown, and a picture (.svg) beside it.")
 @moving
@@ -99,8 +119,10 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
 def report(
     path: str,
     against: str | None,
+    since: float | None,
     output: str | None,
     md: bool,
+    asked: bool,
     as_json: bool,
     quiet: bool,
     **words: Any,
@@ -108,22 +130,22 @@ def report(
     """Show a checkpoint on one page: a file that a browser opens without a network.
 
     It shows what the checkpoint is, statistics of layers, which file has which elements, masters
-    against weights, steps, and every fault. Of a run with several checkpoints it shows them over
-    time, and the newest one below. A lost rank or damaged bytes do not keep the rest away. --json
-    prints what the page is made of, and writes a page only with --output.
+    against weights, steps, every fault, and what to do next. Of a run with several checkpoints it
+    shows them over time, beside the loss that a trainer has logged, and the newest one below. A
+    lost rank or damaged bytes do not keep the rest away. --json prints what the page is made of,
+    and writes a page only with --output.
 
     Exit code 3: the page shows a fault.
     """
     from ..reporting.making import report as make
 
-    name = os.path.basename(os.path.abspath(path))
     if output is None and not as_json:
-        output = f"{name}{MARKDOWN if md else '.html'}"
+        output = f"{name_for(path)}{MARKDOWN if md else '.html'}"
     if md and output is not None and not output.endswith(MARKDOWN):
         raise click.UsageError("--md writes a file whose name ends with .md")
     check(output)
-    with display.progress(quiet or as_json) as begin:
-        document = make(path, against=against, begin=begin, **given(words))
+    with display.progress("report", path, quiet, as_json=as_json, asked=asked) as begin:
+        document = make(path, against=against, since=since, begin=begin, **given(words))
     save(output, document, quiet or as_json)
     display.answer(document, as_json, quiet, display.reported)
     return 3 if any(line["fault"] for line in document["faults"]) else 0

@@ -18,17 +18,20 @@ from .options import (
     OF_WRITING,
     common,
     declared_option,
+    form,
     given,
     grouped,
     masters_from_weights,
     memory,
     moving,
     of_run,
+    progress,
     replicas,
     resuming,
     single,
     stacked,
     threads,
+    wide,
 )
 from .parameters import PATH
 
@@ -75,9 +78,17 @@ OF_RUN = (options.DP, options.TP, options.PP, options.EP)
 @threads(OF_WRITING)
 @memory
 @single
+@progress
 @of_run
 def auto_resume(
-    run: str, config: Any, jobs: int | None, memory: int, as_json: bool, quiet: bool, **words: Any
+    run: str,
+    config: Any,
+    jobs: int | None,
+    memory: int,
+    asked: bool,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
 ) -> None:
     """Print the path from which a run goes on at another size, and nothing else.
 
@@ -92,7 +103,8 @@ def auto_resume(
 
     launch = None if words["single"] else launched()
     said: dict[str, Any] = {k: v for k, v in words.items() if v or type(v) is int}
-    with display.progress(quiet or as_json) as begin:
+    is_quiet = quiet or (launch is not None and launch.rank > 0)
+    with display.progress("auto-resume", run, is_quiet, as_json=as_json, asked=asked) as begin:
         path = resume(
             run,
             ds_config=config,
@@ -116,7 +128,7 @@ def auto_resume(
     ),
 )
 @several.PATHS
-@stacked(*(declared_option(option) for option in OF_RUN))
+@stacked(*(declared_option(option) for option in (*OF_RUN, options.SP)))
 @grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
 @grouped(
     "Engine",
@@ -134,12 +146,14 @@ def auto_resume(
     help="A checkpoint that the next program has saved: names, shapes and the members of each "
     "optimizer group must be its own.",
 )
+@form
 @common
 def check(
     paths: tuple[str, ...],
     engine: str | None,
     ds_config: str | None,
     like: str | None,
+    form: str,
     as_json: bool,
     quiet: bool,
     **words: Any,
@@ -149,7 +163,8 @@ def check(
     PATH is a checkpoint, or a run, whose newest one is asked, or the one of --tag. If it does not
     load as it is, the report says why. It names a command only if this cures every reason.
 
-    Exit code 3: it does not load as it is.
+    Exit code 3: it does not load as it is, or its files are missing, damaged or of several saves.
+    Exit code 1: nothing could be said, such as of a path that holds no checkpoint.
     """
     from ..resume.check import check as ask
     from ..resume.fitting import Asked
@@ -165,6 +180,8 @@ def check(
         report = ask(path, asked, engine, like, reading, files, tag)
         return report, 0 if report["loads"] else 3
 
+    if form != "text":
+        return several.look_for_a_job("check", paths, look, form, as_json)
     if len(paths) > 1:
         show = display.fitting_in_a_line
         return several.look_at_each("check", paths, look, show, as_json, quiet)
@@ -192,24 +209,43 @@ def check(
     help="Read all bytes of each checkpoint, as verify does.",
 )
 @moving
+@form
+@wide
 @of_run
-def list_run(run: str, intact: bool, as_json: bool, quiet: bool, **words: Any) -> int:
+def list_run(
+    run: str,
+    intact: bool,
+    form: str,
+    wide: bool,
+    asked: bool,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
+) -> int:
     """Show in which state each checkpoint of a run is, the oldest first.
 
     A row says whether a checkpoint is whole and of one save by its metadata; the reasons are below
-    the table. If a file changed within the last minute, the row says "being written". With a size,
-    such as --dp 16, a row says whether the engine loads the checkpoint there. What is wrong with
-    one checkpoint does not keep the others away.
+    the table. They also say if a file changed within the last minute: the save may not have ended.
+    With a size, such as --dp 16, a row says whether the engine loads the checkpoint there. What is
+    wrong with one checkpoint does not keep the others away.
 
     Exit code 3: a checkpoint is not whole or not of one save, or --intact found damage. Exit code
     1: one could not be looked at.
     """
     from ..resume import listing
 
-    with display.progress(quiet or as_json or not intact) as begin:
-        report = listing.list_checkpoints(run, intact=intact, begin=begin, **given(words))
-    display.answer(report, as_json, quiet, display.listed_run)
-    rows = report["checkpoints"]
-    if any(False in (row["whole"], row["of_one_save"], row["intact"]) for row in rows):
-        return 3
-    return 1 if any(row["problems"] for row in rows) else 0
+    is_quiet = quiet or not (intact or asked)  # metadata are no bytes to count
+
+    def look(run: str) -> tuple[Report, int]:
+        with display.progress("list", run, is_quiet, as_json=as_json, asked=asked) as begin:
+            report = listing.list_checkpoints(run, intact=intact, begin=begin, **given(words))
+        rows = report["checkpoints"]
+        if any(False in (row["whole"], row["of_one_save"], row["intact"]) for row in rows):
+            return report, 3
+        return report, 1 if any(row["problems"] for row in rows) else 0
+
+    if form != "text":
+        return several.look_for_a_job("list", [run], look, form, as_json)
+    report, code = look(run)
+    display.answer(report, as_json, quiet, display.listed_run, wide)
+    return code

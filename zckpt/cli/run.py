@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+WRITING = {"convert", "reshard", "export", "mend", "auto-resume"}
 OF_OTHERS = {
     ("zckpt reshard", "--to"): "reshard keeps the format of SRC: zckpt convert SRC DST --to FORMAT "
     "writes another one",
@@ -93,7 +94,7 @@ def command(words: list[str]) -> Any:
 def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
     """What an interrupted command has left, and how to continue it."""
     if not isinstance(cause, Interrupted):
-        return "no target was written"
+        return "no target was written" if WRITING & {*words} else "nothing was changed"
     again = [word for word in words if word != "--resume"]
     return f"continue with: {shlex.join(['zckpt', *again, '--resume'])}"
 

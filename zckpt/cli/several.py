@@ -56,6 +56,37 @@ def look_at_each(
     return max(codes)
 
 
+def look_for_a_job(command: str, paths: Sequence[str], look: Look, form: str, as_json: bool) -> int:
+    """Prints the findings of all paths as `form`, and gives the exit code, as `look_at_each`."""
+    if as_json:
+        raise WrongOption(
+            "options-conflict",
+            f"--json and --format {form} are two forms of one report",
+            hint="leave one of them out",
+        )
+    reports: list[Report] = []
+    codes: list[int] = []
+    for path in paths:
+        report, code = _looked(command, path, look)
+        reports += [report] if report else []  # rank 0 has the report of all
+        codes.append(code)
+    if reports:
+        display.annotated(command, reports, form)
+    return max(codes)
+
+
+def _looked(command: str, path: str, look: Look) -> tuple[Report, int]:
+    """The report of one path, or its error as a document, and the exit code."""
+    try:
+        return look(path)
+    except (ProcessFailed, click.ClickException):  # of the command, and not of this path
+        raise
+    except Exception as error:
+        trace()
+        failure = failure_of(error)
+        return failure.document(command) | {"path": path}, failure.code
+
+
 def refuse_for_several(paths: Sequence[str], flag: str, is_given: object, way: str = "") -> None:
     """Raises WrongOption if an option for one path is given with several; `way` is a way out."""
     if is_given and len(paths) > 1:

@@ -3,6 +3,7 @@
     convert.py      the five steps of a conversion
     copy.py         fills the files of a target
     assembling.py   one chunk of a file
+    comparing.py    masters are compared with their weights meanwhile
     filling.py      a file while it is filled: its regions, and what its bytes belong to
     targets.py      may a target be written at a path, and does it fit?
     staging.py      it appears whole or not at all

@@ -7,6 +7,8 @@ processor's cache. Bytes between tensors (headers) are those that the file has a
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -15,21 +17,32 @@ from ..core.checksum import crc32, crc_of_runs
 from ..core.dtypes import SIZES
 from ..core.entries import Entry
 from ..core.fragments import Extent, Slices
-from ..core.pieces import SMALL, ElementReader, ReadRequest
+from ..core.pieces import SHORT, SMALL, ElementReader, ReadRequest
 from ..core.plan import Chunk, TargetPiece
-from .filling import TargetFile
 from .journal import Key, Passed
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
 
 
+class Target(Protocol):
+    """A target file whose shell was laid out: `file` is its open descriptor."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def file(self) -> int: ...
+
+    def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
+        """The CRC-32s that are asked for of bytes that begin at `start` in the file."""
+
+
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks, for one thread.
 
-    `numbers` are those of the pairs, by identity. The bytes of the pairs in `checking` count for
-    the source's records. `hashed_first` has the numbers of the pairs whose source is hashed before
-    it is cast.
+    `numbers` are those of the pairs that are hashed, by identity. The bytes of the pairs in
+    `checking` count for the source's records. `hashed_first` has the numbers of the pairs whose
+    source is hashed before it is cast.
     """
 
     reader: ElementReader
@@ -37,7 +50,7 @@ class Assembler(Struct, frozen=True, eq=False):
     checking: Container[int]
     hashed_first: Container[int]
 
-    def assemble(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
+    def assemble(self, target: Target, chunk: Chunk, view: memoryview) -> list[Passed]:
         """Puts a chunk's bytes into `view`; gives their CRC-32s."""
         passed: list[Passed] = []
         self._keep_shell(target, chunk, view)
@@ -57,31 +70,32 @@ class Assembler(Struct, frozen=True, eq=False):
         crcs = self.reader.read(same, view)
         return passed + self._hash(target, chunk, view, crcs)
 
-    def _keep_shell(self, target: TargetFile, chunk: Chunk, view: memoryview) -> None:
-        """Reads what the file holds already between tensors (headers)."""
-        offset, gaps = chunk.offset, []
-        for piece in chunk.pieces:
-            if piece.offset > offset:
-                gaps.append((offset, piece.offset))
-            offset = piece.end
-        if offset < chunk.offset + chunk.length:
-            gaps.append((offset, chunk.offset + chunk.length))
+    def _keep_shell(self, target: Target, chunk: Chunk, view: memoryview) -> None:
+        """Reads what the file holds already between tensors (headers), and with it short ones."""
+        offset, gaps = chunk.offset, list[tuple[int, int]]()
+        ends = ((piece.offset, piece.end) for piece in chunk.pieces)
+        for begin, end in chain(ends, ((chunk.end, chunk.end),)):
+            if begin > offset:
+                is_near = gaps and offset - gaps[-1][1] < SHORT
+                gaps.append((gaps.pop()[0] if is_near else offset, begin))
+            offset = end
         for start, stop in gaps:
             part = view[start - chunk.offset : stop - chunk.offset]
             extent = Extent(target.path, start, stop - start)
-            self.reader.reader.read_from(target.writer.file, extent, part)
+            self.reader.reader.read_from(target.file, extent, part)
 
     def _cast(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        source, key = piece.pair.source, (SOURCE, self.numbers[id(piece.pair)], 0)
+        source, number = piece.pair.source, self.numbers.get(id(piece.pair))
         size, check = SIZES[source.dtype], id(piece.pair) in self.checking
         passed: list[Passed] = []
 
         def count(start: int, stop: int, elements: memoryview) -> None:
-            passed.append((key, start * size, stop * size, crc32(elements)))
+            assert number is not None
+            passed.append(((SOURCE, number, 0), start * size, stop * size, crc32(elements)))
 
         request = ReadRequest(source, piece.start, piece.stop, at, check)
         dtype = piece.pair.target.dtype
-        counted = count if key[1] in self.hashed_first else None
+        counted = count if number in self.hashed_first else None
         self.reader.read_as(dtype, request, view, counted, bounded=True)
         return passed
 
@@ -111,7 +125,7 @@ class Assembler(Struct, frozen=True, eq=False):
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
         block = self.reader.block
         most = CAST_BLOCK // stride  # a block has so many elements; `_parts` leaves short strides
-        key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
+        number, passed = self.numbers.get(id(piece.pair)), list[Passed]()
         for first in range(0, piece.count, most):
             count = min(most, piece.count - first)
             start = piece.start + first * stride
@@ -128,25 +142,28 @@ class Assembler(Struct, frozen=True, eq=False):
                 continue
             cast(runs, source.dtype, into, target.dtype)
             refuse_overflow(source.name, runs, source.dtype, into, target.dtype)
-            if key[1] in self.hashed_first:
-                passed.append(_passed_runs(key, source, piece, runs, stop))
+            if number is not None and number in self.hashed_first:
+                passed.append(_passed_runs((SOURCE, number, 0), source, piece, runs, stop))
         return passed
 
     def _hash(
         self,
-        target: TargetFile,
+        target: Target,
         chunk: Chunk,
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRCs of the chunk's bytes: of tensors, of the file, and of its records.
+        """The CRCs of the chunk's bytes: of tensors that are hashed, of records, and of the file.
 
         `crcs` are known, by bytes [begin, end) of `view`.
         """
         passed: list[Passed] = []
         begin = chunk.offset
-        for piece in chunk.pieces:
-            entry, key = piece.pair.target, (TENSOR, self.numbers[id(piece.pair)], 0)
+        for piece in chunk.pieces if self.numbers else ():
+            number = self.numbers.get(id(piece.pair))
+            if number is None:
+                continue
+            entry, key = piece.pair.target, (TENSOR, number, 0)
             at, end = piece.offset - begin, piece.end - begin
             data = view[at:end]
             if piece.count > 1:
@@ -156,8 +173,7 @@ class Assembler(Struct, frozen=True, eq=False):
                 size = SIZES[entry.dtype]
                 crc = crcs[at, end] if (at, end) in crcs else crc32(data)
                 passed.append((key, piece.start * size, piece.stop * size, crc))
-        for start, stop in target.edges(begin, begin + chunk.length):
-            passed += target.passed(start, stop, crc32(view[start - begin : stop - begin]))
+        passed += target.passed(view[: chunk.length], begin)
         return passed
 
 

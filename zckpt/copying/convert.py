@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from ..core import plan
+from ..core.entries import Entry
 from ..core.folder import Folder
+from ..core.fragments import Extent, solid
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
-from ..core.resources import Begin, Copying
+from ..core.masters import Rounding
+from ..core.resources import Begin, Copying, uncollected
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
 from ..errors import Interrupted, NotEnoughSpace, ProcessLost, removal, sized
@@ -29,17 +32,20 @@ from .copy import copy
 from .journal import Identity
 from .journals import ProcessJournal
 from .sharing import Sharing
-from .staging import Staging, joined
+from .staging import Staging, joined, waiting
 
 ReadShells = Callable[[str], Manifest]
 """Reads the manifest of the shells in a directory."""
 Seal = Callable[[Folder, Manifest, CopyOutcome], None]
 """Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
+HasDigests = Callable[[Manifest], bool]
+"""Whether the CRC-32 of each tensor is needed, given the manifest of the shells."""
 
 
 def files_of(layout: Layout) -> dict[str, int]:
     """Names and sizes of all files that a layout writes. Builds every shell, so call it once."""
-    shells = {shell.name: shell.size for shell in layout.shells()}
+    with uncollected():
+        shells = {shell.name: shell.size for shell in layout.shells()}
     return shells | {name: sibling.size for name, sibling in layout.siblings}
 
 
@@ -62,8 +68,12 @@ def convert(
     seal: Seal,
     copying: Copying,
     begin: Begin | None,
+    rounding: Rounding | None = None,
+    has_digests: HasDigests = lambda _: True,
 ) -> CopyOutcome | None:
     """Writes `source` as the target of `staging`, `size` bytes in the files of `layout`.
+
+    Masters are compared with their weights on the way, as `rounding` says.
 
     The result is None if another part of the run will complete the target. If an error is raised,
     there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have
@@ -76,6 +86,7 @@ def convert(
         unchanged(source.files.fingerprints),
     ):
         staging.lay(layout.shells(), _strictest_mode(source))
+        staging.lay_beside(layout.siblings)
         shells = read_shells(staging.path)
         staging.root.refuse_another()
         staging.share()
@@ -85,9 +96,12 @@ def convert(
             shells,
             staging.root,
             copying,
-            begin(size) if begin else None,
+            begin(size + (rounding.length if rounding else 0)) if begin else None,
             staging.journal,
             staging.sharing,
+            [*_beside(layout, staging.path)],
+            rounding,
+            has_digests(shells),
         )
         if outcome is None:
             if not staging.sharing.part:
@@ -97,13 +111,25 @@ def convert(
             staging.postpone()
             return None
         for name, sibling in layout.siblings:
-            path = os.path.join(staging.path, name)
-            outcome.files[path] = staging.copy(sibling.path, name)
+            copied = outcome.files.pop(waiting(staging.path, name), (0, 0))
+            outcome.files[staging.put(name, sibling.path)] = copied
+        staging.root.remove(waiting(staging.path, ""))
         seal(staging.root, shells, outcome)
         for path in shells.files.paths:  # however long the copy took, they are of one save
             with staging.root.opened(path) as file:
                 os.utime(file)
     return outcome
+
+
+def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
+    """The files that are copied as they are, each as a tensor of bytes."""
+    for name, sibling in layout.siblings:
+        source, target = (
+            Entry(name, "file", "U8", (size,), solid(size, Extent(path, 0, size)))
+            for path in (sibling.path, waiting(root, name))
+            for size in [sibling.size]
+        )
+        yield plan.Pair(source, target)
 
 
 @contextmanager
@@ -135,6 +161,8 @@ def take_part(
     read_shells: ReadShells,
     copying: Copying,
     sharing: Sharing,
+    rounding: Rounding | None = None,
+    has_digests: HasDigests = lambda _: True,
 ) -> None:
     """Writes this process's portions of a target that another process lays and completes.
 
@@ -154,7 +182,9 @@ def take_part(
         ):
             shells = read_shells(root.path)
             pairs = plan.join(source, shells, layout.from_masters)
-            copy(pairs, source, shells, root, copying, None, journal, sharing)
+            beside = [*_beside(layout, root.path)]
+            about = pairs, source, shells, root, copying, None, journal, sharing
+            copy(*about, beside, rounding, has_digests(shells))
         sharing.end()
     except KeyboardInterrupt as error:
         if writer:  # without locks, nobody continues it

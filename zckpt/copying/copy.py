@@ -4,6 +4,8 @@ Chunk by chunk (2 MiB): `assembling` puts the bytes into an aligned buffer, whic
 more threads assemble than there are processors, or two, while others write. A region is some chunks
 that follow each other. When all of them are written, the file is synced, and the region goes into
 the journal with the CRC-32s of its parts. A later run takes these and skips the region.
+Files beside the tensors are pairs of bytes, and have regions too. So have masters that are compared
+with their weights (`comparing`).
 """
 
 from __future__ import annotations
@@ -17,19 +19,22 @@ from msgspec import Struct
 
 from ..core import plan
 from ..core.checksum import Cover, Scattered
+from ..core.compare import Buffers
 from ..core.fileio import Buffer, is_small
 from ..core.folder import Folder
 from ..core.fragments import Extent, Fragments, Runs, Slices
 from ..core.grouping import by_key
 from ..core.layout import CopyOutcome
 from ..core.manifest import Manifest
+from ..core.masters import Rounding
 from ..core.pieces import ElementReader
 from ..core.plan import Chunk, Pair
 from ..core.records import PassedRecord, RecordChecker
 from ..core.resources import Copying, Progress, describe, processors
 from ..core.streaming import carry_out_all, chunk_size, finish, in_turns, stream
-from ..errors import CorruptCheckpoint
+from ..errors import RESTORABLE, CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
+from .comparing import DIFFERS, MASTERS, MasterPart, MasterRow, differing
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
 from .journal import Journal, Key, Passed, Region
 from .sharing import Portion, Sharing
@@ -38,6 +43,8 @@ SLICES = 512 << 10  # bytes, at least, for slices of small tensors that a thread
 UNSYNCED = 64  # small files that are open until they are synced together
 CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
+
+Task = tuple[TargetFile, Chunk] | MasterPart
 
 
 class _Copy(Struct, eq=False, dict=True):
@@ -53,10 +60,12 @@ class _Copy(Struct, eq=False, dict=True):
     progress: Progress | None
     journal: Journal | None
     sharing: Sharing
+    tensors: int
+    has_digests: bool
+    masters: MasterRow | None
 
     def __post_init__(self) -> None:
         pairs, self.source_records = self.pairs, self.source.files.records
-        self.record_numbers = {id(record): n for n, record in enumerate(self.source_records)}
         self.checker = RecordChecker(
             self.source_records, fingerprints=self.source.files.fingerprints
         )
@@ -66,17 +75,20 @@ class _Copy(Struct, eq=False, dict=True):
         self.outcome = CopyOutcome()
         self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes
-        self.numbers = {id(pair): number for number, pair in enumerate(pairs)}
-        self.scattered = {
-            number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)
+        # of the pairs of which somebody asks for the CRC-32
+        self.numbers = {
+            id(pair): number
+            for number, pair in enumerate(pairs[: self.tensors])
+            if self.has_digests or pair.source.digest is not None
         }
+        self.scattered = scattered(pairs)
         # tensors of the source that are hashed before they are cast
         self.cast = {
             number
             for number, pair in enumerate(pairs)
             if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
         }
-        self.checking = self._counted_pairs()
+        self.checking = counted(pairs, self.checker)
         self.lock = threading.Lock()
         # each thread more would make handing over Python's lock dearer: of a copy into files of 64
         # ranks, on two processors, four threads took a tenth longer
@@ -89,27 +101,9 @@ class _Copy(Struct, eq=False, dict=True):
         self.pieces_of = lru_cache(self.jobs)(pieces_of)
         for path in paths:
             self._add_target(path)
+        self._skip(MASTERS)
         portions = self.sharing.mine([*self.portions()], self.progress)
-        self.tasks = in_turns(map(self._chunks, portions), self.jobs)
-
-    def _counted_pairs(self) -> set[int]:
-        """The pairs, by identity, whose bytes count for the records of the source.
-
-        One pair for the bytes of each source entry, which is known by them: each model rank may
-        have one of its name. The records of tensors that all targets cut along inner axes are read
-        once more in the end.
-        """
-        first: dict[int, int] = {}
-        for number, pair in enumerate(self.pairs):
-            if number not in self.scattered:
-                first.setdefault(id(pair.source.fragments), id(pair))
-        for pair in self.pairs:
-            if id(pair.source.fragments) not in first:
-                for fragment in pair.source.fragments:
-                    self.checker.require(fragment.extent)
-        for flat in _flats_cut_otherwise(self.pairs):
-            self.checker.require(flat)
-        return set(first.values())
+        self.tasks = in_turns(map(self._tasks, portions), self.jobs)
 
     def _add_target(self, path: str) -> None:
         name = self.root.name_of(path)
@@ -119,12 +113,20 @@ class _Copy(Struct, eq=False, dict=True):
         target = TargetFile(number, self.root, name, size, records, self.chunk)
         self.targets[name] = target
         self.in_order.append(target)
+        self._skip(name)
+
+    def _skip(self, name: str) -> None:
+        """Takes the regions of a file that an earlier run has noted."""
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
             if self.progress:
                 self.progress(region.stop - region.start)
 
-    def _chunks(self, portions: Sequence[Portion]) -> Iterator[tuple[TargetFile, Chunk]]:
-        """The chunks of portions of one file."""
+    def _tasks(self, portions: Sequence[Portion]) -> Iterator[Task]:
+        """The chunks of portions of one file, or the parts of masters."""
+        if self.masters and portions[0].file == MASTERS:
+            describe(self.progress, "comparing masters with their weights")
+            yield from self.masters.parts(portions)
+            return
         target = self.targets[portions[0].file]
         pieces = self.pieces_of(target.path)
         position = f"{target.number + 1} of {len(self.targets)} files"
@@ -136,6 +138,8 @@ class _Copy(Struct, eq=False, dict=True):
                 yield target, chunk
 
     def portions(self) -> Iterator[Portion]:
+        if self.masters:
+            yield from self.masters.portions(self.complete)
         for name, target in self.targets.items():
             for region in target.regions:
                 is_complete = (name, region.start) in self.complete
@@ -154,14 +158,16 @@ class _Copy(Struct, eq=False, dict=True):
             self._count(region.passed)
             for key, start, stop, crc in region.passed:
                 if key[0] == CHECKED:
-                    self.checker.passed_before(self.source_records[key[1]], start, stop, crc)
+                    self.checker.passed_before(key[1], start, stop, crc)
+            self._take_differing(region)
             taken.append(region)
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
-            self.sums.add((part for part in passed if part[0][0] != CHECKED), self._cover_of)
+            own = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
+            self.sums.add(own, self._cover_of)
 
     def _length_of(self, key: Key) -> int:
         """The bytes that a key names."""
@@ -180,16 +186,19 @@ class _Copy(Struct, eq=False, dict=True):
         is_scattered = kind in (TENSOR, SOURCE) and number in self.scattered
         return (Scattered if is_scattered else Cover)(self._length_of(key))
 
-    def start(
-        self, element_readers: Sequence[ElementReader]
-    ) -> Callable[[tuple[TargetFile, Chunk]], None]:
-        """One thread's buffer, and the function that carries out a task."""
+    def start(self, element_readers: Sequence[ElementReader]) -> Callable[[Task], None]:
+        """One thread's buffers, and the function that carries out a task."""
         (element_reader,) = element_readers
         element_reader.passed = [] if self.journal else None
         assembler = Assembler(element_reader, self.numbers, self.checking, self.cast)
         buffer = Buffer(self.chunk)
+        buffers = self.masters.buffers() if self.masters else None
 
-        def carry_out(task: tuple[TargetFile, Chunk]) -> None:
+        def carry_out(task: Task) -> None:
+            if isinstance(task, MasterPart):
+                assert buffers is not None
+                self._compare(task, element_reader, buffers)
+                return
             target, chunk = task
             with self.assembling:
                 passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
@@ -199,6 +208,20 @@ class _Copy(Struct, eq=False, dict=True):
                 self._complete(target, complete)
 
         return carry_out
+
+    def _compare(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> None:
+        """Compares a part of the masters; notes its region if that lacks no other."""
+        assert self.masters is not None
+        with self.assembling:
+            first = self.masters.first(part, reader, buffers)
+        self.sharing.check()
+        with self.lock:
+            region = self.masters.compared(part, first)
+        if self.progress:
+            self.progress(part.length)
+        if region:
+            self.masters.refuse(region)
+            self._note(region)
 
     def _written(
         self,
@@ -246,15 +269,24 @@ class _Copy(Struct, eq=False, dict=True):
         """Syncs a region and notes it."""
         target, region = complete
         target.close()
+        self._note(region)
+
+    def _note(self, region: Region) -> None:
         with self.lock:
-            self.complete.add((target.name, region.start))
+            self.complete.add((region.file, region.start))
+            self._take_differing(region)
         if self.journal:
             self.journal.add(region)
 
+    def _take_differing(self, region: Region) -> None:
+        for number, first in differing(region.passed).items():
+            known = self.outcome.differing.get(number, first)
+            self.outcome.differing[number] = min(first, known)
+
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
         """The parts of source records that a thread has read since the last call."""
-        for record, start, stop, crc in log:
-            yield (CHECKED, self.record_numbers[id(record)], 0), start, stop, crc
+        for number, start, stop, crc in log:
+            yield (CHECKED, number, 0), start, stop, crc
         log.clear()
 
     def close(self, error: BaseException) -> None:
@@ -268,9 +300,9 @@ class _Copy(Struct, eq=False, dict=True):
             self.outcome.files[target.path] = target.size, self._crc((FILE, target.number, 0))
             for place, extent in enumerate(target.records):
                 self.outcome.records[extent] = self._crc((RECORD, target.number, place))
-        for number, pair in enumerate(self.pairs):
-            crc = self._crc((TENSOR, number, 0))
-            self.outcome.digests[pair.rank, pair.target.key] = crc
+        for number in self.numbers.values():
+            pair, crc = self.pairs[number], self._crc((TENSOR, number, 0))
+            self.outcome.digests.setdefault(pair.rank, {})[pair.target.key] = crc
             if (stated := pair.source.digest) is None:
                 continue
             if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
@@ -278,8 +310,11 @@ class _Copy(Struct, eq=False, dict=True):
                     "record-damaged",
                     f"{pair.source.name} is damaged: its bytes do not have the CRC-32 that the "
                     "manifest states",
-                    hint="take another copy of the source",
+                    hint=RESTORABLE,
                 )
+        self.outcome.tensors = len(
+            {(pair.rank, pair.target.key) for pair in self.pairs[: self.tensors]}
+        )
         self.outcome.counts = finish([self.checker])
         return self.outcome
 
@@ -287,6 +322,32 @@ class _Copy(Struct, eq=False, dict=True):
         crc = self.sums.crc(key, self._length_of(key))
         assert crc is not None, key
         return crc
+
+
+def scattered(pairs: Sequence[Pair]) -> set[int]:
+    """The numbers of the pairs whose target is cut along inner axes."""
+    return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
+
+
+def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
+    """The pairs, by identity, whose bytes count for the records of the source.
+
+    One pair for the bytes of each source entry, which is known by them: each model rank may have
+    one of its name. The records of tensors that all targets cut along inner axes are read once more
+    in the end: `checker` requires them.
+    """
+    first: dict[int, int] = {}
+    cut = scattered(pairs)
+    for number, pair in enumerate(pairs):
+        if number not in cut:
+            first.setdefault(id(pair.source.fragments), id(pair))
+    for pair in pairs:
+        if id(pair.source.fragments) not in first:
+            for fragment in pair.source.fragments:
+                checker.require(fragment.extent)
+    for flat in _flats_cut_otherwise(pairs):
+        checker.require(flat)
+    return set(first.values())
 
 
 def _is_in_order(fragments: Fragments) -> bool:
@@ -319,22 +380,27 @@ def copy(
     progress: Progress | None,
     journal: Journal | None,
     sharing: Sharing,
+    beside: Sequence[Pair] = (),
+    rounding: Rounding | None = None,
+    has_digests: bool = True,
 ) -> CopyOutcome | None:
     """Fills the target's files in `root` from the source; they exist, with their final sizes.
 
-    Regions that `journal` lists are not written again, and `sharing` may leave some to others. The
-    result is None if another process, or another part, will complete the target. Raises
-    CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, or OSError
-    (a full disk).
+    `beside` are files that are copied as they are; they have no digest in the outcome. Without
+    `has_digests` that is so of all tensors but those whose digest the source states. The masters of
+    `rounding` are compared with their weights. Regions that `journal` lists are not written again,
+    and `sharing` may leave some to others. The result is None if another process, or another part,
+    will complete the target. Raises CorruptCheckpoint if bytes of the source do not have the CRC-32
+    that its files state, OSError (a full disk), and what `rounding` raises.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs
     if journal and journal.chunk:  # an earlier run may have been given more memory
         chunk = journal.chunk
         jobs = max(1, min(jobs, copying.memory // (2 * chunk)))
-    running = _Copy(
-        pairs, source, target, root, chunk, jobs, copying.io, progress, journal, sharing
-    )
+    about = root, chunk, jobs, copying.io, progress, journal, sharing
+    masters = MasterRow(rounding, chunk // 4 * 3) if rounding else None
+    running = _Copy([*pairs, *beside], source, target, *about, len(pairs), has_digests, masters)
     try:
         slices = min(chunk, max(SLICES, chunk // 4))
         stream(running.tasks, jobs, [running.checker], slices, running.start)

@@ -10,7 +10,7 @@ from threading import Lock
 
 from msgspec import Struct, field
 
-from ..core.checksum import Cover, Scattered
+from ..core.checksum import Cover, Scattered, combine, crc32
 from ..core.fileio import Writer
 from ..core.folder import Folder
 from ..core.fragments import Extent
@@ -97,6 +97,11 @@ class TargetFile(Struct, eq=False, dict=True):
         self._lock = Lock()
         self._open = 0  # regions that are being written
 
+    @property
+    def file(self) -> int:
+        """The descriptor of a file that is open."""
+        return self.writer.file
+
     def open(self, io: str) -> None:
         """Opens the file to write one more region; `io` is the mode of its writer."""
         with self._lock:
@@ -113,25 +118,33 @@ class TargetFile(Struct, eq=False, dict=True):
                 return
         self.writer.sync()
 
-    def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the file, cut where records begin and end."""
+    def edges(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
+        """[start, stop) of the file, cut where records begin and end.
+
+        Each part comes with the place of the record in which it lies, which may be none.
+        """
         offset = start
-        first = max(0, bisect_right(self._starts, start) - 1)
-        for extent in self.records[first:]:
-            for edge in (extent.offset, extent.offset + extent.length):
-                if offset < edge < stop:
-                    yield offset, edge
-                    offset = edge
+        for place in range(max(0, bisect_right(self._starts, start) - 1), len(self.records)):
+            extent = self.records[place]
             if extent.offset >= stop:
                 break
-        yield offset, stop
+            if offset < extent.offset:
+                yield offset, extent.offset, None
+                offset = extent.offset
+            end = min(extent.offset + extent.length, stop)
+            if offset < end:
+                yield offset, end, place
+                offset = end
+        if offset < stop:
+            yield offset, stop, None
 
-    def passed(self, start: int, stop: int, crc: int) -> Iterator[Passed]:
-        """What bytes [start, stop) with this CRC are of: they lie in one record, or between two."""
+    def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
+        """The CRC-32s of bytes that begin at `start`: those of records, and that of the file."""
+        crc, stop = 0, start + len(data)
+        for first, last, place in self.edges(start, stop):
+            own = crc32(data[first - start : last - start])
+            crc = combine(crc, own, last - first)
+            if place is not None:
+                begin = self._starts[place]
+                yield (RECORD, self.number, place), first - begin, last - begin, own
         yield (FILE, self.number, 0), start, stop, crc
-        place = bisect_right(self._starts, start) - 1
-        if place >= 0:
-            extent = self.records[place]
-            first = start - extent.offset
-            if first < extent.length:
-                yield (RECORD, self.number, place), first, stop - extent.offset, crc

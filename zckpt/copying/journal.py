@@ -135,9 +135,9 @@ class Journal:
 
     def _begin(self) -> None:
         self._file = self._opened(JOURNAL)
-        if not lock(self._file) or not self._is_at(self._file, self.path):
+        self._is_locked = lock(self._file)
+        if not (self._is_locked and self._is_at(self._file, self.path)):
             raise in_use(self.folder.path)
-        self._is_locked = True
         length = self._read(self._file)
         os.ftruncate(self._file, length)
         others = [(name, self._opened(name)) for name in self._names()]
@@ -155,7 +155,8 @@ class Journal:
 
     def _take_back(self) -> None:
         """Removes what this run has just begun; its lock is still there, and ends after that."""
-        if self._is_locked and self.is_new and self.folder.names() == [JOURNAL]:
+        is_ours = self._is_locked and self._is_at(self._file, self.path)
+        if is_ours and self.is_new and self.folder.names() == [JOURNAL]:
             self.folder.unlink(self.path)
 
     def _path(self, name: str) -> str:

@@ -1,8 +1,10 @@
 """How does a target directory appear whole or not at all?
 
 Everything is written into a folder within `<target>.partial` and synced to the disk. One rename
-makes that folder the target. A run that fails removes what it wrote. A run that is killed, or is
-interrupted after some work, leaves `.partial` with its journal behind, and can be continued.
+makes that folder the target. Files that are copied as they are wait in its `.zckpt`, where readers
+find none: the shells are read back while these have holes. A run that fails removes what it wrote.
+A run that is killed, or is interrupted after some work, leaves `.partial` with its journal behind,
+and can be continued.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 
-from ..core import sources
-from ..core.checksum import crc32
 from ..core.fileio import sync_folder, write_all
 from ..core.filenames import path_inside
 from ..core.folder import Folder, has_locks
 from ..core.layout import Shell
+from ..core.manifest import Sibling
+from ..core.siblings import BESIDE
 from ..core.streaming import carry_out_all
 from ..errors import Interrupted, Notice, TargetExists, removal, warning
+from .comparing import MASTERS
 from .journal import Identity, Journal, set_mark, set_mark_file
 from .journals import PartJournal
 from .sharing import ALONE, Sharing
@@ -30,6 +33,8 @@ from .targets import refuse_existing, refuse_strange, remove_empty, stopped
 from .without_locks import LonelyJournal, clear, new_writer, refusal
 
 WORTH_KEEPING = 10.0  # seconds of work
+NEAR = 4 << 10  # bytes; what is nearer to each other is written at once
+AT_ONCE = 256 << 10  # bytes
 ATTEMPTS = 20  # to begin in a folder that runs which stop remove meanwhile
 
 
@@ -167,9 +172,12 @@ class Staging:
             self.folder.remove(self.path)
         self.folder.make(self.path)
         self.root = stack.enter_context(self.folder.inner(self.path))
+        self._take_back()
         if self.sharing.part:
             return
         for name, regions in list(self.journal.regions.items()):
+            if name == MASTERS:  # no file
+                continue
             now = self.root.status(os.path.join(self.path, name))
             size = now.st_size if now else 0
             if any(region.stop > size for region in regions):
@@ -179,14 +187,19 @@ class Staging:
     def resumed(self) -> int:
         """Bytes that an earlier run has written."""
         regions = chain.from_iterable(self.journal.regions.values())
-        return sum(region.stop - region.start for region in regions)
+        return sum(each.stop - each.start for each in regions if each.file != MASTERS)
 
     def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
         """Writes shells, as files of this mode under the umask; their holes take no space yet."""
+        self._lay(shells, mode)
+
+    def _lay(self, shells: Iterable[Shell], mode: int) -> None:
         for shell in shells:
+            # of a run that is continued, tensors may be there already
+            near = 0 if self.resume else NEAR
             with self._created(shell.name, mode) as file:
                 os.ftruncate(file, shell.size)
-                for offset, data in shell.parts:
+                for offset, data in with_neighbors(shell.parts, near):
                     write_all(file, memoryview(data), offset)
         if not self.sharing.is_alone:  # no process must find a file lost that has its regions
             for path, now in self.root.walk():
@@ -209,17 +222,30 @@ class Staging:
         flags = os.O_RDWR | os.O_CREAT | (0 if self.resume else os.O_EXCL)
         return self.root.opened(path, flags, mode)
 
-    def copy(self, source: str, name: str) -> tuple[int, int]:
-        """Copies a whole file with its mode to `name`; gives its size and CRC-32."""
-        size = crc = 0
-        with sources.opened(source) as read, self._created(name, 0o600) as write:
-            os.ftruncate(write, 0)
-            os.fchmod(write, stat.S_IMODE(os.fstat(read.fileno()).st_mode) & 0o777)
-            while data := read.read(1 << 20):
-                write_all(write, memoryview(data), size)
-                crc = crc32(data, crc)
-                size += len(data)
-        return size, crc
+    def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
+        """Creates files that are copied as they are, with holes, where no reader finds them yet."""
+        for name, _ in siblings:
+            path_inside(self.path, name, "the source")
+        self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
+
+    def put(self, name: str, source: str) -> str:
+        """Moves such a file to its place, with the mode of `source`; gives its path there."""
+        path, place = waiting(self.path, name), os.path.join(self.path, name)
+        with self.root.opened(path) as file:
+            self.root.move(path, self.root, place, makes=True)
+            os.utime(file)  # however long the copy took, all files are of one save
+            os.fchmod(file, os.stat(source).st_mode & 0o777)  # the last: it may forbid to write
+        return place
+
+    def _take_back(self) -> None:
+        """Undoes what a run before had `put`, so that readers of shells do not find holes."""
+        for name in self.journal.regions:
+            place = os.path.join(self.path, name.removeprefix(waiting("", "")))
+            if name.startswith(waiting("", "")) and self.root.status(place):
+                with suppress(FileNotFoundError):  # another part does the same
+                    with self.root.opened(place) as file:
+                        os.fchmod(file, 0o600)
+                    self.root.move(place, self.root, os.path.join(self.path, name), makes=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
@@ -307,6 +333,26 @@ class Staging:
         with suppress(OSError, TargetExists):
             self.folder.remove(self.path)
             remove_empty(self.folder, self.above)
+
+
+def with_neighbors(
+    parts: Iterable[tuple[int, bytes]], near: int
+) -> Iterator[tuple[int, bytearray]]:
+    """Parts of a file; those with a hole below `near` bytes between them are one, with zeros."""
+    start, joined = 0, bytearray()
+    for offset, data in parts:
+        hole = offset - start - len(joined)
+        if joined and 0 <= hole < near and len(joined) < AT_ONCE:
+            joined += bytes(hole) + data
+        else:
+            yield start, joined
+            start, joined = offset, bytearray(data)
+    yield start, joined
+
+
+def waiting(root: str, name: str) -> str:
+    """Where a file that is copied as it is lies until the copy has ended."""
+    return os.path.join(root, BESIDE, name)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     origin.py         where its tensors come from: files of which format, of how many ranks
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
+    sequences.py      sequences of what is made when it is asked for
     covering.py       do the fragments of every tensor have each element once?
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
     grid.py           which place a rank has among stages and tensor ranks
@@ -26,6 +27,7 @@ What a checkpoint is:
 
 How a source is read:
     sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
+    corrections.py    bytes of files that are read with other values; mended.py: who has done so
     times.py          files whose times are not those of their save
     inventory.py      which files there are, whose they are, and which are missing
     siblings.py       the files beside it that are copied along
@@ -36,6 +38,7 @@ How a source is read:
     duplicates.py     whether one file is a copy of another one
     records.py        do bytes have the CRC-32 that their file states? checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
+    pace.py           a line a minute about it
     pooling.py        which tasks of a pass this process carries out
     loading.py        one tensor in memory
     description.py    what `inspect` prints; tensors by a glob

@@ -27,12 +27,18 @@ def crc_of_zeros(length: int) -> int:
 
 def flipped_bit(stated: int, actual: int, length: int) -> tuple[int, int] | None:
     """The one flipped bit that explains a wrong CRC-32 of `length` bytes: its byte, and its bit (0
-    is the lowest).
+    is the lowest). The result is None if no bit explains it, or more than one.
+    """
+    bits = flipped_bits(stated, actual, length)
+    return bits[0] if len(bits) == 1 else None
+
+
+def flipped_bits(stated: int, actual: int, length: int) -> list[tuple[int, int]]:
+    """All single bits that explain a wrong CRC-32 of `length` bytes, in their order.
 
     A CRC is linear. If one bit is flipped, the two CRCs differ by a power of x that gives the bit's
-    distance from the end. The polynomial is primitive, so below 512 MiB all distances differ. The
-    result is None if no bit explains it, or more than one. Damage of several bits looks like one
-    bit by chance once in 2**32 / (8 * length).
+    distance from the end. The polynomial is primitive, so below 512 MiB all distances differ.
+    Damage of several bits looks like one bit by chance once in 2**32 / (8 * length).
     """
     bits = 8 * length
     steps = 1 << 16  # so many powers are listed; the difference is moved on by as many at a time
@@ -47,8 +53,7 @@ def flipped_bit(stated: int, actual: int, length: int) -> tuple[int, int] | None
         if moved in listed:
             positions.add(bits - 1 - (listed[moved] - block * steps))
         moved = combine(moved, 0, steps // 8)
-    within = [position for position in positions if position >= 0]
-    return divmod(within[0], 8) if len(within) == 1 else None
+    return [divmod(position, 8) for position in sorted(positions) if position >= 0]
 
 
 _LAST_BIT = 0xEDB88320

@@ -95,7 +95,6 @@ class _Comparison(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         a, b = self.manifests
         sides = [a] if b is a else [a, b]
-        self.records = [each.files.records for each in sides]
         self.checkers = [
             RecordChecker(each.files.records, collect=True, fingerprints=each.files.fingerprints)
             for each in sides
@@ -129,10 +128,7 @@ class _Comparison(Struct, eq=False, dict=True):
         """CRC-32s of tensors and of records, in an order that is the same in all processes."""
         return {
             "tensors": [cover.parts() for cover in self.covers.values()],
-            "records": [
-                checker.parts_of(listed)
-                for listed, checker in zip(self.records, self.checkers, strict=True)
-            ],
+            "records": [[*checker.parts()] for checker in self.checkers],
             "differences": [(n, astuple(item)) for n, item in self.differences.items()],
             "bytes": self.bytes,
         }
@@ -141,10 +137,9 @@ class _Comparison(Struct, eq=False, dict=True):
         for cover, parts in zip(self.covers.values(), found["tensors"], strict=True):
             for part in parts:
                 cover.add(*part)
-        sides = zip(self.records, self.checkers, found["records"], strict=True)
-        for listed, checker, passed in sides:
-            for number, *rest in passed:
-                checker.passed_before(listed[number], *rest)
+        for checker, passed in zip(self.checkers, found["records"], strict=True):
+            for part in passed:
+                checker.passed_before(*part)
         for number, values in found["differences"]:
             self.differences.setdefault(number, Difference()).add(Difference(*values))
         self.bytes += found["bytes"]
@@ -179,11 +174,11 @@ class _Comparison(Struct, eq=False, dict=True):
 
     def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
         """One thread's buffers, and the function that compares the parts of a task."""
-        buffers = _Buffers(self.chunk, self.are_few)
+        buffers = Buffers(self.chunk, self.are_few)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
     def _carry_out(
-        self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: _Buffers
+        self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: Buffers
     ) -> None:
         match = parts[0].match
         a = self._read(parts, "a", sides[0], buffers.a)
@@ -231,17 +226,11 @@ class _Comparison(Struct, eq=False, dict=True):
         return crcs
 
     def _compare(
-        self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: _Buffers
+        self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
     ) -> bool:
         """Whether all parts are equal; measures the differences of those that are not."""
         match = parts[0].match
-        assert match.b is not None
-        a_dtype, b_dtype = match.a.dtype, match.b.dtype
-        if match.how == "rounded":
-            if match.rounds_a:
-                a, a_dtype = buffers.rounded(a, a_dtype, b_dtype), b_dtype
-            else:
-                b, b_dtype = buffers.rounded(b, b_dtype, a_dtype), a_dtype
+        a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
         if not self._looks_at_all(match) and same(a, b):
             return True
         for part in parts:
@@ -281,7 +270,7 @@ class _Comparison(Struct, eq=False, dict=True):
         return outcome
 
 
-class _Buffers:
+class Buffers:
     """One thread's memory: for both sides, and for elements that are rounded to be compared.
 
     If these `are_few`, they are rounded without numpy, whose import would take longer, and 14 MiB.
@@ -290,6 +279,18 @@ class _Buffers:
     def __init__(self, size: int, are_few: bool) -> None:
         self.a, self.b, self._rounded = (Buffer(size).view for _ in range(3))
         self.are_few = are_few
+
+    def alike(
+        self, match: Match, a: memoryview, b: memoryview
+    ) -> tuple[memoryview, str, memoryview, str]:
+        """Elements of both sides with their types: the wider ones are rounded if need be."""
+        assert match.b is not None
+        a_dtype, b_dtype = match.a.dtype, match.b.dtype
+        if match.how == "rounded" and match.rounds_a:
+            return self.rounded(a, a_dtype, b_dtype), b_dtype, b, b_dtype
+        if match.how == "rounded":
+            return a, a_dtype, self.rounded(b, b_dtype, a_dtype), a_dtype
+        return a, a_dtype, b, b_dtype
 
     def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
         """All numbers in the type `narrow_dtype`, until the next call."""

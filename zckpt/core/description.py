@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import to_builtins
 
-from ..errors import Notice, WrongOption, listed, note
+from ..errors import Notice, WrongOption, listed, meant, note
 from .entries import Entry
 from .facts import layers_of, with_facts
 from .inert import plain_group, to_json
@@ -65,7 +65,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         **manifest.source,
         "format": manifest.format,
         "written_by": manifest.run.origin.format,
-        "path": manifest.root,
+        "path": manifest.where,
         "step": manifest.step,
         # reading an incomplete checkpoint is an error, but for slices that are only looked at
         "complete": manifest.run.origin.slices is None,
@@ -103,6 +103,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "steps": steps_to_json(manifest.run.steps),
         "files": len(manifest.files.paths),
         "bytes": sum(os.path.getsize(file) for file in manifest.files.paths),
+        **unopened(manifest),
         "problems": said(manifest.notices.warnings),
         "left_out": said(manifest.notices.omitted),
         "inferred": list(manifest.notices.inferred),
@@ -126,7 +127,7 @@ def advice(manifest: Manifest, bare: int) -> Report:
         return {}
     files = {record.extent.file for record in manifest.files.records}
     unsafe = {record.extent.file for record in manifest.files.records if record.crc is None}
-    path = shlex.quote(manifest.root)
+    path = shlex.quote(manifest.where)
     which = f"the files of {manifest.root} have"
     if unsafe < files:
         names = sorted(os.path.relpath(file, manifest.root) for file in unsafe)
@@ -138,19 +139,42 @@ def advice(manifest: Manifest, bare: int) -> Report:
     return {"advice": to_builtins(note("checksum-missing", message, file=manifest.root))}
 
 
+def unopened(manifest: Manifest) -> Report:
+    """How many items were not opened, since their form is known from others; {} if all were."""
+    count = sum(record.is_unopened for record in manifest.files.records)
+    return {"unopened": count} if count else {}
+
+
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:
     """The tensors whose name matches a glob such as '*/exp_avg'.
 
     Raises WrongOption if there is none.
     """
+    tensors = list(tensors)
     selected = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not selected:
         raise WrongOption(
             "option-names-nothing",
             f"no tensor matches {pattern!r}",
-            hint="names are parameter/slot, as '*/exp_avg'",
+            hint=_near(pattern, [tensor.name for tensor in tensors]),
         )
     return selected
+
+
+MOST_COMPARED = 5000
+"""Names that a misspelled one is compared with: each takes a tenth of a millisecond."""
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """What may have been meant by a glob that matches no name, or how names look."""
+    owners = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
+    if any(fnmatchcase(owner, pattern) for owner in owners):
+        return f"Did you mean {pattern + '/*'!r}? Names are parameter/slot"
+    word = pattern.rpartition("/")[0] if pattern.count("/") else pattern
+    if question := meant(word.strip("*"), owners[:MOST_COMPARED]):
+        return f"{question} Names are parameter/slot"
+    example = f", such as {names[0]}" if names else ""
+    return f"names are parameter/slot{example}; `zckpt inspect PATH --tensors '*'` lists them"
 
 
 def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:

@@ -23,9 +23,10 @@ class Difference(Struct, eq=False):
 
     `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units
     in the last place, for equal types. `max_abs` and `max_ulp` are None if the elements are not
-    numbers. `dot`, `aa` and `bb` are sums over all elements that were compared as numbers. Of those
-    that differ, `squares` sums the squares of distances, `changes` counts distances by power of
-    two, and `ulps` counts them in units in the last place, by the bins of ULPS.
+    numbers, and a NaN is infinitely far from any number. `dot`, `aa` and `bb` are sums over all
+    elements that were compared as numbers. Of those that differ, `squares` sums the squares of
+    distances, `changes` counts distances by power of two, `ulps` counts them in units in the last
+    place, by the bins of ULPS, and `nans` counts what is not a number in `a` and in `b`.
     """
 
     count: int = 0
@@ -40,6 +41,7 @@ class Difference(Struct, eq=False):
     squares: float = 0.0
     changes: dict[int, int] = field(default_factory=dict)
     ulps: list[int] = field(default_factory=lambda: [0] * len(ULPS))
+    nans: tuple[int, int] = (0, 0)
 
     def add(self, other: "Difference") -> None:
         """Adds the difference of other elements of the same tensors."""
@@ -58,6 +60,7 @@ class Difference(Struct, eq=False):
             own = int(power)  # a key of JSON is a text
             self.changes[own] = self.changes.get(own, 0) + count
         self.ulps = [ours + theirs for ours, theirs in zip(self.ulps, other.ulps, strict=True)]
+        self.nans = (self.nans[0] + other.nans[0], self.nans[1] + other.nans[1])
 
     @property
     def cosine(self) -> float | None:
@@ -130,8 +133,8 @@ def _measure(
             if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:  # exact past 2**53 too
                 integers = [array(view, dtypes[0]) for view in views]
                 difference.a, difference.b = (int(side[places[0]]) for side in integers)
+            difference.nans = (int(np.isnan(ours).sum()), int(np.isnan(theirs).sum()))
             distance = np.abs(ours - theirs)
-            # between a NaN and any number
             distance[np.isnan(distance)] = np.inf
             difference.max_abs = float(distance.max())
             finite = distance[np.isfinite(distance) & (distance > 0)]

@@ -57,6 +57,11 @@ def register(path: str, where: Elsewhere) -> Fingerprint:
     return fingerprint
 
 
+def restore(fingerprint: Fingerprint, where: Elsewhere) -> None:
+    """The bytes of the file are again those of `where`."""
+    _known[fingerprint] = where
+
+
 def forget(fingerprint: Fingerprint) -> None:
     """Ends that, before the file is removed: another file may get its inode."""
     _known.pop(fingerprint, None)

@@ -104,7 +104,6 @@ class Reader(Struct, eq=False):
                 raise CorruptCheckpoint(
                     "file-cut-short",
                     f"{path} ends at byte {extent.offset + done}, inside a tensor",
-                    hint="the file was cut short; take another copy",
                     file=path,
                 )
             done += count

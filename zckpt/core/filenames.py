@@ -49,6 +49,18 @@ def number_of(name: str) -> int:
     return found[1] if found else 0
 
 
+MOST_FOLDERS = 4
+"""So many folders, one inside of the other, a tag may name: `epoch_1/step_3` has two."""
+
+
+def is_tag(tag: str) -> bool:
+    """Whether a tag can be a folder below its run's: `global_step3`, or `epoch_1/step_3`."""
+    parts = tag.split("/")
+    return len(parts) <= MOST_FOLDERS and all(
+        part.strip(".") and {*part}.isdisjoint("\\\0") for part in parts
+    )
+
+
 def path_inside(folder: str, name: str, stated_by: str) -> str:
     """The path of the file `name` of a folder; `stated_by` is the file that names it.
 

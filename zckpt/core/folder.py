@@ -230,9 +230,9 @@ class Folder(Struct, eq=False):
         with self.opened(path) as file:
             os.fsync(file)
 
-    def move(self, path: str, into: Folder, target: str) -> None:
-        """Renames `path` to `target`, which is below `into`."""
-        with self._above(path) as (above, name), into._above(target) as (other, new):
+    def move(self, path: str, into: Folder, target: str, makes: bool = False) -> None:
+        """Renames `path` to `target`, which is below `into`; `makes` the directories between."""
+        with self._above(path) as (above, name), into._above(target, makes) as (other, new):
             try:
                 os.rename(name, new, src_dir_fd=above, dst_dir_fd=other)
             except OSError as error:

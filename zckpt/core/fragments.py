@@ -19,14 +19,17 @@ boxes.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
+
+from .sequences import Made
 
 ZEROS = ""
 """The file of an extent that is in no file: its bytes are zeros."""
@@ -44,11 +47,37 @@ class Extent(Struct, frozen=True):
         return Extent(self.file, self.offset + start, stop - start)
 
 
+class Planned(Protocol):
+    """What states a checksum and was not opened: it is opened when it is asked.
+
+    It raises an error unless the bytes are where they were planned.
+    """
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def __call__(self) -> int | None: ...
+
+
 class Record(Struct, frozen=True):
-    """Bytes, and the CRC-32 that the checkpoint states of them; None if it states none."""
+    """Bytes, and the CRC-32 that the checkpoint states of them; None if it states none.
+
+    The place may have been planned without opening what states it. Whoever reads the bytes asks for
+    `crc`.
+    """
 
     extent: Extent
-    crc: int | None
+    stated: int | Planned | None
+
+    @property
+    def crc(self) -> int | None:
+        stated = self.stated
+        return stated if stated is None or type(stated) is int else stated()  # type: ignore[operator]
+
+    @property
+    def is_unopened(self) -> bool:
+        """Whether nothing has asked for the CRC-32 of a planned record yet."""
+        return callable(self.stated) and not self.stated.is_open
 
 
 class Fragment(Struct, frozen=True):
@@ -63,6 +92,11 @@ class Fragment(Struct, frozen=True):
     extent: Extent
     count: int = 1
     stride: int = 0
+
+    def element_at(self, offset: int, size: int) -> int:
+        """The element, of `size` bytes, whose byte is at an offset of the file."""
+        run, within = divmod(offset - self.extent.offset, self.extent.length // self.count)
+        return self.start + run * self.stride + within // size
 
     def runs(self, start: int, stop: int) -> Iterator[Fragment]:
         """The runs that hold any of the elements [start, stop), each as its own fragment."""
@@ -114,6 +148,8 @@ class Runs(Fragments):
 
     __slots__ = ("listed",)
 
+    listed: Sequence[Fragment]
+
     def __init__(self, listed: Sequence[Fragment]) -> None:
         self.listed = tuple([fragment for fragment in listed if fragment.stop > fragment.start])
 
@@ -126,15 +162,39 @@ class Runs(Fragments):
     def __len__(self) -> int:
         return len(self.listed)
 
+    def _first(self, start: int) -> int:
+        """The last fragment that begins at `start` or before it, or -1."""
+        return bisect_right(self.listed, start, key=_start) - 1 if len(self.listed) > 1 else 0
+
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        listed = self.listed
-        first = bisect_right(listed, start, key=_start) - 1 if len(listed) > 1 else 0
+        listed, first = self.listed, self._first(start)
         for place in range(max(0, first), len(listed)):
             fragment = listed[place]
             if fragment.start >= stop:
                 return
             if fragment.stop > start:
                 yield fragment
+
+
+class RunColumns(Runs):
+    """Runs of which each begins where the one before it ends, and the last ends at `numel`.
+
+    `starts` has none twice. A fragment is made when it is asked for.
+    """
+
+    __slots__ = ("extents", "numel", "starts")
+
+    def __init__(self, starts: Sequence[int], numel: int, extents: Sequence[Extent]) -> None:
+        self.starts, self.numel, self.extents = starts, numel, extents
+        self.listed = Made(self._fragment, range(len(starts)))
+
+    def _fragment(self, place: int) -> Fragment:
+        is_last = place + 1 == len(self.starts)
+        stop = self.numel if is_last else self.starts[place + 1]
+        return Fragment(self.starts[place], stop, self.extents[place])
+
+    def _first(self, start: int) -> int:
+        return bisect_right(self.starts, start) - 1
 
 
 def solid(numel: int, extent: Extent) -> Runs:
@@ -298,17 +358,19 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """Several boxes of one tensor, in any order."""
+    """Several boxes of one tensor, in any order; `parts` may make them when they are asked for."""
 
     __slots__ = ("_ends", "_order", "_starts", "_stops", "parts")
 
     def __init__(self, parts: Sequence[Box]) -> None:
-        self.parts = tuple(parts)
-        self._ends = list(accumulate(map(len, self.parts)))
-        self._order = sorted(range(len(self.parts)), key=lambda place: self.parts[place].start)
-        self._starts = [self.parts[place].start for place in self._order]
+        self.parts = parts
+        places = [(part.start, part.stop, len(part)) for part in parts]
+        self._ends = array("q", accumulate(count for _, _, count in places))
+        order = sorted(range(len(places)), key=lambda place: places[place][0])
+        self._order = array("q", order)
+        self._starts = array("q", (places[place][0] for place in order))
         # where the boxes up to each one end: it only grows, although boxes reach over each other
-        self._stops = list(accumulate((self.parts[place].stop for place in self._order), max))
+        self._stops = array("q", accumulate((places[place][1] for place in order), max))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -420,14 +482,14 @@ def strided(
 
 def boxes(parts: Iterable[Box]) -> Fragments:
     """All parts of a tensor as its fragments: `Runs` if it is cut along the first axis alone."""
-    filled = [part for part in parts if prod(part.sizes)]
+    filled = tuple([part for part in parts if prod(part.sizes)])
     listed = [part[0] for part in filled if len(part) == 1]
     if len(listed) == len(filled) and all(fragment.count == 1 for fragment in listed):
         return Runs(sorted(listed, key=lambda fragment: fragment.start))
     return filled[0] if len(filled) == 1 else Boxes(filled)
 
 
-def boxes_of(fragments: Fragments) -> tuple[Box, ...]:
+def boxes_of(fragments: Fragments) -> Sequence[Box]:
     """The boxes of a tensor; none if it has runs or slices."""
     if isinstance(fragments, Boxes):
         return fragments.parts

@@ -13,6 +13,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct, field
@@ -63,6 +64,8 @@ class Global(Struct, frozen=True):
             )
 
 
+known_global = lru_cache(1 << 10)(Global)
+"""The record of a name that zckpt writes again and again."""
 ITSELF = Global("zckpt.itself")
 """What stands for an object, where a value within it refers to it. No pickle can be written of it.
 
@@ -88,7 +91,7 @@ class Foreign(Struct, eq=False):
     @classmethod
     def instance(cls, name: str, **attributes: Any) -> "Foreign":
         """An object of the class `name` as pickle makes it: `cls.__new__`, then its attributes."""
-        return cls(Global(name), (), attributes or None, "new")
+        return cls(known_global(name), (), attributes or None, "new")
 
     def __repr__(self) -> str:
         return f"<object of {self.name}>"

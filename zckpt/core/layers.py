@@ -16,9 +16,15 @@ class Places(Struct, frozen=True):
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     of: Mapping[str, tuple[int, int]]
+    names: tuple[str, ...] = ()
+    """The rows as people call them: `h.0`, where the row is 0 of the only stack."""
 
     def row(self, parameter: str) -> int:
         return self.of[parameter][0]
+
+    def name(self, parameter: str) -> str:
+        """The name of its row."""
+        return self.names[self.of[parameter][0]]
 
     def layer(self, parameter: str) -> str:
         return self.rows[self.of[parameter][0]]
@@ -52,4 +58,7 @@ def places_of(parameters: Iterable[str]) -> Places:
     columns = dict.fromkeys(kind for _, kind in kinds.values())
     numbers = {kind: place for place, kind in enumerate(columns)}
     of = {name: (rows[row], numbers[kind]) for name, (row, kind) in kinds.items()}
-    return Places(tuple(rows), tuple(columns), of)
+    stack = stacks[0].rpartition(".")[2] if len(stacks) == 1 else ""
+    numbered = {row for row, place in order.items() if len(place) > 1} if stack else ()
+    names = (f"{stack}.{row}" if row in numbered else row for row in rows)
+    return Places(tuple(rows), tuple(columns), of, tuple(names))

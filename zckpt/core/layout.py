@@ -47,8 +47,13 @@ class Layout(Struct, frozen=True):
     """Reads the files that were laid out, if the format's reader does not."""
     source: Manifest | None = None
     """What fills them, if a part of the source does, or more than it."""
+    inside: str = ""
+    """The folder in which the engine's files are, with those beside them; empty if there is none.
+    """
     in_one_file: bool = False
     """Whether a program finds in one file all that the source has."""
+    has_digests: bool = False
+    """Whether its files state the CRC-32 of each tensor."""
     check: Callable[[], Sequence[Notice]] | None = None
     """Reads tensors of the source before the first byte is written, and gives warnings."""
 
@@ -56,14 +61,17 @@ class Layout(Struct, frozen=True):
 class CopyOutcome(Struct, eq=False):
     """What a copy knows in the end.
 
-    `digests` are those of the target's entries, by the place of the model rank and by key. `files`
-    are sizes and CRC-32s, by path. `records` are the CRC-32s of the target's records in the files
-    that were filled, by extent. `counts` are of source records. A record stays unchecked if it was
-    saved without a CRC, or if only a small part of it was read.
+    `digests` are those of the target's entries by key, for each place of a model rank, as far as
+    they were asked for; `tensors` is the number of all. `files` are sizes and CRC-32s, by path.
+    `records` are the CRC-32s of the target's records in the files that were filled, by extent.
+    `counts` are of source records. A record stays unchecked if it was saved without a CRC, or if
+    only a small part of it was read.
     """
 
-    digests: dict[tuple[int, Key], int] = field(default_factory=dict)
+    digests: dict[int, dict[Key, int]] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     records: dict[Extent, int] = field(default_factory=dict)
+    differing: dict[int, int] = field(default_factory=dict)
+    tensors: int = 0
     bytes: int = 0
     counts: RecordCounts = field(default_factory=RecordCounts)

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption, listed
+from ..errors import (
+    RESTORABLE,
+    CorruptCheckpoint,
+    MissingExtra,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+)
 from .checksum import crc32
 from .dtypes import SIZES, TORCH_NAMES
 from .entries import Entry, key_of, name_of
@@ -59,6 +66,7 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
             "record-damaged",
             f"{entry.name} is damaged: its elements do not have the CRC-32 that the checkpoint "
             "states",
+            hint=RESTORABLE,
             subject=entry.name,
         )
 

@@ -5,7 +5,7 @@ Parameter    what is said of one parameter
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert, field
@@ -20,6 +20,7 @@ from .fragments import Extent, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .mended import Mended
 from .optimizer_states import KEYS, StateRow, States, states_in, with_states
 from .origin import Origin
 
@@ -159,11 +160,15 @@ def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
 
 
 class Sibling(Struct, frozen=True):
-    """A file of a trainer's directory that is not part of the checkpoint itself."""
+    """A file of a trainer's directory that is not part of the checkpoint itself.
+
+    If it has a `content`, a target gets this inert value instead of the file's own.
+    """
 
     name: str
     path: str
     size: int
+    content: Any = None
 
 
 class Run(Struct, frozen=True):
@@ -195,9 +200,13 @@ class Files(Struct, frozen=True):
     siblings: tuple[Sibling, ...] = ()
     omitted_files: tuple[Sibling, ...] = ()
     """Files that a target does not get: they are only compared."""
+    around: tuple[Sibling, ...] = ()
+    """The other files of the numbered folder in which it lies, by their names there."""
+    numbered: str = ""
+    """The path of that folder; empty if there is none."""
     sibling_weights: tuple[Entry, ...] = ()
     """Weights in siblings, which a target gets as they are: masters are compared with them."""
-    records: tuple[Record, ...] = ()
+    records: Sequence[Record] = ()
     """Bytes whose checksum a file states."""
     unused: tuple[Extent, ...] = ()
     """Bytes of the checkpoint's own files that nothing in it describes."""
@@ -228,10 +237,15 @@ class Notices(Struct, frozen=True):
     """What the user must know."""
     notes: tuple[Notice, ...] = ()
     """What these files cannot show by themselves, for a `verify` without another."""
+    links: tuple[Notice, ...] = ()
+    """Where files lie that are links out of the directory, as a warning."""
     omitted: tuple[Notice, ...] = ()
     """What has no meaning outside the source."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
+    lost: tuple[Notice, ...] = ()
+    """Why the optimizer of the run was not read, though it had one: weights are all that is here,
+    and no training goes on from them."""
     likely: tuple[str, ...] = ()
     """Keys of optimizers that fit the model which the user chose, and that no file shows to be its
     own."""
@@ -243,6 +257,8 @@ class Notices(Struct, frozen=True):
     """Whether an optimizer knows its parameters by number."""
     buffers_named: bool = False
     """Whether --buffers named tensors of it when it was read."""
+    mended: tuple[Mended, ...] = ()
+    """What `zckpt mend` has restored in it, or in what it was made of."""
     uncompared: int = 0
     """How many tensors of ranks were not compared with each other: their files state no checksums,
     and none was read."""
@@ -297,6 +313,11 @@ class Manifest(Struct, frozen=True):
             if of_part:
                 own[name] = replace(part, **of_part)
         return replace(self, **own, **changes)
+
+    @property
+    def where(self) -> str:
+        """The path that a user gives for it: that of its numbered folder, or of its own."""
+        return self.files.numbered or self.root
 
     @property
     def each(self) -> "tuple[Manifest, ...]":

@@ -85,6 +85,16 @@ def has_mark(above: Folder, path: str, file: int) -> bool:
     return _is_mark_file(above, mark_file(path), os.fstat(file).st_uid)
 
 
+def is_marked(path: str) -> bool:
+    """Whether zckpt has written the folder at a path, which has not been copied since."""
+    path = os.path.realpath(path)
+    try:
+        with Folder.at(os.path.dirname(path)) as above, above.inner(path) as folder:
+            return has_mark(above, path, folder.file)
+    except (OSError, TargetExists):
+        return False
+
+
 def remove_mark_file(above: Folder, target: str) -> None:
     """Removes the mark file of a target that was there earlier.
 

@@ -8,15 +8,21 @@ program saved other weights than it trained. Before a conversion writes anything
                  no weight begins
     all          elements, of engines that misplace some masters (Megatron-Core), or whose copies of
                  weights may be stale (ONNX Runtime)
+
+These are the whole optimizer's bytes once more. So a conversion compares the beginnings first, and
+leaves the rest to the processes that copy (`Rounding`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from ..errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from .cast import are_rounded
 from .compare import Result, compare
+from .difference import Difference
 from .dtypes import SIZES
 from .entries import Entry, Key
 from .fragments import Extent, Fragment, Fragments, Runs, boxes_of
@@ -53,7 +59,13 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[
     `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are
     not accepted, and CorruptCheckpoint if damage of a file is the cause.
     """
-    wrong = unlike(manifest, elements)
+    return _told(manifest, unlike(manifest, elements), hint, accepted)
+
+
+def _told(
+    manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
+) -> list[Notice]:
+    """The warning about these masters, or its error."""
     if not wrong:
         return []
     places = [first_difference(result) for _, result in wrong]
@@ -76,21 +88,96 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
 
     Each stands behind the manifest that has it: a model rank, if these are not joined.
     """
-    alternatives = []
+    compared = [*_compared(manifest, elements)]
+    results = results_of(manifest, [each.match for each in compared])
+    return [
+        (each.own, result)
+        for each, result in zip(compared, results, strict=True)
+        if result.differs and each.has_no_other(manifest)
+    ]
+
+
+class _Compared(Struct, frozen=True):
+    """A master of the manifest `own`, and the weights to one of which it must round.
+
+    It is `whole` if all of its elements are compared.
+    """
+
+    own: Manifest
+    match: Match
+    others: Sequence[Match]
+    whole: bool
+
+    def has_no_other(self, manifest: Manifest) -> bool:
+        """Whether it rounds to none of the other weights either."""
+        return all(other.differs for other in results_of(manifest, self.others))
+
+
+def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
     for own in manifest.each:
         for master, weights in _masters(own):
             matches = _matches(master, weights)
-            is_copy = own.entries.get(master.key) is not master
-            if elements == BEGINNINGS or is_copy:  # other checks compare whole copies
-                matches = [beginning(match) for match in matches]
+            # other checks compare whole copies
+            whole = elements == ALL and own.entries.get(master.key) is master
             if matches:
-                alternatives.append((own, matches))
-    results = results_of(manifest, [first for _, (first, *_) in alternatives])
-    return [
-        (own, result)
-        for result, (own, (_, *others)) in zip(results, alternatives, strict=True)
-        if result.differs and all(other.differs for other in results_of(manifest, others))
-    ]
+                first, *others = matches if whole else map(beginning, matches)
+                yield _Compared(own, first, others, whole)
+
+
+class Rounding:
+    """Masters all of whose elements are compared while a conversion copies.
+
+    `matches` have them, in the same order in all processes that share the conversion.
+    """
+
+    def __init__(self, manifest: Manifest, hint: str, accepted: bool) -> None:
+        self._about = hint, accepted
+        self._manifest = manifest
+        self._compared = [*_compared(manifest, ALL)]
+        self._wholes = [each for each in self._compared if each.whole]
+        self.matches = [each.match for each in self._wholes]
+
+    @property
+    def length(self) -> int:
+        """Bytes of both sides."""
+        return sum(each.length for own in self.matches for each in (own.a, own.b) if each)
+
+    def begin(self) -> None:
+        """Compares the beginnings, before the first byte is written; raises as `check`."""
+        hint, accepted = self._about
+        if not accepted:
+            check(self._manifest, BEGINNINGS, hint, accepted)
+
+    def refuse(self, differing: Mapping[int, int]) -> None:
+        """Raises as `check` if one of these masters is wrong, unless such ones are accepted.
+
+        They are numbers of matches, each with the first element that differs.
+        """
+        hint, accepted = self._about
+        if differing and not accepted:
+            _told(self._manifest, self._wrong(differing), hint, accepted)
+
+    def conclude(self, differing: Mapping[int, int]) -> list[Notice]:
+        """As `check`, once all elements have been compared, of which these differ."""
+        return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
+
+    def _wrong(
+        self, differing: Mapping[int, int], copies: bool = False
+    ) -> list[tuple[Manifest, Result]]:
+        known = {
+            id(self._wholes[number]): Result(
+                self.matches[number], (None, None), Difference(1, first)
+            )
+            for number, first in differing.items()
+        }
+        rest = [each for each in self._compared if copies and not each.whole]
+        results = results_of(self._manifest, [each.match for each in rest])
+        known |= {id(own): each for own, each in zip(rest, results, strict=True) if each.differs}
+        return [
+            (each.own, known[id(each)])
+            for each in self._compared
+            if id(each) in known and each.has_no_other(self._manifest)
+        ]
 
 
 def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:

@@ -34,6 +34,8 @@ class Origin(Struct, frozen=True):
     """The number of tensor ranks."""
     pp: int | None = None
     """The number of stages of the pipeline."""
+    sp: int | None = None
+    """How many data-parallel ranks share each sequence; `dp` counts all of them."""
     model_ranks: int | None = None
     """How many model ranks the manifest keeps apart."""
     tp_rules: str | None = None
@@ -46,6 +48,9 @@ class Origin(Struct, frozen=True):
     """Which of several models this is."""
     mesh: tuple[str, str | None] | None = None
     """The device and the axis of FSDP2's ranks, whose files can be written for other ranks."""
+    inside: str | None = None
+    """The folder of a numbered one in which its program looks for it: `actor` of
+    `global_step_3`."""
     nulls: frozenset[str] = OF_ANY_ENGINE
     """The names of those fields that the JSON has as null if they are None; it lacks others."""
     others: Mapping[str, Any] = field(default_factory=dict)
@@ -54,8 +59,12 @@ class Origin(Struct, frozen=True):
     @property
     def sizes(self) -> dict[str, int]:
         """The stated sizes of the grid of ranks, by the name of the axis."""
-        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
+        sizes = {"dp": self.dp, "sp": self.sp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
         return {name: size for name, size in sizes.items() if size}
+
+    def sequence_ranks(self, dp: int) -> int:
+        """The ranks of a sequence in a run of `dp` ranks that has as many of them, if it can."""
+        return self.sp if self.sp and dp % self.sp == 0 else 1
 
     def to_json(self) -> dict[str, Any]:
         """The value of `source` in a manifest, under the keys of docs/format-v1.md."""

@@ -9,7 +9,6 @@ their slices, so it is imported for strided tensors alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 
 from msgspec import Struct
 
@@ -97,14 +96,24 @@ class ElementReader(Struct, eq=False, dict=True):
         Small slices, and short runs, are read and copied to their places on the way.
         """
         pending: tuple[Extent, int, bool] | None = None  # it may still grow
-        place = 0
-        while place < len(requests):
-            item = requests[place]
-            if _is_small(item.entry) and (batch := self._batch(requests, place)):
-                self._read_slices(batch, view)
-                place += len(batch)
-                continue
-            place += 1
+        small: dict[int, list[ReadRequest]] = {}  # by their flat buffers: files may mix slots
+        long: list[ReadRequest] = []
+        for item in requests:
+            fragments = item.entry.fragments
+            # isinstance takes long: a sequence has an abstract class
+            if type(fragments) is Slices and fragments.width * fragments.size < SMALL:
+                small.setdefault(id(fragments.flats), []).append(item)
+            else:
+                long.append(item)
+        for items in small.values():
+            place = 0
+            while place < len(items):
+                if batch := self._batch(items, place):
+                    self._read_slices(batch, view)
+                else:
+                    long.append(items[place])
+                place += len(batch) or 1
+        for item in long:
             for at, extent in self._long(item, view):
                 if pending is None:
                     pending = extent, at, item.check
@@ -164,35 +173,25 @@ class ElementReader(Struct, eq=False, dict=True):
                 extent = run.extent.part((start - first) * size, (stop - first) * size)
                 yield item.at + (start - item.start) * size, extent
 
-    def _batch(self, requests: Sequence[ReadRequest], place: int) -> list[ReadRequest]:
+    def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
         """Requests from `place` on whose small slices follow each other on every rank.
 
         A tensor that the edge of a chunk cuts ends the batch: its slices would be read twice.
         Batches end at the same tensors for every file of a target, so that the files of two ranks
         which need elements of one slice read it from and to the same bytes.
         """
-        batch: list[ReadRequest] = []
-        begin = end = 0  # elements of the flat buffers
-        flats: Sequence[Extent] = ()
-        for item in islice(requests, place, None):
-            if not _is_small(item.entry) or (item.is_cut and not item.is_whole):
+        first = _slices(requests[place])
+        room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer
+        end, check, stop = first.offset, requests[place].check, place
+        while stop < len(requests):
+            item, slices = requests[stop], _slices(requests[stop])
+            # between them are slices of tensors that are too small for this rank of the target
+            is_next = item.check == check and 0 <= (slices.offset - end) * slices.size < SMALL
+            end = slices.offset + slices.width
+            if not is_next or end - first.offset > room or (item.is_cut and not item.is_whole):
                 break
-            slices = _slices(item)
-            width, size = slices.width, slices.size
-            if batch:
-                # between them are slices of tensors that are too small for this rank of the target
-                between = (slices.offset - end) * size
-                if slices.flats is not flats or not 0 <= between < SMALL:
-                    break
-                if item.check != batch[0].check:
-                    break
-            else:
-                begin, flats = slices.offset, slices.flats
-            end = slices.offset + width
-            if (end - begin) * size * len(flats) > self.memory:
-                break
-            batch.append(item)
-        return batch
+            stop += 1
+        return requests[place:stop]
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
         """One read per rank for all tensors of the batch; then each one's slices are copied."""
@@ -208,22 +207,19 @@ class ElementReader(Struct, eq=False, dict=True):
             into = scratch[place * width * size : (place + 1) * width * size]
             part = first.flats[rank].part(begin * size, (begin + width) * size)
             self._read(part, into, batch[0].check and (rank in counted or batch[0].is_whole))
+        stride = width * size
         for item, own in zip(batch, needed, strict=True):
-            slices, stride = _slices(item), width * size
+            slices = _slices(item)
             length = slices.width * size
             row = (own.start - ranks.start) * stride + (slices.offset - begin) * size
-            target = view[item.at : item.end]
             # of the first and the last slice only a part may be wanted
             skipped = (item.start - own.start * slices.width) * size
-            at = min(length - skipped, len(target))
-            target[:at] = scratch[row + skipped : row + skipped + at]
-            whole, rest = divmod(len(target) - at, length)
-            edge = row + (whole + 1) * stride
-            for start in range(row + stride, edge, stride):
-                target[at : at + length] = scratch[start : start + length]
-                at += length
-            if rest:
-                target[at:] = scratch[edge : edge + rest]
+            at, end = item.at, item.at + (item.stop - item.start) * size
+            stop = min(at + length - skipped, end)
+            view[at:stop] = scratch[row + skipped : row + skipped + stop - at]
+            while stop < end:
+                row, at, stop = row + stride, stop, min(stop + length, end)
+                view[at:stop] = scratch[row : row + stop - at]
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
         """Copies an item's part of a strided fragment, by way of the working memory."""
@@ -244,13 +240,6 @@ class ElementReader(Struct, eq=False, dict=True):
             at = at + np.arange(length)[None, :] - item.start
             inside = (at >= 0) & (at < item.stop - item.start)
             target[at[inside]] = runs[inside]
-
-
-def _is_small(entry: Entry) -> bool:
-    """Whether its slices are read together with their neighbors."""
-    fragments = entry.fragments
-    # isinstance takes long: a sequence has an abstract class
-    return type(fragments) is Slices and fragments.width * fragments.size < SMALL
 
 
 def _ranks(item: ReadRequest) -> range:

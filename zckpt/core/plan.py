@@ -71,6 +71,10 @@ class Chunk(Struct, frozen=True):
     length: int
     pieces: Sequence[TargetPiece]
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
 
 def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
@@ -213,10 +217,10 @@ def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
 def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
     """The entries of `b`; a tied weight has the name that `a` has for it, if it is stored once."""
     entries: dict[Key, Entry] = {}
-    for entry in b.entries.values():
+    for own, entry in b.entries.items():
         key = names.get(entry.parameter, entry.parameter), entry.slot
         known = entry.parameter in a.parameters or key in b.entries or key in entries
-        entries[entry.key if known else key] = entry
+        entries[own if known else key] = entry
     return entries
 
 

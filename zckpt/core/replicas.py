@@ -182,6 +182,8 @@ def _line(result: Result) -> str:
     difference = result.difference
     assert difference is not None
     most = "" if difference.max_abs is None else f" by at most {difference.max_abs:.3g}"
+    if lost := sum(difference.nans):
+        most = f", {lost} of which {'is' if lost == 1 else 'are'} not a number (NaN) in one copy"
     return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -26,6 +29,21 @@ def describe(progress: Progress | None, text: str) -> None:
     show: Describe | None = getattr(progress, "describe", None)
     if show is not None:
         show(text)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Stops the garbage collector while records are made that are all kept: it finds nothing.
+
+    It would look at all of them again and again: a quarter of the time of a large checkpoint.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Copying(Struct, frozen=True):
@@ -60,6 +78,27 @@ def processors() -> int:
 
 READING_JOBS = min(4, max(2, processors()))
 """Threads that only read: they never wait for a write, so more than processors take turns."""
+
+
+def free_memory() -> int:
+    """Bytes that this process may still fill: of the machine, and of the control group it is in."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (kibibytes := re.search(r"MemAvailable: +(\d+) kB", _text("/proc/meminfo"))) is not None:
+        free = int(kibibytes[1]) << 10
+    for group in re.findall(r"^0::(/.*)$", _text("/proc/self/cgroup"), re.MULTILINE):
+        most, used = (_text(f"/sys/fs/cgroup{group}/memory.{name}") for name in ("max", "current"))
+        if most.strip().isdecimal() and used.strip().isdecimal():
+            free = min(free, max(0, int(most) - int(used)))
+    return free
+
+
+def _text(path: str) -> str:
+    """What the system says in a file; nothing if it has no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def own_rank() -> int:

@@ -347,12 +347,51 @@ def looks_again(look: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(look)
     def settled(*args: P.args, **options: P.kwargs) -> T:
-        for _ in range(LOOKS):
-            with suppress(FileNotFoundError):
+        for place in range(LOOKS):
+            with suppress(FileNotFoundError), remembering(anew=place > 0):
                 return look(*args, **options)
-        return look(*args, **options)
+        with remembering(anew=True):
+            return look(*args, **options)
 
     return settled
+
+
+_listings: ContextVar[dict[str, list[tuple[str, bool]]] | None]
+_listings = ContextVar("listings", default=None)
+
+
+@contextmanager
+def remembering(anew: bool = False) -> Iterator[None]:
+    """Inside the block a folder is listed once: every format asks, and it may have 50,000 files.
+
+    A search inside of another one knows what that has listed, unless it begins `anew`.
+    """
+    token = _listings.set({} if anew else _listings.get() or {})
+    try:
+        yield
+    finally:
+        _listings.reset(token)
+
+
+def names(folder: str) -> list[str]:
+    """As os.listdir; a search lists each folder once."""
+    return [name for name, _ in _listing(folder)]
+
+
+def names_but_of_files(folder: str) -> list[str]:
+    """Names of folders, links and all else that is no file."""
+    return [name for name, is_file in _listing(folder) if not is_file]
+
+
+def _listing(folder: str) -> list[tuple[str, bool]]:
+    known = _listings.get()
+    if known is not None and folder in known:
+        return known[folder]
+    with os.scandir(folder) as entries:
+        listing = [(entry.name, entry.is_file(follow_symlinks=False)) for entry in entries]
+    if known is not None:
+        known[folder] = listing
+    return listing
 
 
 def is_denied(path: str) -> bool:

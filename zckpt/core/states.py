@@ -348,6 +348,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
         states=States(),
         steps=(),
         siblings=(),
+        around=(),
         omitted_files=(),
     )
 

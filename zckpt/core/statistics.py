@@ -136,6 +136,11 @@ def json_number(number: float | None) -> Any:
     return number if number is None or math.isfinite(number) else str(number)
 
 
+def extent(number: Any) -> float:
+    """How large a number of a report is beside others; nothing is larger than "nan" and "inf"."""
+    return math.inf if isinstance(number, str) else float(number or 0)
+
+
 def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
     """The statistics of the row-major little-endian elements in `view`.
 

@@ -72,6 +72,7 @@ class StorageReader(storage.StorageReader):
             tp_rules=rules,
             replicas=replicas,
             buffers=(buffers,) if isinstance(buffers, str) else tuple(buffers),
+            opens_items=True,
         )
         self._accept_weights = accept_weights
         self._groups = _groups(model, optimizer)

@@ -32,7 +32,7 @@ from ..errors import (
     Notice,
     ZckptError,
 )
-from ..files.dcpfile import METADATA
+from ..files.dcptable import METADATA
 from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
     OpenedItem,
@@ -94,14 +94,15 @@ class Source(Struct, eq=False, dict=True):
 
     def _stored(self) -> StoredItems | None:
         reading = self.reading
-        if formats.recognize(self.path, self._format, reading.tag).name != "dcp":
+        found = formats.find(self.path, self._format, reading.tag, reading.root)
+        if found.format.name != "dcp":
             return None
         if reading.rename or reading.step_policy not in (None, agreement.KEEP):
             return None
-        folders = locate(self.path, reading.tag)[1]
+        folders = locate(found.path, reading.tag)[1]
         if not folders or not all(map(has_items, folders)):  # Hugging Face's storage
             return None
-        return stored_items(self.path, reading.tag)
+        return stored_items(found.path, reading.tag)
 
     @property
     def _format(self) -> str | None:

@@ -1,15 +1,19 @@
-"""How results look: tables, progress bars and JSON. The only module that knows rich.
+"""How results look: tables, progress bars and JSON. The only room that knows rich.
 
 Data go to stdout, everything else to stderr. On a terminal rich draws tables and bars. Without one,
 tables are plain columns that grep and awk can read, and there are no bars.
 
+    annotations.py  findings in continuous integration
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
     findings.py     what verify, diff, stats, probe-diff, check and report found
     listing.py      in which state the checkpoints of a run are
+    mending.py      what `mend` can restore
     picture.py      how two runs of a program differ, and layers, drawn
-    terminal.py     tables, bars, JSON and files, for all
+    tables.py       tables that fit on a terminal
+    terminal.py     bars, colours, JSON and files, for all
 """
 
+from .annotations import annotated as annotated
 from .checkpoint import converted as converted
 from .checkpoint import layout as layout
 from .checkpoint import steps as steps
@@ -25,11 +29,13 @@ from .findings import statistics as statistics
 from .findings import verified as verified
 from .findings import verified_in_a_line as verified_in_a_line
 from .listing import listed_run as listed_run
+from .mending import damaged as damaged
+from .mending import mended as mended
+from .tables import table as table
 from .terminal import answer as answer
 from .terminal import can_save as can_save
 from .terminal import document as document
 from .terminal import progress as progress
 from .terminal import save as save
 from .terminal import save_text as save_text
-from .terminal import table as table
 from .terminal import warn as warn

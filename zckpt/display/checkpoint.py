@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -11,26 +13,28 @@ from ..core.description import matching
 from ..core.entries import Entry
 from ..core.manifest import Manifest, slot_key
 from ..errors import counted, listed, safe, sized
-from .terminal import brief, cell, checked, spoken, states, table, unchecked, warn, warned
+from .tables import GAP, cell, facts, table
+from .terminal import brief, checked, spoken, states, unchecked, warn, warned
 
-BAR = 48  # characters
+BAR, SHORT_BAR, WHERE = 48, 23, 24  # characters
 MOST_NAMES = 10  # of files in the report of --dry-run
 RUN_CODE = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py")
 """Ends of names of files that may run code when a program loads them: pickles, and Python."""
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def summary(report: dict[str, Any], quiet: bool) -> None:
+def summary(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     """The first page of `inspect`."""
     stage, tp = report.get("zero_stage"), report.get("tp")
     program, version = PROGRAMS.get(report["written_by"]), report.get("version")
     roots = (report.get("roots") or {}).items()
-    facts = [
+    lines = [
         ("checkpoint", report["path"]),
         ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage is not None else "")),
         ("written by", program and (program if version is None else f"{program} {version}")),
         ("dialect", report.get("dialect")),
         ("data-parallel size", str(report.get("dp") or "-")),
+        ("sequence-parallel size", report.get("sp") and str(report["sp"])),
         ("tensor-parallel size", tp and str(tp)),
         ("pipeline stages", tp and str(report.get("pp") or "-")),
         ("experts", _experts(report.get("experts") or ())),
@@ -40,9 +44,10 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("models", listed([f"{name} ({', '.join(own)})" if own else name for name, own in roots])),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
+        ("items not opened", _unopened(report.get("unopened"))),
         ("objects of", listed(report["objects"], 20)),
     ]
-    table(("", ""), [(name, value) for name, value in facts if value or name not in OF_SOME])
+    facts([(name, value or "-") for name, value in lines if value or name not in OF_SOME])
     print()
     table(
         ("slot", "dtype", "tensors", "elements", "bytes"),
@@ -50,6 +55,8 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
             (safe(slot_key(slot)), s["dtype"], s["tensors"], s["elements"], s["bytes"])
             for slot, s in report["slots"].items()
         ],
+        spare=(("elements",), ("tensors",)),
+        wide=wide,
     )
     for names, line in states(report["states"], "form"):
         print(f"\nstates {names}: {safe(line['form'])}")
@@ -63,9 +70,14 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     warn(report["problems"], quiet)
 
 
+def _unopened(count: int | None) -> str:
+    """How many items of torch.distributed.checkpoint were not opened."""
+    return f"{count:,}: their form is known from others; `zckpt verify` opens all" if count else ""
+
+
 def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
     """The summary of one of several paths."""
-    names = {"zero_stage": "ZeRO stage", "dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep"}
+    names = {"zero_stage": "ZeRO stage", **{axis: axis for axis in ("dp", "sp", "tp", "pp", "ep")}}
     sizes = [f"{word} {report[name]}" for name, word in names.items() if report.get(name)]
     step = [] if report["step"] is None else [f"step {cell(report['step'])}"]
     parameters = counted(report["parameters"], "parameter")
@@ -98,8 +110,8 @@ PROGRAMS = {
 }
 """Who wrote the files, where they show it: anybody may have saved whole tensors."""
 OF_SOME = frozenset({
-    "written by", "dialect", "tensor-parallel size", "pipeline stages", "experts", "models",
-    "objects of",
+    "written by", "dialect", "sequence-parallel size", "tensor-parallel size", "pipeline stages",
+    "experts", "models", "objects of", "items not opened",
 })  # fmt: skip
 """Facts that are named only where there is something to say."""
 
@@ -107,14 +119,15 @@ OF_SOME = frozenset({
 def steps(manifest: Manifest) -> None:
     """Every place that stores a step, and whether it is used."""
     rows = [
-        (line.step, "true" if line.truth else "not used", line.where) for line in manifest.run.steps
+        (cell(line.step), "true" if line.truth else "not used", line.where)
+        for line in manifest.run.steps
     ]
-    table(("step", "", "where"), rows)
+    table(("step", "", "where"), rows, prose=True, right=("step",))
     if not manifest.run.steps:
         print("no place in this checkpoint holds a step")
 
 
-def tensors(listed: Sequence[dict[str, Any]]) -> None:
+def tensors(listed: Sequence[dict[str, Any]], wide: bool) -> None:
     """One line per tensor."""
     table(
         ("tensor", "dtype", "shape", "elements", "fragments"),
@@ -128,6 +141,8 @@ def tensors(listed: Sequence[dict[str, Any]]) -> None:
             )
             for t in listed
         ],
+        spare=(("fragments",), ("elements",)),
+        wide=wide,
     )
 
 
@@ -140,12 +155,17 @@ def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> N
     for file, mark in marks.items():
         print(f"{mark} = {safe(spelled(file))}")
     print()
-    rows = [(entry.name, _bar(entry, marks), _ranges(entry, marks)) for entry in chosen]
-    table(("tensor", "elements, first to last", "where"), rows)
+    bar = BAR
+    if sys.stdout.isatty():  # a shorter one leaves room for what is beside it
+        names = max([len(entry.name) for entry in chosen], default=0)
+        left = shutil.get_terminal_size().columns - names - WHERE - 2 * GAP
+        bar = min(max(left, SHORT_BAR), BAR)
+    rows = [(entry.name, _bar(entry, marks, bar), _ranges(entry, marks)) for entry in chosen]
+    table(("tensor", "elements, first to last", "where"), rows, prose=True)
 
 
-def _bar(entry: Entry, marks: dict[str, str]) -> str:
-    width = min(BAR, entry.numel)
+def _bar(entry: Entry, marks: dict[str, str], width: int) -> str:
+    width = min(width, entry.numel)
     firsts = (place * entry.numel // width for place in range(width))
     found = (next(entry.fragments.overlapping(first, first + 1), None) for first in firsts)
     return "".join(marks[fragment.extent.file] if fragment else "?" for fragment in found)
@@ -173,7 +193,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any
         print(f"{where} is complete already; nothing was written")
         return
     if report.get("waits_for_parts"):
-        print(f"part {report['part']} is written; {where} appears when all parts are")
+        print(f"part {report['part']} is written; {where} appears when all parts are written")
         return
     if report.get("dry_run"):
         print(f"{where} would be {safe(report['about'])}")

@@ -13,20 +13,36 @@ from ..core.inert import PYTHON_NUMBERS
 from ..core.layers import places_of
 from ..errors import counted, listed, safe, short, sized
 from .picture import SPARKS, curves, drawn, layers
-from .terminal import brief, checked, first_of, spoken, states, table, unchecked, warn, warned
+from .tables import DIGITS, cell, table
+from .terminal import (
+    RED,
+    YELLOW,
+    brief,
+    checked,
+    first_of,
+    painted,
+    spoken,
+    states,
+    unchecked,
+    warn,
+    warned,
+)
 
 
-def verified(report: dict[str, Any], quiet: bool) -> None:
+def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     """The report of `verify`."""
     warn(report.get("warnings", ()), quiet)
-    findings = [*_findings(report), *_count(report)]
+    findings = [*findings_of(report), *_count(report)]
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:
-        print(f"{_relation(report, bool(findings))}: {_about(report)}")
-    _differences(report["differences"])
+        relation = _relation(report, bool(findings))
+        print(f"{painted(relation, RED) if findings else relation}: {_about(report)}")
+    _differences(report["differences"], wide)
     for line in findings:
         print(line)
     if not quiet:
+        if instead := report.get("instead"):
+            print(f"next: go on from {safe(instead)}, which is whole by its metadata")
         _one_sided(report, path, other)
         _remarks(report)
         unchecked(report)
@@ -43,10 +59,10 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
 
 def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
     """The report of `verify` on one of several paths: its first finding, and how many follow."""
-    lines = [*_findings(report), *_count(report)]
+    lines = [*findings_of(report), *_count(report)]
     findings = [line for line in lines if not line.startswith("  ")]  # without their hints
     if findings:
-        print(f"{_relation(report, True)}: {first_of(findings)}")
+        print(f"{painted(_relation(report, True), RED)}: {first_of(findings)}")
     elif not quiet:
         print(f"{_relation(report, False)}: {_about(report)}{warned(report['warnings'])}")
 
@@ -54,6 +70,9 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
     """What `verify` says of a path in a few words."""
     path, other = safe(report["path"]), report["against"]
+    if kinds := _unread(report):
+        alone = UNREADABLE.get(kinds[0], "contradicts itself")
+        return f"{path} {f'was not compared with {safe(other)}' if other else alone}"
     relation = f"equals {safe(other)}" if other else "is consistent"
     if any(report.get("rounded", {}).values()):
         relation += " up to rounding"
@@ -69,14 +88,27 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 def _fault(report: dict[str, Any]) -> str:
     """What is wrong with one checkpoint: files that lack or are damaged contradict nothing."""
     codes = {line["code"] for line in report["problems"]}
+    if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):
+        return "is damaged"
     is_of_files = codes <= {*NOT_WHOLE, UNREAD}
-    if not is_of_files or any(report.get(key) for key in DIFFERENCES if key != "problems"):
+    if not is_of_files or any(report.get(key) for key in OF_VALUES):
         return "contradicts itself"
     return "is not whole" if codes - {UNREAD} else "has damaged files that resuming does not read"
 
 
+UNREADABLE = {"IncompleteCheckpoint": "is not whole", "CorruptCheckpoint": "is damaged"}
+"""What is wrong with a checkpoint, by the error that ended reading it."""
+
+
+def _unread(report: dict[str, Any]) -> list[str]:
+    """The errors for which no tensor was read."""
+    return [line["error"] for line in report.get("problems", ()) if "error" in line]
+
+
 def _about(report: dict[str, Any]) -> str:
     """What was read to say it."""
+    if _unread(report):
+        return "no tensor was read"
     step = "" if report.get("step") is None else f", step {report['step']}"
     about = f"{_tensors(report)}, {sized(report['bytes'])} read{step}"
     about += f", {report['seconds']:.1f} s" + checked(report)
@@ -115,24 +147,41 @@ def _tensors(report: dict[str, Any]) -> str:
     return counted(report["tensors"], "tensor") + (f" ({slots})" if slots else "")
 
 
-def differing(report: dict[str, Any], quiet: bool) -> None:
+def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     """The report of `diff`."""
     tensors = counted(report["tensors"], "tensor")
-    if report["equal"]:
+    findings = [*findings_of(report)]
+    if _are_two_models(report):
+        most = max(len(report["only_a"]), len(report["only_b"])) + report["tensors"]
+        common = f"{report['tensors']:,} of {most:,} names of tensors in common"
+        print(f"{painted('these are two models', YELLOW)}: {common}, {report['seconds']:.1f} s")
+        _one_sided(report, report["a"], report["b"])
+        if not report["tensors"]:
+            print(f"no tensor was compared; {counted(len(findings), 'other value')} differ: --json")
+            return
+    elif report["equal"]:
         if not quiet:
             print(f"nothing differs{_selection(report)}: {tensors}, {report['seconds']:.1f} s")
     else:
         count = f"{len(report['differences']):,} of {tensors}"
         others = "" if report["differences"] else ", but the two are not equal"
-        print(f"{count} differ{others}, {report['seconds']:.1f} s")
+        differ = "differs" if len(report["differences"]) == 1 else "differ"
+        print(f"{painted(f'{count} {differ}{others}', YELLOW)}, {report['seconds']:.1f} s")
     if report["first"]:
         print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
-    _differences(report.get("results", report["differences"]), all_lines=True)
-    for line in _findings(report):
+    _differences(report.get("results", report["differences"]), wide, all_lines=True)
+    for line in findings:
         print(line)
     if not quiet or not report["equal"]:
-        _one_sided(report, report["a"], report["b"])
+        if not _are_two_models(report):
+            _one_sided(report, report["a"], report["b"])
         _remarks(report)
+
+
+def _are_two_models(report: dict[str, Any]) -> bool:
+    """Whether most names of each side are unknown to the other one."""
+    only = min(len(report.get(key) or ()) for key in ("only_a", "only_b"))
+    return only > int(report["tensors"])
 
 
 NOT_WHOLE, UNREAD = ("trainer-file-damaged", "unfinished-save"), "unread-file-damaged"
@@ -140,9 +189,12 @@ NOT_WHOLE, UNREAD = ("trainer-file-damaged", "unfinished-save"), "unread-file-da
 DIFFERENCES = (
     "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
 )  # fmt: skip
+OF_VALUES = tuple(key for key in DIFFERENCES if key != "problems")
+DAMAGED = ("record-damaged", "file-damaged", "file-cut-short")
+"""Codes of bytes that are not those that were saved."""
 
 
-def _findings(report: dict[str, Any]) -> Iterator[str]:
+def findings_of(report: dict[str, Any]) -> Iterator[str]:
     """Everything that is not a difference of tensors, line by line."""
     lines = (*report.get("problems", ()), *report.get("unproven", ()))
     # several files may be those of one sentence
@@ -201,19 +253,32 @@ def _remarks(report: dict[str, Any]) -> None:
             print(f"{word}: {spoken(line)}")
 
 
-def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:
+def _differences(lines: Sequence[dict[str, Any]], wide: bool, all_lines: bool = False) -> None:
     """One line per tensor; only the first dozen unless `all_lines`."""
     shown = lines if all_lines else lines[:12]
     cosine = any("cosine" in line for line in shown)
     rows = [
-        (_named(line), *(measured(line, key) for key in MEASURES), measured(line, "cosine"))
+        (
+            _named(line),
+            *(measured(line, key) for key in ("count", "first")),
+            *_apart(line.get("a"), line.get("b"), wide),
+            *_farthest(line),
+            _cosine(line),
+        )
         for line in shown
         if "count" in line
     ]
     if rows:
         heads = ("tensor", "differing", "first", "a", "b", "max abs", "max ulp", "cosine")
         keep = len(heads) if cosine else len(heads) - 1
-        table(heads[:keep], [row[:keep] for row in rows])
+        table(
+            heads[:keep],
+            [row[:keep] for row in rows],
+            spare=(("max ulp",), ("first",), ("a", "b"), ("cosine",)),
+            style=_differs,
+            right=("a", "b", "max abs", "cosine"),
+            wide=wide,
+        )
     for line in shown:
         for key, word in (("shape", "shape"), ("dtype", "type"), ("crc32", "CRC-32")):
             if f"a_{key}" in line:
@@ -227,17 +292,43 @@ def _named(line: dict[str, Any]) -> str:
     return f"{line['tensor']} in {line['copy']}" if line.get("copy") else str(line["tensor"])
 
 
-MEASURES = ("count", "first", "a", "b", "max_abs", "max_ulp")
+ALL_DIGITS = 17
+"""Of a float64, whose texts with so many differ if it does."""
 
 
 def measured(line: dict[str, Any], key: str) -> object:
     value = line.get(key)
     if key == "count" and value == 0:
         return "equal"
-    return f"{value:.6g}" if isinstance(value, float) else value
+    return value
 
 
-def statistics(report: dict[str, Any], quiet: bool) -> None:
+def _apart(a: object, b: object, wide: bool) -> tuple[str, str]:
+    """Two values with so many digits that they do not look equal."""
+    few = 4 if sys.stdout.isatty() and not wide else DIGITS[0]
+    shown = [(cell(a, digits), cell(b, digits)) for digits in range(few, ALL_DIGITS + 1)]
+    return next((pair for pair in shown if pair[0] != pair[1]), shown[-1] if a != b else shown[0])
+
+
+def _farthest(line: dict[str, Any]) -> tuple[object, object]:
+    """The largest distances; no number is near to what is not a number."""
+    sides = [side for side in "ab" if line.get(f"{side}_nan")]
+    if sides:
+        return f"NaN in {' and '.join(sides)}", None
+    return measured(line, "max_abs"), measured(line, "max_ulp")
+
+
+def _cosine(line: dict[str, Any]) -> str:
+    """With all digits also in a narrow table: 0.9996 is not 1."""
+    value = line.get("cosine")
+    return cell(value, DIGITS[0])
+
+
+def _differs(head: str, value: object) -> str:
+    return "yellow" if head == "differing" and value != "equal" else ""
+
+
+def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     """The report of `stats`: a line per tensor."""
     lines = report["tensors"]
     rare = [key for key in ("nan", "inf") if any(line[key] for line in lines)]
@@ -254,6 +345,9 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
             )
             for line in lines
         ],
+        spare=[*zip(UNUSUAL)],
+        style=lambda head, value: "bold red" if head in rare and value else "",
+        wide=wide,
     )
     for line in report["not_computed"]:
         print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
@@ -288,7 +382,10 @@ def reported(document: dict[str, Any], quiet: bool) -> None:
         about = [line["engine"], steps, sized(line["bytes"]), line["checked"]]
         print(f"{safe(document['path'])}: {safe(', '.join(filter(None, about)))}")
     for fault in document["faults"]:
-        if fault["fault"] or not quiet:
+        if fault["fault"]:  # in the sentence that other commands print
+            alone = {**fault, "message": fault["message"].removeprefix(f"{fault['kind']}: ")}
+            print(painted(spoken(alone), RED))
+        elif not quiet:
             print(spoken(fault))
 
 
@@ -304,7 +401,7 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
     if report["circumstances"] and not quiet:
         print(f"the runs differ in: {safe('; '.join(report['circumstances']))}")
     if big:
-        print(f"first big difference: {_event(big)}")
+        print(f"{painted('first big difference', YELLOW)}: {_event(big)}")
         print(f"  {big['meaning']}")
     elif first:
         print(f"no big difference in {where}")
@@ -351,6 +448,8 @@ def _event(event: dict[str, Any]) -> str:
     )
 
 
+UNUSUAL = ("positive", "negative", "magnitudes", "shape", "dtype", "norm", "zero", "std")
+"""Columns that a narrow terminal does without, the first one first."""
 WIDTH = 16  # characters of a sparkline
 
 
@@ -370,12 +469,16 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
     """Whether an engine loads a checkpoint at a size, why not, and what makes it fit."""
     warn(report["warnings"], quiet)
     reasons = report["obstacles"]
-    if not reasons:
-        print(_whether_it_loads(report))
+    if report.get("unopened") and not quiet:
+        print(f"{counted(report['unopened'], 'item')} not opened: `zckpt verify` opens all")
+    if not reasons:  # damage in a tensor is what only verify finds
+        print(f"{_whether_it_loads(report)}; no tensor was read")
         return
     print(f"{_whether_it_loads(report)}: {counted(len(reasons), 'reason')}")
     for reason in reasons:
         print(f"    {spoken(reason)}")
+        if reason["hint"] and not quiet:
+            print(f"      {safe(reason['hint'])}")
     if report["refused"]:
         print(f"nothing makes it fit: {spoken(report['refused'])}")
         if report["refused"]["hint"] and not quiet:
@@ -387,7 +490,7 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
         path = safe(before["path"])
         how = "which loads as it is" if before["loads"] else "which it first writes so that it fits"
         how = how if before["loads"] or not before["refused"] else "which does not load as it is"
-        print(f"auto-resume goes on from {path}, {how}")
+        print(f"auto-resume goes on from {path}, {how}, unless it finds damage when it reads it")
 
 
 def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
@@ -399,6 +502,7 @@ def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 def _whether_it_loads(report: dict[str, Any]) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in report["sizes"].items())
-    relation = "loads as it is" if report["loads"] else "does not load as it is"
+    no = painted("does not load as it is", YELLOW)
+    relation = "loads as it is" if report["loads"] else no
     about = f" ({report['engine']}, {sizes})" if report["engine"] else ""
     return f"{safe(report['path'])} {relation}{about}"

@@ -1,7 +1,4 @@
-"""How is a run printed (`zckpt list`)? A row for each checkpoint, and below it what is wrong.
-
-A row is never broken: on a terminal that is too narrow for all columns, some are left out.
-"""
+"""How is a run printed (`zckpt list`)? A row for each checkpoint, and below it what is wrong."""
 
 from __future__ import annotations
 
@@ -12,33 +9,42 @@ from typing import Any
 
 from ..core.grouping import by_key
 from ..errors import counted, safe, sized
-from .terminal import cell, first_of, listed_rows, plain_columns, spoken, warn
+from .tables import table
+from .terminal import RED, YELLOW, first_of, painted, spoken, warn
 
 Row = dict[str, Any]
-BEING_WRITTEN = "being written"
 STYLES = {
     "damaged": "bold red",
     "mixed": "bold red",
     "unknown": "bold yellow",
     "weights": "yellow",
-    BEING_WRITTEN: "bold yellow",
     "no": "yellow",
 }
 """How a cell looks on a terminal; its word says the same without colours."""
 LEFT_OUT = ("engine", "ranks", "size", "step", "saved")
 """The columns that a narrow terminal can do without, the first one first."""
-TO_RIGHT = ("step", "size")
 
 
-def listed_run(report: dict[str, Any], quiet: bool) -> None:
+def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     """The report of `list`; `quiet` prints only what is wrong."""
     rows = report["checkpoints"]
     sizes = _sizes(report["sizes"])
     if not quiet:
-        _table([_cells(row, sizes) for row in rows])
+        cells = [_cells(row, sizes) for row in rows]
+        table(
+            [*cells[0]],
+            [[*each.values()] for each in cells],
+            spare=[*zip(LEFT_OUT)],
+            style=_style,
+            right=("size",),
+            wide=wide,
+        )
     wrong = [row for row in rows if state_of(row) in MEANINGS]
     for row in wrong:
-        print(f"{safe(row['name'])} is {MEANINGS[state_of(row)]}: {_why(row)}")
+        state = f"{safe(row['name'])} {MEANINGS[state_of(row)]}"
+        print(f"{painted(state, COLOURS[state_of(row)])}: {_why(row)}")
+        if row["being_written"] and not quiet:
+            print("  a file of it changed within the last minute: its save may not have ended")
     if quiet:
         return
     for row in rows:
@@ -65,19 +71,20 @@ def state_of(row: Row) -> str:
 
 
 MEANINGS = {
-    "damaged": "damaged",
-    "mixed": "not of one save",
-    "unknown": "not looked at",
+    "damaged": "is damaged",
+    "mixed": "is not of one save",
+    "unknown": "could not be looked at",
 }
+COLOURS = {"damaged": RED, "mixed": RED, "unknown": YELLOW}
 
 
-def _cells(row: Row, sizes: str) -> dict[str, str]:
+def _cells(row: Row, sizes: str) -> dict[str, object]:
     """The cells of a checkpoint by their columns."""
     loads = {f"at {sizes}": {True: "loads", False: "no", None: "-"}[row["loads"]]} if sizes else {}
     return {
         "checkpoint": safe(row["name"]),
-        "step": cell(row["step"]),
-        "saved": BEING_WRITTEN if row["being_written"] else _local(row["saved"]),
+        "step": row["step"],
+        "saved": _local(row["saved"]),
         "ranks": _sizes(row["sizes"]) or "-",
         "size": sized(row["bytes"]),
         "engine": row["format"] or "-",
@@ -97,41 +104,8 @@ def _local(saved: str | None) -> str:
     return datetime.fromisoformat(saved).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _table(rows: Sequence[dict[str, str]]) -> None:
-    heads = [*rows[0]]
-    if not sys.stdout.isatty():
-        right = [head in TO_RIGHT for head in heads]
-        plain_columns([heads, *([*row.values()] for row in rows)], right)
-        return
-    from rich import box
-    from rich.cells import cell_len
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    widths = {head: max(cell_len(head), *(cell_len(row[head]) for row in rows)) for head in heads}
-    without: list[str] = []
-    while _width(heads, widths) > console.width and len(without) < len(LEFT_OUT):
-        without.append(LEFT_OUT[len(without)])
-        heads.remove(without[-1])
-    if _width(heads, widths) > console.width:
-        listed_rows([*rows[0]], [[*row.values()] for row in rows])
-        return
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in heads:
-        drawn.add_column(head, justify="right" if head in TO_RIGHT else "left", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*(Text(row[head], STYLES.get(row[head], "")) for head in heads))
-    console.print(drawn)
-    for head in without:  # most runs have one engine, and one number of ranks
-        values = {row[head] for row in rows} - {"-"}
-        print(f"{head}: {values.pop() if len(values) == 1 else 'the terminal is too narrow'}")
-
-
-def _width(heads: Sequence[str], widths: dict[str, int]) -> int:
-    """Characters of a row: two between columns."""
-    return sum(widths[head] + 2 for head in heads) - 2
+def _style(_head: str, value: object) -> str:
+    return STYLES.get(str(value), "")
 
 
 def _why(row: Row) -> str:

@@ -7,14 +7,16 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from ..core import fileio
-from ..core.grouping import by_key
-from ..errors import WrongOption, counted, joined, safe
+from msgspec import to_builtins
 
-NARROW = 6  # characters per column; a drawn table would lose some with less
+from ..core import fileio
+from ..core.description import VERSION
+from ..core.grouping import by_key
+from ..core.pace import Line, telling
+from ..errors import WrongOption, counted, joined, safe
 
 
 def answer(
@@ -45,85 +47,38 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
         yield f"{names} of {owners}", own[0]
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Rows on stdout, numbers to the right: a table on a terminal, else columns for grep and awk.
-
-    The names in `heads` are empty for a list of facts.
-    """
-    cells = [[cell(value) for value in row] for row in rows]
-    right = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(heads))]
-    if sys.stdout.isatty():
-        _drawn_table(heads, cells, right)
-    else:
-        plain_columns([heads, *cells] if any(heads) else cells, right)
-
-
-def _drawn_table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
-) -> None:
-    """A table as wide as the terminal at most; longer cells continue on the next line."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if console.width < NARROW * len(heads):
-        listed_rows(heads, rows)
-        return
-    drawn = Table(box=box.SIMPLE_HEAD, show_header=any(heads), show_edge=False)
-    for head, to_right in zip(heads, right, strict=True):
-        drawn.add_column(Text(head), justify="right" if to_right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*map(Text, row))
-    console.print(drawn)
-
-
-def listed_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A line per cell, for a table of many columns on a narrow terminal."""
-    width = max(map(len, heads))
-    for row in rows:
-        for head, text in zip(heads, row, strict=True):
-            print(f"{head.ljust(width)}  {text}".rstrip())
-        print()
-
-
-def plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            text.rjust(width) if to_right else text.ljust(width)
-            for text, width, to_right in zip(line, widths, right, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
-
-
-def cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else safe(value)
-
-
 def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:
     """Warnings on stderr: lines of a report."""
     if not quiet and sys.stderr is not None:
         for line in lines:
-            print(f"Warning: {spoken(line, sys.stderr)}", file=sys.stderr)
+            word = painted("Warning:", YELLOW, sys.stderr)
+            print(f"{word} {spoken(line, sys.stderr)}", file=sys.stderr)
+            if line.get("hint"):
+                print(f"  {safe(line['hint'])}", file=sys.stderr)
 
 
 def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
-    """What a line of a report says, for a terminal: its sentence, and its code."""
+    """What a line of a report says to people: its sentence, and the code to look it up by."""
     return safe(line["message"]) + shown(line["code"], sys.stdout if stream is None else stream)
 
 
 def shown(code: str, stream: TextIO | None) -> str:
-    """The code behind a sentence, dim, if a person reads it on a terminal."""
-    if stream is None or not stream.isatty():
+    """The code behind a sentence, dim on a terminal: docs/codes.md says what to do."""
+    if stream is None:
         return ""
-    return f" [{code}]" if os.environ.get("NO_COLOR") else f" \033[2m[{code}]\033[0m"
+    return f" {painted(f'[{code}]', DIM, stream)}"
+
+
+DIM, RED, YELLOW = "2", "1;31", "1;33"
+"""Of a terminal. What is red or yellow says the same in words."""
+
+
+def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """A text in a colour, if `stream` (stdout) is a terminal and NO_COLOR does not forbid it."""
+    stream = sys.stdout if stream is None else stream
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
+        return text
+    return f"\033[{colour}m{text}\033[0m"
 
 
 def brief(value: Any) -> str:
@@ -134,17 +89,23 @@ def brief(value: Any) -> str:
 def checked(report: dict[str, Any]) -> str:
     """What the end of a line says of checksums; nothing if none was checked, or one is wrong.
 
-    Only where all parts of files have one, it has no number.
+    Only where all parts of files have one that was checked, it has no number.
     """
     records = report.get("records")
     lines = (*report.get("problems", ()), *report.get("notes", ()))
-    is_damaged = any("stated" in line for line in lines)  # in padding, too
+    # in padding, too
+    is_damaged = any("stated" in line or line.get("code") == "record-damaged" for line in lines)
     if not records or not records["checked"] or is_damaged:
         return ""
     if not records["unchecked"]:
         return ", checksums ok"
-    every = records["checked"] + records["unchecked"]
-    return f", {records['checked']:,} of {every:,} checksums ok"
+    without = records["without_checksum"]
+    texts = [
+        f"{counted(records['checked'], 'checksum')} ok",
+        f"{without:,} {'part has' if without == 1 else 'parts have'} none" if without else "",
+        f"{records['unchecked'] - without:,} not checked" if records["unchecked"] > without else "",
+    ]
+    return f", {', '.join(filter(None, texts))}"
 
 
 def unchecked(report: dict[str, Any]) -> None:
@@ -198,11 +159,20 @@ def save_text(path: str, text: str) -> None:
     fileio.save(path, text.encode("utf-8", "backslashreplace"))  # names of files may be any bytes
 
 
-class Bar:
-    """Progress on a terminal: bytes, and what is being done. `bar` is a `Progress` of rich."""
+WIDE = 80  # characters of a terminal that has room for a long bar
+MIN_TEXT = 12
+NUMBERS = 38  # characters of `999.9/999.9 GB 999.9 MB/s 0:00:00` and of the gaps around
 
-    def __init__(self, bar: Any, total: int) -> None:
+
+class Bar:
+    """Progress on a terminal: bytes, and what is being done, in at most `room` characters.
+
+    `bar` is a `Progress` of rich, which would break numbers to show all of a long name.
+    """
+
+    def __init__(self, bar: Any, total: int, room: int = 100) -> None:
         self.bar = bar
+        self.room = room
         for task in bar.task_ids:  # a pass over the bytes ends before the next one begins
             bar.update(task, visible=False)
         self.task = bar.add_task("", total=total)
@@ -211,27 +181,51 @@ class Bar:
         self.bar.advance(self.task, count)
 
     def describe(self, text: str) -> None:
-        self.bar.update(self.task, description=safe(text))
+        text = safe(text)
+        if len(text) > self.room:  # the end of a name tells more
+            text = f"...{text[len(text) - self.room + 3 :]}" if self.room > MIN_TEXT else ""
+        self.bar.update(self.task, description=text)
 
 
 @contextmanager
-def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
-    """A bar on stderr while bytes move, if that is a terminal."""
-    if hidden or sys.stderr is None or not sys.stderr.isatty():
+def progress(
+    command: str, about: str, hidden: bool, *, as_json: bool = False, asked: bool = False
+) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
+    """How far a command is, on stderr: a bar on a terminal, else a line a minute.
+
+    If it is `asked` for, lines it is everywhere, the first one at once. With --json they are
+    documents, and there are none if nobody asks. `about` says to what the `command` does it.
+    """
+    if hidden or sys.stderr is None or (as_json and not asked):
         yield None
+        return
+    if asked or not sys.stderr.isatty():
+
+        def say(line: Line) -> None:
+            text = json.dumps(head | to_builtins(line)) if as_json else f"zckpt: {safe(line)}"
+            with suppress(OSError, ValueError):  # a full disk behind stderr, or it is closed
+                print(text, file=sys.stderr, flush=True)
+
+        head = {"zckpt": VERSION, "command": command}
+        with telling(f"{command} {about}", say, at_once=asked) as pace:
+            yield pace.begin
         return
     from rich import progress as rich_progress
     from rich.console import Console
+    from rich.table import Column
 
+    console = Console(stderr=True)
+    width = 20 if console.width >= WIDE else 8
     bar = rich_progress.Progress(
-        rich_progress.BarColumn(20),
-        rich_progress.DownloadColumn(),
-        rich_progress.TransferSpeedColumn(),
-        rich_progress.TimeRemainingColumn(),
+        rich_progress.BarColumn(width, table_column=Column(no_wrap=True)),
+        rich_progress.DownloadColumn(table_column=Column(no_wrap=True)),
+        rich_progress.TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        rich_progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
         rich_progress.TextColumn("{task.description}", markup=False),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
     )
+    room = max(console.width - width - NUMBERS, 0)
 
     with bar:
-        yield lambda total: Bar(bar, total)
+        yield lambda total: Bar(bar, total, room)

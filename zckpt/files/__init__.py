@@ -11,6 +11,8 @@ business.
     safefile.py       safetensors files, read and written
     hdf5file.py       HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them
     dcpfile.py        `.metadata` of torch.distributed.checkpoint, read and compared with itself
+    dcptable.py       what it says: items, their boxes and places, as columns
+    dcprows.py        forms in its pickle that become rows of these columns
     dcpitems.py       the item files beside it
     dcpnumbers.py     numbers of a few items, read of many directories of one run
     dcpshell.py       writes such a directory

@@ -23,20 +23,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from math import prod
+from operator import add, gt
 from typing import Any
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..core import sources
 from ..core.checksum import crc32
-from ..core.dtypes import FROM_TORCH
 from ..core.filenames import path_inside
-from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
 from ..core.inventory import gaps, known, refuse_gaps, role
+from ..core.resources import free_memory
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -44,12 +42,27 @@ from ..errors import (
     UnsupportedCheckpoint,
     listed,
     safe,
+    sized,
+)
+from .dcprows import Rows, Run, Unusual
+from .dcptable import (
+    METADATA,
+    BoxColumns,
+    EnteredPlaces,
+    ItemBox,
+    ItemKey,
+    ItemLocation,
+    Items,
+    ItemTable,
+    KeyPath,
+    Places,
+    Shapes,
+    TensorItem,
 )
 from .unpickle import Unpickler
 
-METADATA = ".metadata"
 ITEMS = ".distcp"
-MAX_METADATA = 2 << 30  # bytes; a box takes 140 to 210, and 4 KB of memory once it is read
+MEMORY = 3  # bytes of it that a byte of metadata takes; a box has about 130, and takes 300
 AT_ONCE = 1 << 20  # bytes
 SEAL = re.compile(rb"\nzckpt-crc32 ([0-9a-f]{8})\n\Z")
 OF_RANK = role("metadata", r"__(\d+)\.metadata", "dp")
@@ -59,94 +72,8 @@ MAX_AXES = 64  # of a torch.Tensor
 MAX_NUMBER = 1 << 60  # elements or bytes
 MAX_PATH = 100  # keys that lead to one item
 MAX_TEXT = 4096  # characters of a key or a file's name
-
-KeyPath = tuple[str | int, ...]
-"""Keys that lead to an item in the program's state dict."""
-
-
-class ItemBox(Struct, frozen=True):
-    """Elements [offset, offset + size) of a tensor along every axis; torch calls it a chunk."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.sizes
-
-
-class TensorItem(Struct, frozen=True):
-    """A tensor under a key; `torch_dtype` is torch's name of its type, which zckpt may not know."""
-
-    torch_dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[ItemBox, ...]
-
-    @property
-    def dtype(self) -> str:
-        """The type's name in a manifest; raises UnsupportedCheckpoint."""
-        dtype = FROM_TORCH.get(self.torch_dtype)
-        if dtype is None:
-            raise UnsupportedCheckpoint(
-                "type-unsupported",
-                f"zckpt does not read tensors of type torch.{self.torch_dtype}",
-                hint="cast them before saving, or leave them out of the checkpoint",
-            )
-        return dtype
-
-
-Items = dict[str, TensorItem | None]
-"""Items by key, in the order of `.metadata`; None for a value that is not a tensor."""
-
-ItemKey = tuple[str, tuple[int, ...] | None]
-"""A key with the offsets of one of its boxes; without offsets for a value."""
-
-
-class ItemLocation(Struct, frozen=True):
-    """The file and the bytes in which an item was saved."""
-
-    file: str
-    offset: int
-    length: int
-    shared: bool = False  # other tensors begin there too: it is one safetensors file
-
-
-class ItemTable(Struct, frozen=True):
-    """What the metadata of one folder says; `files` are the metadata files themselves.
-
-    `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the
-    writer did not keep them. `copies` are further locations of items that several ranks saved.
-    `unsaved` are keys with a path of which no rank saved an item. `others` are the fields that
-    describe no item: `planner_data`, `version`, `storage_meta`, and what a writer has added.
-    """
-
-    folder: str
-    files: tuple[str, ...]
-    items: Items
-    locations: dict[ItemKey, ItemLocation]
-    others: dict[str, Any]
-    paths: dict[str, KeyPath]
-    copies: dict[ItemKey, list[ItemLocation]] = field(default_factory=dict)
-
-    @property
-    def unsaved(self) -> list[str]:
-        return [key for key in self.paths if key not in self.items]
-
-    def every_location(self) -> Iterator[ItemLocation]:
-        return chain(self.locations.values(), *self.copies.values())
-
-    def location(self, key: str, box: ItemBox | None = None) -> ItemLocation:
-        """Where a value or one box of a tensor lies; raises IncompleteCheckpoint."""
-        location = self.locations.get((key, None if box is None else box.offsets))
-        if location is None:
-            what = _called(key, None if box is None else box.offsets)
-            raise IncompleteCheckpoint(
-                "elements-missing",
-                f"{self.folder}: {METADATA} does not say in which file {what} is",
-                file=self.folder,
-            )
-        return location
-
+MOST_LAID = 4  # folders of one target, at most two, and of one that is laid out meanwhile
+_laid: dict[str, ItemTable] = {}  # by folder: those that are laid out, and not sealed yet
 
 # -- the pickle
 
@@ -157,7 +84,7 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
     It is not unpickled: keys stand in it as they are. One that is too large to be read has none.
     """
     path = os.path.join(folder, METADATA)
-    if not sources.is_file(path) or sources.size(path) > MAX_METADATA:
+    if not sources.is_file(path) or sources.size(path) > most_metadata():
         return False
     rest, longest = b"", max(map(len, texts))
     with sources.opened(path) as file:
@@ -167,6 +94,11 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
                 return True
             rest = rest[-longest:]
     return False
+
+
+def most_metadata() -> int:
+    """The most bytes of metadata for which there is memory."""
+    return free_memory() // MEMORY
 
 
 def sealed(text: bytes) -> bytes:
@@ -181,19 +113,30 @@ def check_seal(text: bytes) -> None:
         raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 behind them")
 
 
-def read_table(folder: str) -> ItemTable:
+def laid_table(folder: str) -> ItemTable:
+    """The table of a folder that was just laid out, and read as such; it is not kept any longer."""
+    return _laid.pop(os.path.normpath(folder), None) or read_table(folder)
+
+
+def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     """The metadata of a folder: one `.metadata`, or those of all ranks combined.
+
+    One that zckpt has just laid out is no hostile one, and whoever seals it asks for it again.
 
     Raises CorruptCheckpoint (values of wrong types, parts that contradict each other),
     IncompleteCheckpoint (no metadata, or none of some rank; an item without a location),
-    UnsupportedCheckpoint (items that are compressed or encrypted; more than 2 GiB).
+    UnsupportedCheckpoint (items that are compressed or encrypted; more than there is memory for).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
     name = os.path.join(folder, METADATA)
     if sources.is_file(name):
-        table = _read_one(folder, tuple(files), name)
+        table = _read_one(folder, tuple(files), name, is_laid)
         need_agreement(table, name)
+        if is_laid:
+            if len(_laid) >= MOST_LAID:  # of conversions that failed
+                _laid.clear()
+            _laid[os.path.normpath(folder)] = table
         return table
     ranks = {own.numbers: path for path in files if (own := known((OF_RANK,), path)) is not None}
     if not ranks:
@@ -209,19 +152,9 @@ def read_table(folder: str) -> ItemTable:
     return table
 
 
-def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
-    with sources.opened(name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_METADATA:
-            raise UnsupportedCheckpoint(
-                "file-too-large",
-                f"{name} has {size} bytes; zckpt reads metadata of up to {MAX_METADATA}",
-                hint="save with fewer ranks, or with fewer tensors",
-            )
-        text = file.read()
+def _read_one(folder: str, files: tuple[str, ...], name: str, is_laid: bool = False) -> ItemTable:
     try:
-        check_seal(text)
-        return _table(folder, files, Unpickler(text).load())
+        return _table(folder, files, *_unpickled(name, is_laid))
     except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
         if error.file is not None:
             raise
@@ -232,7 +165,28 @@ def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
         ) from error
 
 
-def _table(folder: str, files: tuple[str, ...], content: Any) -> ItemTable:
+def _unpickled(name: str, is_laid: bool) -> tuple[Any, Rows]:
+    """What a file of metadata has; its bytes are not kept."""
+    with sources.opened(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > (most := most_metadata()):
+            raise UnsupportedCheckpoint(
+                "file-too-large",
+                f"{name} has {size} bytes, and there is memory for {most}",
+                hint=f"zckpt needs {sized(MEMORY * size)} of free memory for it",
+            )
+        text = file.read()
+    check_seal(text)
+    rows = Rows(text)
+    try:
+        content = Unpickler(text, rows=rows, is_trusted=is_laid).load()
+    except Unusual:
+        content = Unpickler(text).load()
+    rows.forget_numbers()
+    return content, rows
+
+
+def _table(folder: str, files: tuple[str, ...], content: Any, rows: Rows) -> ItemTable:
     fields = dict(attributes(content))
     if missing := FIELDS - fields.keys():
         raise CorruptCheckpoint(
@@ -242,12 +196,13 @@ def _table(folder: str, files: tuple[str, ...], content: Any) -> ItemTable:
     described, stored = fields.pop("state_dict_metadata"), fields.pop("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise CorruptCheckpoint("file-damaged", "its items or their locations are not a dictionary")
-    locations = _locations(folder, stored)
+    columns = _Columns(rows)
+    locations = columns.locations(folder, stored)
     # every box is stored, so a list that many tensors share cannot be long
     room = len(locations) + MAX_AXES
     items: Items = {}
     for key, record in described.items():
-        items[_text(key, "a key")] = item = _item(key, record, room)
+        items[_text(key, "a key")] = item = _item(key, record, room, columns)
         room -= len(_boxes(item))
     return ItemTable(folder, files, items, locations, fields, _paths(fields["planner_data"], items))
 
@@ -255,7 +210,7 @@ def _table(folder: str, files: tuple[str, ...], content: Any) -> ItemTable:
 def _combined(tables: list[ItemTable]) -> ItemTable:
     """The tables of all ranks as one. Ranks may repeat whole tensors: each box counts once."""
     first = tables[0]
-    items, locations = dict(first.items), dict(first.locations)
+    items, locations = dict(first.items), dict[ItemKey, ItemLocation](first.locations)
     copies: dict[ItemKey, list[ItemLocation]] = {}
     paths = {**first.paths}
     known = {(key, box.offsets) for key, item in items.items() for box in _boxes(item)}
@@ -273,10 +228,10 @@ def _combined(tables: list[ItemTable]) -> ItemTable:
                     items[key] = _with_box(items[key], box)
                     known.add((key, box.offsets))
         paths = {**table.paths, **paths}
-    return replace(first, items=items, locations=locations, paths=paths, copies=copies)
+    return replace(first, items=items, locations=Places.of(locations), paths=paths, copies=copies)
 
 
-def _boxes(item: TensorItem | None) -> tuple[ItemBox, ...]:
+def _boxes(item: TensorItem | None) -> Sequence[ItemBox]:
     return () if item is None else item.boxes
 
 
@@ -288,7 +243,7 @@ def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
     return replace(item, boxes=(*item.boxes, box))
 
 
-def _item(key: str, record: Any, most: int) -> TensorItem | None:
+def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | None:
     """What is described under a key; `most` is the number of boxes that it may have."""
     fields = attributes(record)
     if not fields:  # BytesStorageMetadata
@@ -306,52 +261,91 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
             "file-damaged", f"{safe(key)} has a {type(dtype).__name__} instead of a dtype"
         )
     chunks = fields["chunks"]
-    if not isinstance(chunks, (list, tuple)) or len(chunks) > most:
+    if not isinstance(chunks, (list, tuple)) or sum(map(_count, chunks)) > most:
         raise CorruptCheckpoint(
             "file-damaged", f"the pieces of {safe(key)} are not a list, or more than the files have"
         )
-    boxes = (
-        ItemBox(_numbers(box.get("offsets"), key), _numbers(box.get("sizes"), key))
-        for box in map(attributes, chunks)
-    )
+    boxes = columns.boxes_of(key, chunks)
     size = _numbers(fields["size"], key)
     if prod(size) >= MAX_NUMBER:
         raise CorruptCheckpoint(
             "file-damaged", f"the sizes of {safe(key)} are those of {prod(size)} elements"
         )
-    return TensorItem(dtype.name.removeprefix("torch."), size, tuple(boxes))
+    return TensorItem(dtype.name.removeprefix("torch."), size, boxes)
 
 
-def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLocation]:
-    locations: dict[ItemKey, ItemLocation] = {}
-    paths: dict[str, str] = {}  # of files, by the names that the metadata has
-    begins: dict[tuple[str, int], int] = {}
-    for index, info in storage.items():
-        item, stored = attributes(index), attributes(info)
-        key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
-        if stored.get("transform_descriptors"):
-            raise UnsupportedCheckpoint(
-                "storage-unsupported",
-                f"{safe(key)} is stored compressed or encrypted: "
-                f"{_texts(stored['transform_descriptors'])}",
-            )
-        name = _text(stored.get("relative_path"), "the name of a file")
-        if not name.isprintable():
-            raise CorruptCheckpoint("file-damaged", f"no file is called {name!r}")
-        if name not in paths:
-            paths[name] = path_inside(folder, name, METADATA)
-        offset, length = _numbers((stored.get("offset"), stored.get("length")), key)
-        place = key, None if offsets is None else _numbers(offsets, key)
-        if place in locations:
-            raise CorruptCheckpoint("file-damaged", f"two files are stated for {_called(*place)}")
-        begin = paths[name], offset
-        begins[begin] = begins.get(begin, 0) + 1
-        locations[place] = ItemLocation(*begin, length)
-    if len(begins) < len(locations):
-        for place, location in locations.items():
-            if begins[location.file, location.offset] > 1:
-                locations[place] = replace(location, shared=True)
-    return locations
+def _count(chunk: Any) -> int:
+    return chunk.stop - chunk.start if type(chunk) is Run else 1
+
+
+class _Columns:
+    """The columns of a table, which are filled from the rows and the records of its pickle."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.shapes = Shapes()
+        self.boxes = BoxColumns(self.shapes)
+        self._numbers: dict[int, int] = {}  # of the shapes that rows have
+
+    def _number(self, of_rows: int, key: str) -> int:
+        """The number of a shape in the columns, by that in the rows."""
+        number = self._numbers.get(of_rows)
+        if number is None:
+            number = self.shapes.number(_numbers(self.rows.shapes[of_rows], key))
+            self._numbers[of_rows] = number
+        return number
+
+    def boxes_of(self, key: str, chunks: Sequence[Any]) -> Sequence[ItemBox]:
+        """Enters the boxes of a tensor."""
+        boxes, start = self.boxes, len(self.boxes.sizes)
+        for chunk in chunks:
+            if type(chunk) is Run:
+                for offsets, sizes in self.rows.boxes(chunk):
+                    boxes.offsets.append(self._number(offsets, key))
+                    boxes.sizes.append(self._number(sizes, key))
+            else:
+                box = attributes(chunk)
+                boxes.offsets.append(self.shapes.number(_numbers(box.get("offsets"), key)))
+                boxes.sizes.append(self.shapes.number(_numbers(box.get("sizes"), key)))
+        return boxes.since(start)
+
+    def locations(self, folder: str, storage: Mapping[Any, Any]) -> Places:
+        """Enters where every item lies."""
+        places = EnteredPlaces(self.shapes)
+        paths: dict[str, str] = {}  # of files, by the names that the metadata has
+        for key, offsets, name, offset, length in self._stated(storage):
+            if name not in paths:
+                if not name.isprintable():
+                    raise CorruptCheckpoint("file-damaged", f"no file is called {name!r}")
+                paths[name] = path_inside(folder, name, METADATA)
+            places.enter(key, offsets, paths[name], offset, length)
+        return places.in_order()
+
+    def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
+        """Of each item its key, the number of its offsets or -1; its file, offset and length."""
+        for index, info in storage.items():
+            if type(index) is Run:
+                for key, number, name, offset, length in self.rows.places(index):
+                    if not 0 < len(key) <= MAX_TEXT or not 0 < len(name) <= MAX_TEXT:
+                        _text(key, "a key")
+                        _text(name, "the name of a file")
+                    if not (0 <= offset < MAX_NUMBER and 0 <= length < MAX_NUMBER):
+                        _numbers((offset, length), key)
+                    own = self._number(number, key) if number >= 0 else -1
+                    yield key, own, name, offset, length
+                continue
+            item, stored = attributes(index), attributes(info)
+            key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
+            if stored.get("transform_descriptors"):
+                raise UnsupportedCheckpoint(
+                    "storage-unsupported",
+                    f"{safe(key)} is stored compressed or encrypted: "
+                    f"{_texts(stored['transform_descriptors'])}",
+                )
+            name = _text(stored.get("relative_path"), "the name of a file")
+            offset, length = _numbers((stored.get("offset"), stored.get("length")), key)
+            own = -1 if offsets is None else self.shapes.number(_numbers(offsets, key))
+            yield key, own, name, offset, length
 
 
 def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:
@@ -408,11 +402,6 @@ def _texts(values: Any) -> str:
     return type(values).__name__
 
 
-def _called(key: str, offsets: tuple[int, ...] | None) -> str:
-    """An item's name in a message."""
-    return safe(key) if offsets is None else f"{safe(key)} at {list(offsets)}"
-
-
 def attributes(record: Any) -> dict[str, Any]:
     """The attributes of a pickled dataclass; raises CorruptCheckpoint for anything else."""
     state = record.state if isinstance(record, Foreign) else record
@@ -439,26 +428,25 @@ def need_agreement(table: ItemTable, name: str) -> None:
             raise CorruptCheckpoint(
                 "file-damaged", f"{name}: no path leads to {_all_shown(pathless)}"
             )
-    places: set[tuple[str, tuple[int, ...] | None]] = set()
+    described = bytearray(len(table.locations))
     for key, item in table.items.items():
         if item is None:
-            table.location(key)
-            places.add((key, None))
+            described[table.row(key, None)] = True
         else:
-            places |= {(key, offsets) for offsets in _places_of(table, key, item, name)}
-    if len(places) < len(table.locations):
-        strangers = [key for key, offsets in table.locations if (key, offsets) not in places]
+            for row in _places_of(table, key, item, name):
+                described[row] = True
+    if not all(described):
+        rows = [row for row, is_known in enumerate(described) if not is_known]
+        strangers = dict.fromkeys(key for key, _ in table.locations.named(rows))
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{name}: it names files of {_all_shown(list(dict.fromkeys(strangers)))}, "
-            "which no item describes",
+            f"{name}: it names files of {_all_shown([*strangers])}, which no item describes",
         )
     _need_separate(table, name)
 
 
-def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tuple[int, ...]]:
-    """The offsets of the boxes of a tensor that have a location."""
-    offsets = set()
+def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Iterator[int]:
+    """The rows of the places of a tensor's boxes."""
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
@@ -467,19 +455,19 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[t
                 f"{list(item.shape)}",
             )
         if box.is_empty:  # several ranks may have none of its rows
-            if (key, box.offsets) in table.locations:
-                offsets.add(box.offsets)
+            row = table.locations.row(key, box.offsets)
+            if row is not None:
+                yield row
             continue
-        table.location(key, box)
-        ends = map(sum, zip(box.offsets, box.sizes, strict=True))
-        if any(end > size for end, size in zip(ends, item.shape, strict=True)):
+        row = table.row(key, box.offsets)
+        ends = map(add, box.offsets, box.sizes)
+        if any(map(gt, ends, item.shape)):
             raise InconsistentCheckpoint(
                 "file-damaged",
                 f"{name}: a piece of {_all_shown([key])} of shape {list(box.sizes)} at "
                 f"{list(box.offsets)} lies outside of its shape {list(item.shape)}",
             )
-        offsets.add(box.offsets)
-    return offsets
+        yield row
 
 
 def _all_shown(keys: list[str]) -> str:
@@ -492,16 +480,14 @@ def _need_separate(table: ItemTable, name: str) -> None:
 
     All of these state where the file begins (torch 2.13, filesystem.py).
     """
-    by_file = by_key((location.file, location) for location in table.every_location())
-    for file, locations in by_file.items():
-        locations.sort(key=lambda location: location.offset)
+    for file, items in table.by_file():
         stop = begin = 0
-        for location in locations:
-            if location.offset < stop and location.offset != begin:
+        for offset, length in items:
+            if offset < stop and offset != begin:
                 raise InconsistentCheckpoint(
                     "elements-overlap",
-                    f"{name}: two items share byte {location.offset} of {file}",
+                    f"{name}: two items share byte {offset} of {file}",
                     file=file,
                 )
-            begin = location.offset
-            stop = max(stop, begin + location.length)
+            begin = offset
+            stop = max(stop, begin + length)

@@ -2,29 +2,50 @@
 
 An item is a file of torch.save inside of its file, or a tensor of the safetensors file that ends
 it. `.metadata` says where it begins; here its bytes are looked at.
+
+    item of one tensor    [ head: pickle | data | padding, directory: place, length and CRC-32 ]
+                                         704 in all genuine files here (torch 2.13, Megatron-Core)
+
+Opening an item costs more than torch's whole reading of its description. Items of one kind have one
+form: so a few of each are opened, and the others are planned. Whoever reads the data of a planned
+item opens it (`Record.crc`), and what it says must be what was planned.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
 from resource import RLIMIT_NOFILE, getrlimit
+from threading import Lock
+from typing import Any
 from weakref import finalize
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..core import sources
 from ..core.dtypes import SIZES
 from ..core.elsewhere import Fingerprint
 from ..core.fragments import Extent, Record
-from ..core.grouping import by_key
 from ..core.inventory import missing_file
-from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
-from .dcpfile import ITEMS, METADATA, ItemBox, ItemLocation, ItemTable
+from ..core.sequences import Joined, Made
+from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, safe
+from .dcpfile import ITEMS
+from .dcptable import METADATA, ItemBox, ItemLocation, ItemTable, Places
 from .safefile import SavedTensor, read_with_metadata
 from .torchfile import Parsed, Tensor, TorchFile
+from .zipdirectory import read_directory
 
 ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which are longer
+AT_ONCE = 8 << 10  # bytes of an item that are read together
+SERIALIZATION_ID = "/.data/serialization_id"  # random, of each file of torch >= 2.1
+UNOPENED, WITHOUT = -1, -2  # for the checksum of an item that is not opened, or states none
+NUMBER = re.compile(r"\d+")
 
 
 class ItemFiles:
@@ -33,12 +54,17 @@ class ItemFiles:
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
     the process may have open. `sizes` are the bytes of every file that was opened, by path,
-    `records` those of all items that were read as files of torch.save.
+    `records` those of all items that were read as files of torch.save. With `plans`, tensors whose
+    form is known are not opened, and later neither if zckpt has just laid them out (`is_laid`).
     """
 
-    def __init__(self, keeps_open: bool = True) -> None:
+    def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
         self.sizes: dict[str, int] = {}
-        self.records: list[Record] = []
+        self.records = Joined[Record]()
+        self.plans, self.is_laid = plans, is_laid
+        self.forms = _Forms()
+        self.outlines: dict[tuple[str, tuple[int, ...], int], _Outline] = {}
+        self.lock = Lock()  # of those who open planned items while they copy
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, SavedTensor]] = {}
         self._open: dict[str, tuple[int, Fingerprint]] = {}
@@ -59,7 +85,7 @@ class ItemFiles:
         """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
         begin = location.file, location.offset
         if begin not in self._tensors:
-            self._require(location, 1)
+            self._require(location.file, location.offset, 1)
             with self._opened(location.file) as file:
                 is_torch = sources.pread(file, 2, location.offset) == b"PK"
             if is_torch:
@@ -83,12 +109,90 @@ class ItemFiles:
                 f"{location.file}",
                 file=location.file,
             )
-        self._require(location, location.length)
-        extent = Extent(location.file, location.offset, location.length)
-        with self._opened(location.file) as file:
-            item = TorchFile(location.file, self._parsed, extent, file)
+        self._require(location.file, location.offset, location.length)
+        item = self.open(location)
         self.records += item.records.values()
         return item
+
+    def open(self, location: ItemLocation) -> TorchFile:
+        """The item as a file of torch.save, if it is as long as its file needs."""
+        with self._opened(location.file) as file:
+            return TorchFile(location.file, self._parsed, location.extent, file)
+
+    def planned(
+        self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
+    ) -> Record | None:
+        """The data of a tensor, or of a box of it, in an item that is not opened.
+
+        It is row-major. None if the item must be opened: the first of each file, and of each form.
+        """
+        if not self.plans or location.shared or location.file not in self.sizes:
+            return None
+        length = prod(sizes) * SIZES[dtype]
+        place = self.forms.place(key, dtype, length, location.length)
+        if place is None:
+            return None
+        self._require(location.file, location.offset, location.length)
+        extent = Extent(location.file, location.offset + place, length)
+        planned = None if self.is_laid else _Planned(self, location, key, dtype, sizes, extent)
+        record = Record(extent, planned)
+        self.records.append(record)
+        return record
+
+    def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
+        """All boxes of a tensor that are not empty, if none of their items must be opened."""
+        item, places = table.items[key], table.locations
+        if item is None or not self.plans:
+            return None
+        size, kind = SIZES[dtype], self.forms.kind(key, dtype)
+        numbers, rows, begins = array("i"), array("i"), array("i")
+        for number, box in enumerate(item.boxes if kind else ()):
+            if box.is_empty:
+                continue
+            row = places.row(key, box.offsets)
+            if row is None or places.shared[row]:
+                return None
+            path, length = places.paths[places.files[row]], prod(box.sizes) * size
+            begin = self.forms.begin(length, places.lengths[row])
+            if begin is None or path not in self.sizes or sources.is_stand_in(path):
+                return None
+            self._require(path, places.offsets[row], places.lengths[row])
+            numbers.append(number)
+            rows.append(row)
+            begins.append(begin)
+        if not rows:
+            return None
+        planned = PlannedBoxes(self, places, key, dtype, item.boxes, numbers, rows, begins)
+        self.records.join(planned.records)
+        return planned
+
+    def tensor_file(
+        self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
+    ) -> TorchFile:
+        """The same item, opened: it may have anything else. Raises as `torch_file`."""
+        file = self.torch_file(location)
+        if self.forms.note(file, key, dtype, sizes, location):
+            self._note_outline(file, location)
+        return file
+
+    def _note_outline(self, file: TorchFile, location: ItemLocation) -> None:
+        (record,), extent = file.records.values(), location.extent
+        shape = file.value.dtype, file.value.shape, location.length
+        if record.crc is not None and shape not in self.outlines:
+            with self._opened(location.file) as number:
+                self.outlines[shape] = _Outline.of(number, extent, record.extent)
+
+    def reopened(
+        self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
+    ) -> TorchFile | int:
+        """A planned item as a file; only its CRC-32 if its bytes are those of another such item."""
+        outline = self.outlines.get((dtype, sizes, location.length))
+        if outline is not None and outline.data == data.offset - location.offset:
+            with self._opened(location.file) as number:
+                crc = outline.crc(number, location)
+            if crc is not None:
+                return crc
+        return self.open(location)
 
     def boxes(
         self, table: ItemTable, key: str, dtype: str | None = None
@@ -98,17 +202,27 @@ class ItemFiles:
         Without `dtype` it is of the type that the metadata states. Raises InconsistentCheckpoint.
         """
         item = table.items[key]
-        for box in item.boxes if item is not None else ():
-            if item is None or box.is_empty:
+        if item is None:
+            return
+        planned = self.planned_boxes(table, key, dtype or item.dtype)
+        if planned is not None:
+            for box, data in planned:
+                yield box, TorchFile.of(data, planned.dtype, box.sizes)
+            return
+        for box in item.boxes:
+            if box.is_empty:
                 continue
             location, lost_dtype = table.location(key, box), dtype or item.dtype
             if (lost := self.missing(location, key, lost_dtype, box.sizes)) is not None:
-                yield box, TorchFile.missing(lost.extent, lost_dtype, box.sizes)
+                yield box, TorchFile.of(Record(lost.extent, None), lost_dtype, box.sizes)
                 continue
-            file = self.torch_file(location)
-            tensor = file.value
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, (dtype or item.dtype, box.sizes))
+            stated = lost_dtype, box.sizes
+            record = self.planned(location, key, *stated)
+            if record is not None:
+                yield box, TorchFile.of(record, *stated)
+                continue
+            file = self.tensor_file(location, key, *stated)
+            require_same(location, key, described(file), stated)
             yield box, file
 
     def unused(self, table: ItemTable) -> list[Extent]:
@@ -116,7 +230,7 @@ class ItemFiles:
 
         zckpt aligns items, so a gap before an aligned one is no finding if no item fits into it.
         """
-        locations = by_key((location.file, location) for location in table.every_location())
+        locations = dict(table.by_file())
         with os.scandir(table.folder) as entries:
             files = {entry.path for entry in entries if entry.name.endswith(ITEMS)}
         unused = []
@@ -124,16 +238,15 @@ class ItemFiles:
             if sources.is_stand_in(file):
                 continue
             of_file = locations.get(file, [])
-            for location in of_file:
-                self._require(location, 0)  # also if nothing was read of it
+            for offset, _ in of_file:
+                self._require(file, offset, 0)  # also if nothing was read of it
             size, reached = sources.size(file), 0
-            for location in sorted(of_file, key=lambda location: location.offset):
-                start = location.offset
+            for start, length in of_file:
                 if start > reached and (start - reached >= ALIGNMENT or start % ALIGNMENT):
                     unused.append(Extent(file, reached, start - reached))
-                reached = max(reached, start + location.length)
+                reached = max(reached, start + length)
                 # a safetensors file reaches to the end; its empty tensors were not asked for
-                if (file, start) in self._tensors or not location.length:
+                if (file, start) in self._tensors or not length:
                     reached = size
             if size > reached:
                 unused.append(Extent(file, reached, size - reached))
@@ -154,21 +267,271 @@ class ItemFiles:
         with sources.opened(path) as opened:
             yield opened.fileno()
 
-    def _require(self, location: ItemLocation, length: int) -> None:
+    def _require(self, path: str, offset: int, length: int) -> None:
         """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
-        path, stop = location.file, location.offset + length
+        stop = offset + length
         if path not in self.sizes:
             if not sources.is_file(path):
                 hint = "copy the whole directory; every rank writes files of its own"
                 raise missing_file(path, METADATA, hint)
             self.sizes[path] = sources.size(path)
-        if min(location.offset, length) < 0 or stop > self.sizes[path]:
+        if min(offset, length) < 0 or stop > self.sizes[path]:
             raise IncompleteCheckpoint(
                 "file-cut-short",
                 f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
                 hint="it was cut short; take another copy of it",
                 file=path,
             )
+
+
+@lru_cache(64)
+def kind_of(key: str) -> str:
+    """What keys have in common that differ in numbers alone."""
+    return NUMBER.sub("#", key)
+
+
+class _Forms:
+    """Where the data of items lie, as those show that were opened.
+
+    A kind of items are those of one type whose keys differ in numbers alone: those of all layers.
+    If one of a kind is no row-major tensor that has its storage for itself, none is planned.
+
+    Where data begin follows from an item's length. torch and zckpt align data to 64 bytes, and put
+    the same bytes behind all data that end alike: only the pickle before them has any length.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], bool] = {}  # whether items of a kind are planned
+        self._places: dict[tuple[int, int], int | None] = {}
+
+    def place(self, key: str, dtype: str, length: int, item_length: int) -> int | None:
+        """Where `length` bytes of data begin in an item; None if it must be opened."""
+        return self.begin(length, item_length) if length and self.kind(key, dtype) else None
+
+    def kind(self, key: str, dtype: str) -> bool:
+        """Whether items of this kind are planned."""
+        return self._kinds.get((kind_of(key), dtype), False)
+
+    def begin(self, length: int, item_length: int) -> int | None:
+        """The same of an item whose kind is planned."""
+        return self._places.get((item_length - length, length % ALIGNMENT))
+
+    def note(
+        self, file: TorchFile, key: str, dtype: str, sizes: tuple[int, ...], location: ItemLocation
+    ) -> bool:
+        """Learns of an item that was opened; says whether others may be like it."""
+        tensor, records = file.value, [*file.records.values()]
+        kind, length = (kind_of(key), dtype), prod(sizes) * SIZES[dtype]
+        is_plain = (
+            described(file) == (dtype, sizes)
+            and len(records) == 1
+            and records[0].extent.length == length
+            and not (tensor.offset or tensor.storage.start)
+            and tensor.contiguous
+        )
+        self._kinds[kind] = is_plain and self._kinds.get(kind, True)
+        if is_plain:
+            place = records[0].extent.offset - location.offset
+            beside = location.length - length, length % ALIGNMENT
+            self._places[beside] = place if self._places.get(beside, place) == place else None
+        return is_plain
+
+
+class _Outline(Struct, frozen=True):
+    """All bytes of an item but its data, and those that differ in each save: checksums, ids.
+
+    Another item with the same bytes says the same of its data, except for the CRC-32, which is at
+    `crc_at` in the directory. `data` and `behind` are where the data begin and end, `head` and
+    `tail` the bytes before and behind them, with zeros in the `gaps`.
+    """
+
+    data: int
+    behind: int
+    head: bytes
+    tail: bytes
+    gaps: tuple[tuple[int, int], ...]
+    crc_at: int
+
+    @classmethod
+    def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
+        """That of an item that was opened, with its data."""
+        start, gaps, crc_at = item.offset, list[tuple[int, int]](), 0
+        for name, member in read_directory(file, item).items():
+            stop = member.offset + member.length
+            is_data = member.offset == data.offset
+            if not is_data and not name.endswith(SERIALIZATION_ID):
+                continue
+            # in the local header, in the directory, and in a descriptor behind the bytes
+            places = [member.header + 14, member.entry + 16]
+            if sources.pread(file, 4, stop) == b"PK\7\10":
+                places.append(stop + 4)
+            gaps += [(place - start, place - start + 4) for place in places]
+            if is_data:
+                crc_at = member.entry + 16 - start
+            else:
+                gaps.append((member.offset - start, stop - start))
+        begin, behind = data.offset - start, data.offset + data.length - start
+        outline = cls(begin, behind, b"", b"", tuple(gaps), crc_at)
+        head, tail = outline.bytes_of(file, item.offset, item.length)
+        return replace(outline, head=outline.blank(head, 0), tail=outline.blank(tail, behind))
+
+    def bytes_of(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
+        """Those of an item before its data, and behind them."""
+        if length <= AT_ONCE:
+            data = sources.pread(file, length, offset)
+            return data[: self.data], data[self.behind :]
+        tail = sources.pread(file, length - self.behind, offset + self.behind)
+        return sources.pread(file, self.data, offset), tail
+
+    def blank(self, data: bytes, start: int) -> bytes:
+        """Bytes from `start` on with zeros in the gaps."""
+        blank = bytearray(data)
+        for begin, stop in self.gaps:
+            if start <= begin and stop <= start + len(data):
+                blank[begin - start : stop - start] = bytes(stop - begin)
+        return bytes(blank)
+
+    def crc(self, file: int, location: ItemLocation) -> int | None:
+        """The CRC-32 that another item states; None if it has not the same bytes."""
+        head, tail = self.bytes_of(file, location.offset, location.length)
+        if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
+            return None
+        place = self.crc_at - self.behind
+        return int.from_bytes(tail[place : place + 4], "little")
+
+
+class _Planned(Struct, eq=False):
+    """The CRC-32 of a planned item, which is opened when it is asked for."""
+
+    files: ItemFiles
+    location: ItemLocation
+    key: str
+    dtype: str
+    sizes: tuple[int, ...]
+    extent: Extent
+    is_open: bool = False
+    crc: int | None = None
+
+    def __call__(self) -> int | None:
+        """Raises as `torch_file`, and UnsupportedCheckpoint if the data lie otherwise."""
+        if not self.is_open:
+            with self.files.lock:
+                self.crc = self.opened()
+            self.is_open = True
+        return self.crc
+
+    def opened(self) -> int | None:
+        """The CRC-32 that the item states, whose form is compared with the planned one."""
+        file = self.files.reopened(self.location, self.dtype, self.sizes, self.extent)
+        if isinstance(file, int):
+            return file
+        require_same(self.location, self.key, described(file), (self.dtype, self.sizes))
+        whole = file.whole(file.value)
+        if whole != self.extent or file.value.offset or not file.value.contiguous:
+            raise UnsupportedCheckpoint(
+                "storage-unsupported",
+                f"{self.location.file} has {safe(self.key)} at byte {self.location.offset} in "
+                "another form than the items of its kind that zckpt opened: its elements are in "
+                "another order, or at another place",
+                hint="in Python, read it with zckpt.read(PATH, opens_items=True)",
+                file=self.location.file,
+            )
+        return file.crc(file.value)[1]
+
+
+class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
+    """The boxes of a tensor, each with its data in an item that is not opened.
+
+    Of each box there are its number in `boxes`, the row of its place, and the byte of the item at
+    which its data begin. All else is made when it is asked for.
+    """
+
+    def __init__(
+        self,
+        files: ItemFiles,
+        places: Places,
+        key: str,
+        dtype: str,
+        boxes: Sequence[ItemBox],
+        numbers: array[int],
+        rows: array[int],
+        begins: array[int],
+    ) -> None:
+        self.files, self.places = files, places
+        self.key, self.dtype, self._boxes = key, dtype, boxes
+        self._numbers, self._rows, self._begins = numbers, rows, begins
+        self._crcs = array("q")  # of items that were opened; none until the first one is
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [*map(self.__getitem__, range(*place.indices(len(self))))]
+        place = range(len(self))[place]
+        return self._box(place), self._record(place)
+
+    @property
+    def boxes(self) -> Sequence[ItemBox]:
+        return Made(self._box, range(len(self)))
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return Made(self._record, range(len(self)))
+
+    @property
+    def extents(self) -> Sequence[Extent]:
+        """Where the data of each box are."""
+        return Made(self._extent, range(len(self)))
+
+    def is_open(self, place: int) -> bool:
+        return bool(self._crcs) and self._crcs[place] != UNOPENED
+
+    def crc(self, place: int) -> int | None:
+        """The CRC-32 that the item of a box states; raises as `_Planned`."""
+        if not self.is_open(place):
+            location, sizes = self.places.at(self._rows[place]), self._box(place).sizes
+            item = self.key, self.dtype, sizes, self._extent(place)
+            with self.files.lock:
+                crc = _Planned(self.files, location, *item).opened()
+                if not self._crcs:
+                    self._crcs = array("q", [UNOPENED]) * len(self)
+                self._crcs[place] = WITHOUT if crc is None else crc
+        stated = self._crcs[place]
+        return None if stated == WITHOUT else stated
+
+    def _box(self, place: int) -> ItemBox:
+        box: ItemBox = self._boxes[self._numbers[place]]
+        return box
+
+    def _extent(self, place: int) -> Extent:
+        row, places = self._rows[place], self.places
+        begin = places.offsets[row] + self._begins[place]
+        length = prod(self._box(place).sizes) * SIZES[self.dtype]
+        return Extent(places.paths[places.files[row]], begin, length)
+
+    def _record(self, place: int) -> Record:
+        return Record(self._extent(place), None if self.files.is_laid else _OfBox(self, place))
+
+
+class _OfBox(Struct, frozen=True):
+    """The CRC-32 of the item of a box, which is opened when it is asked for."""
+
+    planned: PlannedBoxes
+    place: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.planned.is_open(self.place)
+
+    def __call__(self) -> int | None:
+        return self.planned.crc(self.place)
+
+
+def described(file: TorchFile) -> tuple[str, tuple[int, ...]] | None:
+    """The type and the shape of a file's tensor; None if it has something else."""
+    tensor = file.value
+    return (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
 
 
 def _close(files: dict[str, tuple[int, Fingerprint]]) -> None:

@@ -18,7 +18,8 @@ from ..core import sources
 from ..core.fragments import Extent
 from ..core.grouping import by_key
 from ..core.inert import Scalar
-from .dcpfile import MAX_METADATA, METADATA, read_table
+from .dcpfile import most_metadata, read_table
+from .dcptable import METADATA
 from .torchfile import Parsed, TorchFile
 
 BEHIND_ITEMS = b"storage_meta"  # the first field of `.metadata` that describes no item
@@ -37,7 +38,7 @@ def numbers_in(folder: str, choice: Choice) -> list[float]:
     Raises as `read_table` and `TorchFile`, and OSError.
     """
     path = os.path.join(folder, METADATA)
-    if not sources.is_file(path) or sources.size(path) > MAX_METADATA:
+    if not sources.is_file(path) or sources.size(path) > most_metadata():
         return []
     places = _places(_Metadata(path), choice).items()
     return [n for name, own in places for n in _numbers(os.path.join(folder, name), own)]

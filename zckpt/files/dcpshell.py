@@ -6,21 +6,30 @@ An item file is a sequence of aligned items. `.metadata` is the object that torc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from msgspec import Struct
 
-from ..core.fileio import align
+from ..core.fileio import align, write_all
 from ..core.folder import Folder
 from ..core.fragments import Extent
 from ..core.grouping import by_key, portions
-from ..core.inert import Foreign, Global, Size
+from ..core.inert import Foreign, Global, Scalar, Size
 from ..core.layout import Shell
+from ..core.sources import pread
 from ..core.streaming import carry_out_all
-from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
-from .torchshell import ALIGNMENT, Storages, shell, state_checksums
+from .dcpfile import VERSION, laid_table
+from .dcptable import ItemBox, ItemKey, ItemLocation, Items, TensorItem
+from .pickling import Record, Repeated
+from .torchshell import ALIGNMENT, Storages, checksums_of, shell
+from .zipdirectory import read_directory
+
+BATCH = 128  # checksums that one thread writes
+NEAR = 4 << 10  # bytes; what is nearer to each other is written at once
 
 
 class ItemShell(Struct, frozen=True):
@@ -51,6 +60,13 @@ def tensor_shell(dtype: str, sizes: tuple[int, ...]) -> Shell:
     return shell("archive", storages.tensor(dtype, sizes), storages)
 
 
+@lru_cache(1 << 12)
+def scalar_shell(value: Scalar, _text: str) -> Shell:
+    """The item of a number; equal steps have the same one. The text tells 0.0 from -0.0."""
+    storages = Storages()
+    return shell("archive", storages.scalar(value), storages)
+
+
 def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:
     """The items of every file; a file of several items has `limit` bytes at most."""
     return portions(items, lambda item: align(item.shell.size, ALIGNMENT), limit)
@@ -70,14 +86,53 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
 def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]]) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item; `root` has `folder`.
 
-    `crcs` go by the path of a file, then by the offset of the record's data.
+    `crcs` go by the path of a file, then by the offset of the record's data. Items were just laid
+    out: those of one length, whose data begin alike, have their checksums at the same places.
     """
-    locations = by_key((item.file, item) for item in read_table(folder).locations.values())
+    locations = by_key((item.file, item) for item in laid_table(folder).locations.values())
+    places: dict[tuple[int, ...], list[int]] = {}
     for path, items in locations.items():
+        crc_of = crcs.get(path, {})
+        starts = sorted(crc_of)
+        patches: list[tuple[int, int]] = []
         with root.opened(path, os.O_RDWR) as file:
-            extents = [Extent(path, item.offset, item.length) for item in items]
+            for item in items:
+                first = bisect_left(starts, item.offset)
+                data = starts[first : bisect_left(starts, item.offset + item.length, first)]
+                form = item.length, *(start - item.offset for start in data)
+                if form not in places:
+                    extent = Extent(path, item.offset, item.length)
+                    places[form] = [place - item.offset for place in _places(file, extent, data)]
+                twice = [crc_of[start] for start in data for _ in range(2)]
+                at = (item.offset + place for place in places[form])
+                patches += zip(at, twice, strict=True)
             # what was written past the page cache is read from the disk
-            carry_out_all(extents, partial(state_checksums, file, crcs=crcs.get(path, {})))
+            carry_out_all([*portions(sorted(patches), lambda _: 1, BATCH)], partial(_write, file))
+
+
+def _places(file: int, item: Extent, data: Collection[int]) -> list[int]:
+    """Where an item states the CRC-32s of the records that begin at `data`, two for each."""
+    members = {member.offset: member for member in read_directory(file, item).values()}
+    return [place for start in data for place in checksums_of(members[start])]
+
+
+def _write(file: int, patches: Sequence[tuple[int, int]]) -> None:
+    """Writes checksums at their places, in order; those that are near to each other at once."""
+    near: list[tuple[int, int]] = []
+    for patch in patches:
+        if near and patch[0] - near[-1][0] >= NEAR:
+            _write_near(file, near)
+            near = []
+        near.append(patch)
+    _write_near(file, near)
+
+
+def _write_near(file: int, patches: Sequence[tuple[int, int]]) -> None:
+    start, stop = patches[0][0], patches[-1][0] + 4
+    data = bytearray(pread(file, stop - start, start) if len(patches) > 1 else 4)
+    for place, crc in patches:
+        struct.pack_into("<I", data, place - start, crc)
+    write_all(file, memoryview(data), start)
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:
@@ -103,16 +158,8 @@ def metadata(
         state_dict_metadata={key: _item_record(item) for key, item in items.items()},
         planner_data=paths,
         storage_data={
-            _record(
-                "metadata.MetadataIndex",
-                fqn=key,
-                offset=None if offsets is None else Size(offsets),
-                index=None,
-            ): _record(
-                "filesystem._StorageInfo",
-                relative_path=location.file,
-                offset=location.offset,
-                length=location.length,
+            Record(INDEX, (key, None if offsets is None else _size(offsets), None)): Record(
+                LOCATION, (location.file, location.offset, location.length)
             )
             for (key, offsets), location in locations
         },
@@ -122,30 +169,49 @@ def metadata(
     )
 
 
-def _item_record(item: TensorItem | None) -> Foreign:
+def _item_record(item: TensorItem | None) -> Foreign | Record:
     if item is None:
         return _record("metadata.BytesStorageMetadata")
+    chunks = [_chunk(box.offsets, box.sizes) for box in item.boxes]
+    return Record(TENSOR, (_properties(item.torch_dtype), _size(item.shape), chunks))
+
+
+@lru_cache(1 << 14)
+def _size(shape: tuple[int, ...]) -> Repeated:
+    return Repeated(Size(shape))
+
+
+@lru_cache(1 << 14)
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Repeated:
+    return Repeated(Record(CHUNK, (_size(offsets), _size(sizes))))
+
+
+@lru_cache
+def _properties(torch_dtype: str) -> Repeated:
     properties = _record("metadata.TensorProperties")
     properties.state = (
-        Global(f"torch.{item.torch_dtype}"),
+        Global(f"torch.{torch_dtype}"),
         Foreign(Global("torch.serialization._get_layout"), ("torch.strided",)),
         False,
         Foreign(Global("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"), (0,)),
         False,
     )
-    return _record(
-        "metadata.TensorStorageMetadata",
-        properties=properties,
-        size=Size(item.shape),
-        chunks=[
-            _record(
-                "metadata.ChunkStorageMetadata", offsets=Size(box.offsets), sizes=Size(box.sizes)
-            )
-            for box in item.boxes
-        ],
-    )
+    return Repeated(properties)
 
 
 def _record(name: str, **state: Any) -> Foreign:
     """An object of one of torch.distributed.checkpoint's dataclasses."""
-    return Foreign.instance(f"torch.distributed.checkpoint.{name}", **state)
+    return Foreign.instance(f"{PACKAGE}.{name}", **state)
+
+
+PACKAGE = "torch.distributed.checkpoint"
+TENSOR, CHUNK, INDEX, LOCATION = (
+    (Global(f"{PACKAGE}.{name}"), names)
+    for name, names in (
+        ("metadata.TensorStorageMetadata", ("properties", "size", "chunks")),
+        ("metadata.ChunkStorageMetadata", ("offsets", "sizes")),
+        ("metadata.MetadataIndex", ("fqn", "offset", "index")),
+        ("filesystem._StorageInfo", ("relative_path", "offset", "length")),
+    )
+)
+"""The classes of records of which there are many, and the names of their attributes."""

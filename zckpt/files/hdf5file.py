@@ -258,8 +258,6 @@ def _location(
         raise CorruptCheckpoint(
             "file-cut-short",
             f"{path} ends early: {name} is not inside it",
-            hint="use another copy, or an earlier checkpoint: the file was cut short, or the save "
-            "did not finish",
             file=path,
         )
     if dataset.get_storage_size() != length:

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.inert import Foreign, Global, Size, types_in
+from ..core.inert import Foreign, Global, Size, known_global, types_in
 
 _PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # names of modules in protocol 2
 LONG = 10_000  # integers that are worth another way to write them
@@ -40,10 +40,28 @@ class Persistent(Struct, frozen=True):
     identity: tuple[Any, ...]
 
 
+class Repeated(Struct, frozen=True, eq=False):
+    """A value that a large one has again and again: from the second time on its bytes are known."""
+
+    value: Any
+
+
+class Record(Struct, frozen=True, eq=False):
+    """An object of a class, as `Foreign.instance` makes it, of which there are many.
+
+    `form` is the class and the names of the attributes: equal ones are one object.
+    """
+
+    form: tuple[Global, tuple[str, ...]]
+    values: tuple[Any, ...]
+
+
 class _Writer(Struct, eq=False):
     emit: Callable[[bytes], None]
     special: Callable[[Any], Any]
-    memo: dict[str | Global, int] = field(default_factory=dict)
+    memo: dict[str | Global, bytes] = field(default_factory=dict)  # how each is written again
+    repeated: dict[int, bytes | None] = field(default_factory=dict)  # by identity
+    forms: dict[int, list[bytes]] = field(default_factory=dict)  # bytes between values
 
     def write(self, value: Any) -> None:
         write = _WRITERS.get(type(value))
@@ -54,6 +72,35 @@ class _Writer(Struct, eq=False):
         if replacement is None:
             raise TypeError(f"cannot pickle {type(value).__name__}")
         self.write(replacement)
+
+    def again(self, value: Repeated) -> None:
+        """Texts and globals are numbered the first time, and are references ever after."""
+        known = self.repeated.get(id(value))
+        if known is None and id(value) in self.repeated:
+            emit, parts = self.emit, list[bytes]()
+            self.emit = parts.append
+            self.write(value.value)
+            self.emit = emit
+            known = self.repeated[id(value)] = b"".join(parts)
+        if known is not None:
+            self.emit(known)
+            return
+        self.repeated[id(value)] = None
+        self.write(value.value)
+
+    def record(self, value: Record) -> None:
+        """The first one numbers its class and names; then the bytes between values are known."""
+        function, names = value.form
+        known = self.forms.get(id(value.form))
+        if known is None:
+            self.foreign(Foreign(function, (), dict(zip(names, value.values, strict=True)), "new"))
+            first, *others = (self.memo[name] for name in names)
+            self.forms[id(value.form)] = [self.memo[function] + b")\x81}(" + first, *others]
+            return
+        for before, item in zip(known, value.values, strict=True):
+            self.emit(before)
+            self.write(item)
+        self.emit(b"ub")
 
     def tuple_(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
@@ -135,14 +182,16 @@ class _Writer(Struct, eq=False):
 
     def _recall(self, value: str | Global) -> bool:
         """Writes the memo's number of a value that was written before; else returns False."""
-        place = self.memo.get(value)
-        if place is not None:
-            self.emit(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
-        return place is not None
+        again = self.memo.get(value)
+        if again is not None:
+            self.emit(again)
+        return again is not None
 
     def _remember(self, value: str | Global) -> None:
-        place = self.memo[value] = len(self.memo)
-        self.emit(b"q" + bytes([place]) if place < 256 else b"r" + struct.pack("<I", place))
+        place = len(self.memo)
+        number = bytes([place]) if place < 256 else struct.pack("<I", place)
+        self.memo[value] = (b"h" if place < 256 else b"j") + number
+        self.emit((b"q" if place < 256 else b"r") + number)
 
     def persistent(self, value: Persistent) -> None:
         self.write(value.identity)
@@ -165,7 +214,7 @@ class _Writer(Struct, eq=False):
             self.emit((head or b"\x8b" + struct.pack("<I", len(data))) + data)
 
     def call(self, name: str, *arguments: Any) -> None:
-        self.write(Global(name))
+        self.write(known_global(name))
         self.tuple_(arguments)
         self.emit(b"R")
 
@@ -176,6 +225,8 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     int: _Writer.integer,
     float: lambda self, value: self.emit(b"G" + struct.pack(">d", value)),
     str: _Writer.text,
+    Repeated: _Writer.again,
+    Record: _Writer.record,
     bytes: lambda self, value: self.call("_codecs.encode", value.decode("latin1"), "latin1"),
     bytearray: lambda self, value: self.call(
         "builtins.bytearray", value.decode("latin1"), "latin1"

@@ -108,7 +108,6 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
         raise CorruptCheckpoint(
             "file-cut-short",
             f"{path} has {size} bytes, but its header says {end}",
-            hint="use another copy: the file was cut short or changed",
             file=path,
         )
     return tensors, texts

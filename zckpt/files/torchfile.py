@@ -28,12 +28,18 @@ from ..core.entries import Entry, Key
 from ..core.fileio import crc_of
 from ..core.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
 from ..core.inert import Global, Scalar, TensorName, inside, map_values, to_json
-from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
+from ..errors import (
+    RESTORABLE,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    ZckptError,
+)
 from .torchtensors import CONTIGUOUS, TENSORS, runs_of, size_of
 from .torchtensors import Storage as Storage
 from .torchtensors import Tensor as Tensor
 from .unpickle import BUILTINS, Unpickler
-from .zipdirectory import ZipMember, read_directory
+from .zipdirectory import Directories, ZipMember, read_directory
 
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
 # weights and states of a million parameters fit in.
@@ -70,12 +76,13 @@ class Parsed(dict[tuple[int, int, int], _Loaded]):
     """What is parsed once for the files of all ranks.
 
     These are pickles, by length, CRC-32 and hash. `files` are opened ones by path, for readers that
-    come to a file twice.
+    come to a file twice. `directories` are those of zips.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, TorchFile] = {}
+        self.directories: Directories = {}
         self.lock = Lock()  # what one thread parses, the others wait for
 
 
@@ -126,11 +133,14 @@ class TorchFile:
             )
 
     @classmethod
-    def missing(cls, extent: Extent, dtype: str, shape: tuple[int, ...]) -> TorchFile:
-        """The file of one tensor that is lost; nothing of it can be read."""
-        file = cls.__new__(cls)
+    def of(cls, record: Record, dtype: str, shape: tuple[int, ...]) -> TorchFile:
+        """The file of one row-major tensor in `record`, which is not opened.
+
+        The file is lost, and nothing of it can be read; or the record is planned.
+        """
+        file, extent = cls.__new__(cls), record.extent
         file.path, file.saved_as, file.size = extent.file, None, extent.length
-        file.records = {"0": Record(extent, None)}
+        file.records = {"0": record}
         file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, row_major(shape))
         return file
 
@@ -207,6 +217,7 @@ class TorchFile:
                 "record-damaged",
                 f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
                 "that the file states",
+                hint=RESTORABLE,
                 file=self.path,
             )
         start = extent.offset - whole.offset
@@ -287,7 +298,6 @@ class TorchFile:
                 raise CorruptCheckpoint(
                     "file-cut-short",
                     f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
-                    hint="the file was cut short or edited; use another copy",
                     file=self.path,
                 )
         return record
@@ -295,7 +305,7 @@ class TorchFile:
     # -- torch >= 1.6
 
     def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> _Loaded:
-        members = read_directory(file, within)
+        members = read_directory(file, within, parsed.directories)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpoint(
@@ -375,7 +385,6 @@ class TorchFile:
                 raise CorruptCheckpoint(
                     "file-cut-short",
                     f"{self.path} ends early",
-                    hint="the file was cut short; use another copy",
                     file=self.path,
                 )
             # this container has no checksums
@@ -512,7 +521,7 @@ def _member(file: int, member: ZipMember, path: str) -> bytes:
         raise CorruptCheckpoint(
             "record-damaged",
             f"{path}: {member.name} is damaged (its CRC-32 differs)",
-            hint="take another copy of this file",
+            hint=RESTORABLE,
             file=path,
         )
     return data

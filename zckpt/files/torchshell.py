@@ -30,7 +30,7 @@ from ..core.manifest import Manifest
 from ..core.streaming import carry_out_all
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
-from .zipdirectory import read_directory
+from .zipdirectory import Directories, ZipMember, read_directory
 
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 ALIGNMENT = 64
@@ -226,20 +226,32 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     # the headers were written past the page cache: each is read from the disk
-    carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item))
+    known: Directories = {}
+    carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item, known))
 
 
-def seal_whole(root: Folder, path: str, crcs: Mapping[int, int]) -> None:
+def seal_whole(
+    root: Folder, path: str, crcs: Mapping[int, int], known: Directories | None = None
+) -> None:
     """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
     with root.opened(path, os.O_RDWR) as file:
-        state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs)
+        state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, known)
 
 
-def state_checksums(file: int, within: Extent, crcs: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
-    for member in read_directory(file, within).values():
+def checksums_of(member: ZipMember) -> tuple[int, int]:
+    """Where a zip states the CRC-32 of a member: in its local header, and in the directory."""
+    return member.header + 14, member.entry + 16
+
+
+def state_checksums(
+    file: int, within: Extent, crcs: Mapping[int, int], known: Directories | None = None
+) -> None:
+    """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset.
+
+    `known` are the directories of other files (see `read_directory`).
+    """
+    for member in read_directory(file, within, known).values():
         crc = crcs.get(member.offset)
         if crc is not None:
-            stated = memoryview(struct.pack("<I", crc))
-            write_all(file, stated, member.header + 14)
-            write_all(file, stated, member.entry + 16)
+            for place in checksums_of(member):
+                write_all(file, memoryview(struct.pack("<I", crc)), place)

@@ -11,7 +11,6 @@ inert.py). `table` maps the dotted names of globals to functions that build a va
 from __future__ import annotations
 
 import codecs
-import gc
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -28,7 +27,9 @@ from ..core.inert import (
     require_tree,
     types_in,
 )
+from ..core.resources import uncollected
 from ..errors import MALFORMED, CorruptCheckpoint
+from .dcprows import ROWS, Rows, Unusual
 
 Build = Callable[..., Any]
 MAX_KEY_DEPTH = 16
@@ -113,9 +114,12 @@ def _parts_of_key(value: Any) -> int:
 class Unpickler:
     """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
-    `persistent` turns a persistent id (torch: a storage) into a value. `collects` is a type: its
-    values, as functions of the table build them, are put into `collected`. Raises CorruptCheckpoint
-    if the pickle is not well-formed, or if it is more work than one of its length ever needs.
+    If it `is_trusted`, since zckpt has just written it, nobody asks whether its value is too much
+    work for those who walk over it. With `rows`, forms of objects become rows of columns, and
+    Unusual may be raised. `persistent` turns a persistent id (torch: a storage) into a value.
+    `collects` is a type: its values, as functions of the table build them, are put into
+    `collected`. Raises CorruptCheckpoint if the pickle is not well-formed, or if it is more work
+    than one of its length ever needs.
     """
 
     def __init__(
@@ -128,8 +132,12 @@ class Unpickler:
         most_values: int = MOST_VALUES,
         most_containers: int = MOST_CONTAINERS,
         collects: type | None = None,
+        rows: Rows | None = None,
+        is_trusted: bool = False,
     ) -> None:
         self.data = data
+        self.is_trusted = is_trusted
+        self.rows = rows
         self.collects = collects
         self.collected: list[Any] = []
         beyond = max(len(data) - start - SMALL, 0) // BYTES_FOR_ONE
@@ -151,16 +159,13 @@ class Unpickler:
 
         Names of classes and functions are noted, since a pickle may drop what they give.
         """
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            value = self._load()
-            sources.note_objects(self.globals)
-            return value
-        finally:
-            self.memo, self.persistent = {}, None  # it may be a method of this very object
-            if collects:
-                gc.enable()
+        with uncollected():
+            try:
+                value = self._load()
+                sources.note_objects(self.globals)
+                return value
+            finally:
+                self.memo, self.persistent = {}, None  # it may be a method of this very object
 
     def _load(self) -> Any:
         try:
@@ -179,7 +184,8 @@ class Unpickler:
             ) from error
         if self.stack or self.marked:
             raise CorruptCheckpoint("file-damaged", "a pickle ends with more than one value")
-        require_tree(value, self.most_values, self.most_containers)
+        if not self.is_trusted:
+            require_tree(value, self.most_values, self.most_containers)
         return value
 
     def _operate(self) -> None:
@@ -188,23 +194,39 @@ class Unpickler:
         Those that a tensor has most of are carried out here, in a third of the time of a call.
         """
         data, memo, marked, position = self.data, self.memo, self.marked, self.position
+        rows = self.rows
         dispatch, number = _OPCODES, _NUMBER.unpack_from
         stack = self.stack
         try:
             while True:
                 code = data[position]
                 position += 1
-                if code == _LONG_BINPUT:
-                    memo[number(data, position)[0]] = stack[-1]
+                if code == _MEMOIZE:
+                    memo[len(memo) + (rows.skipped if rows is not None else 0)] = stack[-1]
+                elif code == _LONG_BINPUT:
+                    place = number(data, position)[0]
+                    if rows is not None and place != len(memo) + rows.skipped:
+                        raise Unusual
+                    memo[place] = stack[-1]
                     position += 4
-                elif code == _LONG_BINGET:
-                    stack.append(memo[number(data, position)[0]])
-                    position += 4
+                elif code in (_LONG_BINGET, _BINGET):
+                    if code == _BINGET:
+                        place = data[position]
+                        position += 1
+                    else:
+                        place = number(data, position)[0]
+                        position += 4
+                    if place not in memo and rows is not None:
+                        stack.append(rows.recall(place))
+                        continue
+                    value = memo[place]
+                    if rows is not None and type(value) is Global:
+                        found = rows.match(value.name, data, position, memo)
+                        if found is not None:
+                            value, position = found
+                    stack.append(value)
                 elif code == _BININT1:
                     stack.append(data[position])
-                    position += 1
-                elif code == _BINGET:
-                    stack.append(memo[data[position]])
                     position += 1
                 elif code == _BINUNICODE:
                     start = position + 4
@@ -230,7 +252,10 @@ class Unpickler:
                     marked.append(stack)
                     self.stack = stack = []
                 elif code == _BINPUT:
-                    memo[data[position]] = stack[-1]
+                    place = data[position]
+                    if rows is not None and place != len(memo) + rows.skipped:
+                        raise Unusual
+                    memo[place] = stack[-1]
                     position += 1
                 elif code == _EMPTY_TUPLE:
                     stack.append(())
@@ -434,11 +459,18 @@ def _tuple(count: int) -> Callable[[Unpickler], None]:
 
 
 def _get(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
-    return lambda self: self.stack.append(self.memo[index(self)])
+    def operate(self: Unpickler) -> None:
+        if self.rows is not None:
+            raise Unusual
+        self.stack.append(self.memo[index(self)])
+
+    return operate
 
 
 def _put(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
+        if self.rows is not None:
+            raise Unusual
         number = index(self)
         if not 0 <= number < MAX_MEMO:
             raise CorruptCheckpoint(
@@ -467,16 +499,18 @@ def _pop_mark(self: Unpickler) -> None:
 
 def _append(self: Unpickler) -> None:
     value = self.stack.pop()
-    _extend(self.stack[-1], [value])
+    _extend(self, self.stack[-1], [value])
 
 
 def _appends(self: Unpickler) -> None:
     items = self.pop_mark()
-    _extend(self.stack[-1], items)
+    _extend(self, self.stack[-1], items)
 
 
-def _extend(target: Any, items: list[Any]) -> None:
-    if isinstance(target, list):
+def _extend(self: Unpickler, target: Any, items: list[Any]) -> None:
+    if isinstance(target, list) and self.rows is not None:
+        self.rows.extend(target, items)
+    elif isinstance(target, list):
         target.extend(items)
     elif isinstance(target, Foreign):
         target.appended.extend(items)
@@ -486,6 +520,8 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
     if isinstance(target, dict):
+        if self.rows is not None and not types_in(flat).isdisjoint(ROWS):
+            flat = self.rows.set_items(target, flat)
         keys, values = flat[::2], flat[1::2]
         if len(keys) > len(values):
             raise CorruptCheckpoint("file-damaged", "a pickle has a key without a value")
@@ -508,8 +544,8 @@ def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
 def _setitem(self: Unpickler) -> None:
     value, key = self.stack.pop(), self.stack.pop()
     target = self.stack[-1]
-    if isinstance(target, dict):
-        target[key if type(key) is str else self.key(key, target)] = value
+    if isinstance(target, dict) and type(key) is str:
+        target[key] = value
     else:
         _set_items(self, target, [key, value])
 
@@ -652,13 +688,12 @@ _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
     b"i": _inst,
     b"o": _obj,
     b"p": _put(lambda self: int(self.line())),
-    b"\x94": _put(lambda self: len(self.memo)),  # MEMOIZE
     b"g": _get(lambda self: int(self.line())),
     b"P": lambda self: _persist(self, self.line().decode()),
     b"Q": lambda self: _persist(self, self.stack.pop()),
 }
 _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET = b"qrhj"
 _BINUNICODE, _BININT1, _EMPTY_TUPLE, _MARK, _STOP = b"XK)(."
-_TUPLE, _TUPLE1, _REDUCE = b"t\x85R"
+_TUPLE, _TUPLE1, _REDUCE, _MEMOIZE = b"t\x85R\x94"
 _NUMBER = struct.Struct("<I")
 _OPCODES = [_TABLE.get(bytes([code]), _refuse) for code in range(256)]

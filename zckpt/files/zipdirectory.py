@@ -6,11 +6,12 @@ Members must be STORED and lie inside the zip, apart from each other.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..core import elsewhere, sources
 from ..core.fragments import Extent
@@ -26,6 +27,8 @@ TAIL, SHORT_TAIL = LOCATOR + 22 + 65535, 4096
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
 ALIGNMENT, DESCRIPTORS = 64, (0, 16, 24)  # bytes: of data, and of what stands behind it
 END = b"PK\5\6"  # begins the record at the end of a zip
+LOCATING, WIDE_END = b"PK\6\7", b"PK\6\6"  # of zip64, which torch always writes
+MANY = 1000  # members, from which a directory is worth keeping
 _FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
 
@@ -59,30 +62,100 @@ class _Entry(Struct, frozen=True, gc=False):
         return self.header + 30 + len(self.name) + self.length
 
 
-def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
+class _Known(Struct, frozen=True, eq=False):
+    """A directory that has `folder` in front of each name alone, with its members' offsets."""
+
+    folder: bytes
+    directory: bytes
+    members: list[tuple[_Entry, int]]
+    has_crcs: bool
+
+
+Directories = dict[tuple[int, int, int], _Known]
+"""Long directories that were read, by what must be equal first."""
+
+
+def read_directory(
+    file: int, within: Extent, known: Directories | None = None
+) -> dict[str, ZipMember]:
     """The members of a zip that have bytes, by name; the zip is found from its end.
 
-    Raises CorruptCheckpoint, and UnsupportedCheckpoint for members that are not STORED.
+    All ranks of ZeRO-3 have equal directories, but for the name of the file in them: one that is in
+    `known` is not parsed again. Raises CorruptCheckpoint, and UnsupportedCheckpoint for members
+    that are not STORED.
     """
     zip_ = _Zip(file, within)
+    known = {} if known is None else known
+    folder = zip_.folder if zip_.count >= MANY else b""
+    key = (zip_.start, zip_.count, len(folder))
+    if key in known:
+        members = _members_as(known[key], zip_)
+        if members is not None:
+            return members
     entries = _entries(within.file, zip_.directory, zip_.count)
     # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
     has_crcs = any(entry.crc for entry in entries if entry.length)
-    members: dict[str, ZipMember] = {}
+    found: list[tuple[_Entry, int]] = []
     places: list[tuple[int, int]] = []
-    base = within.offset
     followed = zip_.followed(entries) if elsewhere.of(file) else {}
     for entry in entries:
         stop = entry.stop
         if entry.length:  # ZeRO-3 leaves empty storages on every rank, which are not worth a read
-            name, offset = _text(entry.name), followed.get(entry) or zip_.data_offset(entry)
-            header, place = base + entry.header, base + zip_.start + entry.place
-            crc = entry.crc if has_crcs else None
-            members[name] = ZipMember(name, header, place, base + offset, entry.length, crc)
+            offset = followed.get(entry) or zip_.data_offset(entry)
+            found.append((entry, offset))
             stop = offset + entry.length
         places.append((entry.header, stop))
     _require_apart(within.file, entries, places, zip_.start)
-    return members
+    is_in_names_alone = folder and zip_.directory.count(folder) == len(entries)
+    if is_in_names_alone and all(entry.name.startswith(folder) for entry in entries):
+        known[key] = _Known(folder, zip_.directory, found, has_crcs)
+    return zip_.members(found, has_crcs)
+
+
+def zips_in(file: int, within: Extent) -> list[Extent]:
+    """The zips that follow each other in these bytes of a file, the last one first.
+
+    Each ends with its directory, which states how far behind its own beginning that lies. There may
+    be padding between them. Raises CorruptCheckpoint.
+    """
+    zips, stop = [], within.offset + within.length
+    while stop > within.offset:
+        behind = max(within.offset, stop - SHORT_TAIL)
+        tail = sources.pread(file, stop - behind, behind)
+        end = tail.rfind(END)
+        if end < 0 or len(tail) < end + 22:
+            raise _damaged(within.file)
+        length, start = struct.unpack_from("<II", tail, end + 12)
+        place = behind + end
+        if tail[max(0, end - LOCATOR) :][:4] == LOCATING:
+            place -= LOCATOR + 56
+            record = sources.pread(file, 56, place)
+            if record[:4] != WIDE_END or len(record) < 56:
+                raise _damaged(within.file)
+            length, start = struct.unpack_from("<QQ", record, 40)
+        begin = place - length - start
+        if not within.offset <= begin < place:
+            raise _damaged(within.file)
+        zips.append(Extent(within.file, begin, behind + end + 22 - begin))
+        stop = begin
+    return zips
+
+
+def _members_as(known: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
+    """The members of a zip whose directory differs from a known one in the folder's name alone.
+
+    None if it differs elsewhere, or if data begin elsewhere.
+    """
+    folder = zip_.folder
+    if known.directory.replace(known.folder, folder) != zip_.directory:
+        return None
+    found = [
+        (replace(entry, name=folder + entry.name[len(folder) :]), offset)
+        for entry, offset in known.members
+    ]
+    if any(zip_.data_offset(entry) != offset for entry, offset in found):
+        return None
+    return zip_.members(found, known.has_crcs)
 
 
 class _Zip(Struct, eq=False, dict=True):
@@ -97,6 +170,21 @@ class _Zip(Struct, eq=False, dict=True):
             self._read_tail(TAIL)
         self.start, length, self.count = self._find()
         self.directory = self.read(self.start, length)
+
+    @property
+    def folder(self) -> bytes:
+        """The folder of the first name, with its slash; empty if it is in none."""
+        name = self.directory[46 : 46 + int.from_bytes(self.directory[28:30], "little")]
+        return name[: name.find(b"/") + 1]
+
+    def members(self, found: Iterable[tuple[_Entry, int]], has_crcs: bool) -> dict[str, ZipMember]:
+        """Entries whose data begin at these offsets of the zip, by name."""
+        members = {}
+        for entry, offset in found:
+            name, base = _text(entry.name), self.within.offset
+            places = base + entry.header, base + self.start + entry.place, base + offset
+            members[name] = ZipMember(name, *places, entry.length, entry.crc if has_crcs else None)
+        return members
 
     def _read_tail(self, most: int) -> None:
         self.behind = max(0, self.within.length - most)
@@ -118,16 +206,14 @@ class _Zip(Struct, eq=False, dict=True):
             raise CorruptCheckpoint(
                 "file-cut-short",
                 f"{path} ends early: its zip directory is missing",
-                hint="use another copy, or an earlier checkpoint: the file was cut short, or the "
-                "save did not finish",
                 file=path,
             )
         count, length, start = struct.unpack_from("<HII", self.tail, end + 10)
         locator = max(0, end - LOCATOR)
-        if self.tail[locator : locator + 4] == b"PK\6\7":  # zip64: torch always has it
+        if self.tail[locator : locator + 4] == LOCATING:
             (place,) = struct.unpack_from("<Q", self.tail, locator + 8)
             record = self.read(place, 56)
-            if len(record) != 56 or record[:4] != b"PK\6\6":
+            if len(record) != 56 or record[:4] != WIDE_END:
                 raise _damaged(path)
             count, length, start = struct.unpack_from("<QQQ", record, 32)
         if start + length > self.within.length or 46 * count > length:

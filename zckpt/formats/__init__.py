@@ -7,9 +7,13 @@
     template.py    what a source has for each parameter of the run of --like
     vocabulary.py  rows of a vocabulary that a target has more or fewer of
     ranks.py       whether there is a file of each rank
+    numbered.py    a checkpoint in a folder of a numbered one
     groups.py      the groups that a target's optimizer expects
+    schedulers.py  where a program has the state of its scheduler
     order.py       in which order checkpoints were saved
     strangers.py   what an optimizer has beside the states of its parameters
+    lost.py        the weights of a checkpoint whose optimizer cannot be read
+    nearby.py      where a file is that a checkpoint lacks
     private.py     how reports call what only one format's files can hold
     zero.py        the arithmetic of ZeRO partitions
 
@@ -20,12 +24,16 @@ A folder is a format, except two that formats of one family share: `statedict` a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from msgspec import Struct
+
 from ..core import sources
+from ..core.filenames import is_tag
 from ..core.inert import Foreign
 from ..core.manifest import Manifest, Sighting
+from ..core.marks import is_marked
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, ZckptError, listed, meant
 from ..files import hdf5file
 from ..files.beginning import number_in
@@ -39,12 +47,13 @@ from . import (
     gathered,
     hf,
     megatron,
+    numbered,
     onnxruntime,
     order,
     paths,
     universal,
 )
-from .format import Format
+from .format import Format, nothing
 from .reading import Reading
 
 FORMATS: tuple[Format, ...] = (
@@ -139,6 +148,15 @@ def by_age(paths: Iterable[str]) -> list[order.Standing]:
     return order.oldest_first(paths, _counted, _updates)
 
 
+def number_of(path: str) -> float | None:
+    """How far the training was, by the first of these numbers that a checkpoint has; None if none.
+
+    Only its place in time says then where it stands.
+    """
+    numbers = (find(path) for find in (_counted, order.in_name, _updates))
+    return next((number for number in numbers if number is not None), None)
+
+
 def oldest_first(folder: str, names: Iterable[str]) -> list[str]:
     """The names of checkpoints in a folder by their age."""
     paths = {os.path.join(folder, name): name for name in names}
@@ -160,7 +178,8 @@ def _updates(path: str) -> float | None:
         for item in FORMATS:
             if (number := item.updates(path)) is not None:
                 return number
-        manifest = recognize(path).functions.read(path, Reading(nameless=True))
+        found = find(path)
+        manifest = found.format.functions.read(found.path, Reading(nameless=True))
     except (ZckptError, OSError):  # it is broken: whoever reads it says why
         return None
     steps = (parameter.step for parameter in manifest.parameters.values())
@@ -170,19 +189,40 @@ def _updates(path: str) -> float | None:
 # -- recognizing
 
 
-@sources.looks_again
-def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
-    """The format of the one checkpoint at `path`, by content; `name` restricts the search.
+class Found(Struct, frozen=True):
+    """The one checkpoint at a path: its format, and the path at which that reads it.
 
-    Raises NotACheckpoint, which says what is near, and AmbiguousCheckpoint, which lists what is
-    there.
+    In a numbered folder it is the one in the folder `inside`; `others` are left out, because
+    `--root` took this one.
+    """
+
+    format: Format
+    path: str
+    inside: str = ""
+    others: tuple[str, ...] = ()
+
+
+def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
+    """The format of the one checkpoint at `path`; raises as `find`."""
+    return find(path, name, tag).format
+
+
+@sources.looks_again
+def find(
+    path: str, name: str | None = None, tag: str | None = None, root: str | None = None
+) -> Found:
+    """The one checkpoint at `path`, by content; `name` restricts the search to one format.
+
+    `root` chooses one of several in a numbered folder. Raises NotACheckpoint, which says what is
+    near, and AmbiguousCheckpoint, which lists what is there.
     """
     if sources.status(path) is None and not os.path.islink(path):
         message, hint = paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path))
         raise NotACheckpoint("no-such-path", message, hint, file=path)
-    tags_of = {
-        item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
-    }
+    formats = [named(name)] if name else FORMATS
+    if (format := _of_tag(path, tag, formats)) is not None:
+        return Found(format, path)
+    tags_of = {item: tags for item in formats if (tags := item.detect(path))}
     if not tags_of:
         if name in (None, onnxruntime.FORMAT.name):
             _need_h5py(path)
@@ -200,23 +240,29 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
             # a folder of single files may be a part of a checkpoint, as of random states
             holder = None if item.detect(path) else _holder(path, weak=False)
             tags = oldest_first(path, tags)
+            way = f"choose with --tag {tags[-1]}"
+            if item.pointer is not None and not (item.to_load or is_of_trainer(path)):
+                way += f"; or name the last one: {paths.pointing(path, tags[-1])}"
             raise AmbiguousCheckpoint(
                 "several-tags",
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
-                hint=f"the directory above it, {holder}, is one"
-                if holder
-                else f"choose with --tag {tags[-1]}",
+                hint=f"the directory above it, {holder}, is one" if holder else way,
                 file=path,
             )
-        return item
-    inside = oldest_first(path, _inside(path) or _below(path))
-    if len(inside) > 1:
+        return Found(item, path)
+    if in_folders := inside_numbered(path, name):
+        inside = _chosen(path, in_folders, root)
+        here = os.path.join(path, inside)
+        others = tuple(each for each in in_folders if each != inside)
+        return Found(recognize(here, name, tag), here, inside, others)
+    below = oldest_first(path, _below(path))
+    if len(below) > 1:
         raise AmbiguousCheckpoint(
             "several-checkpoints",
-            f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
-            hint=f"give one of them, such as {os.path.join(path, inside[-1])}"
-            + _all_of(path, inside)
+            f"{path} holds {len(below)} checkpoints: {listed(below)}",
+            hint=f"give one of them, such as {_spelled(path, below[-1])}"
+            + _all_of(path, below)
             + f"; `zckpt list {path}` shows the state of each",
             file=path,
         )
@@ -225,16 +271,29 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
     raise NotACheckpoint(
         "not-a-checkpoint",
         f"{path} is not a checkpoint{what}: {looks}",
-        hint=hint or _near(path, inside),
+        hint=hint or _near(path, below),
         file=path,
     )
+
+
+def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | None:
+    """The one format that has a checkpoint in the folder of a tag; None if the run must be asked.
+
+    A run may have hundreds of tags: to look into all of them for each takes seconds.
+    """
+    folder = os.path.join(path, tag) if tag and is_tag(tag) else ""
+    if not folder or not sources.is_folder(folder):
+        return None
+    found = [item for item in formats if item.tags is not nothing and item.detect(folder)]
+    return found[0] if len(found) == 1 else None
 
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
     """The first format that finds what folders of others hold too: weights alone, single files."""
     for item in [named(name)] if name else FORMATS:
         if (tags := item.detect_weak(path)) and not _inside(path):
-            return {item: tags}
+            in_folders = (os.path.join(path, each) for each in inside_numbered(path, item.name))
+            return {} if any(map(_detects, in_folders)) else {item: tags}
     return {}
 
 
@@ -248,31 +307,88 @@ def _inside(path: str) -> list[str]:
 
 
 def _below(path: str) -> list[str]:
-    """Checkpoints deeper inside, for an error: `global_step_9/actor` of a run of verl.
+    """Checkpoints inside, for an error: those of the least depth.
 
-    Those of the least depth; if all folders there have weights alone, these.
+    If all folders there have weights alone, these.
     """
-    level = [""]
-    for _ in range(DEPTH):
-        level = [
-            os.path.join(above, name)
-            for above in level
-            for name in _folders(os.path.join(path, above))
-        ][:MOST_FOLDERS]
-        for weak in (False, True):
-            found = [name for name in level if _detects(os.path.join(path, name), weak)]
+    for level in _levels(path, DEPTH):
+        for is_one in (_detects, inside_numbered, _detects_weights):
+            found = [name for name in level if is_one(os.path.join(path, name))]
             if found:
                 return found
     return []
 
 
-def _detects(path: str, weak: bool, tags: list[str] | None = None) -> bool:
-    """Whether a format finds a checkpoint, or one with just these tags."""
+def _levels(
+    path: str, depth: int, enters: Callable[[str], bool] = lambda name: True
+) -> Iterator[list[str]]:
+    """The folders below a path by their depth, without those that `enters` is false for."""
+    level = [""]
+    for _ in range(depth):
+        level = [
+            os.path.join(above, name)
+            for above in level
+            for name in _folders(os.path.join(path, above))
+            if enters(name)
+        ][:MOST_FOLDERS]
+        yield level
+
+
+def inside_numbered(path: str, name: str | None = None) -> list[str]:
+    """The checkpoints in a numbered folder, by their paths in it; none for any other folder.
+
+    Those of the least depth; if there are weights alone, these. `name` restricts the search to one
+    format. What zckpt has written counts under any name.
+    """
+    if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
+        return []
+    among = [named(name)] if name else FORMATS
+    for level in _levels(path, numbered.DEPTH, numbered.may_be_inside):
+        if found := [each for each in level if _is_one(os.path.join(path, each), False, among)]:
+            return sorted(found)
+        weak = (each for each in level if _is_one(os.path.join(path, each), True, among))
+        if found := [each for each in weak if numbered.has_optimizer(path, each)]:
+            return sorted(found)
+    return []
+
+
+def _is_one(path: str, weak: bool, among: Iterable[Format]) -> bool:
+    """Whether a folder is a checkpoint itself, and no run that has one as its tag."""
+    return _detects(path, weak, ([""], [os.path.basename(path)]), among)
+
+
+def _chosen(path: str, inside: Sequence[str], root: str | None) -> str:
+    """The one checkpoint in a numbered folder, or the one that `root` names.
+
+    Raises AmbiguousCheckpoint.
+    """
+    name = (root or "").partition("=")[0]
+    if len(inside) > 1 and name not in inside:
+        raise AmbiguousCheckpoint(
+            "several-checkpoints",
+            f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
+            hint=f"choose one with --root {inside[0]}, or give {os.path.join(path, inside[0])}",
+            file=path,
+        )
+    return name if name in inside else inside[0]
+
+
+def _detects(
+    path: str,
+    weak: bool = False,
+    tags: Sequence[list[str]] | None = None,
+    among: Iterable[Format] = FORMATS,
+) -> bool:
+    """Whether a format finds a checkpoint, or one with just one of these lists of tags."""
     try:
-        found = ((item.detect_weak if weak else item.detect)(path) for item in FORMATS)
-        return any(each if tags is None else each == tags for each in found)
+        found = ((item.detect_weak if weak else item.detect)(path) for item in among)
+        return any(each if tags is None else each in tags for each in found)
     except (OSError, ZckptError):
         return False
+
+
+def _detects_weights(path: str) -> bool:
+    return _detects(path, weak=True)
 
 
 def _folders(path: str) -> list[str]:
@@ -345,7 +461,7 @@ def _of_torch(path: str) -> str | None:
 
 def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
-        return f"{os.path.join(path, inside[0])} is one"
+        return f"{_spelled(path, inside[0])} is one"
     with suppress(OSError):  # folders around it may be closed to this user
         if holder := _holder(path):
             return f"the directory above it, {holder}, is one"
@@ -353,6 +469,13 @@ def _near(path: str, inside: Sequence[str]) -> str:
     if file := next((name for name in names if name.endswith(".safetensors")), None):
         return f"give one of its files, such as {os.path.join(path, file)}"
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
+
+
+def _spelled(path: str, name: str) -> str:
+    """The path of a checkpoint, for a hint; of a numbered folder also where its files are."""
+    here = os.path.join(path, name)
+    inside = inside_numbered(here)
+    return f"{here} (its files are in {os.path.join(here, inside[0])})" if inside else here
 
 
 def _holder(path: str, weak: bool = True) -> str | None:
@@ -370,8 +493,10 @@ def _holder(path: str, weak: bool = True) -> str | None:
             tags = item.detect(folder)
             if not own.isdisjoint(tags) or (is_beside and tags):
                 return folder
+        if inside_numbered(folder):
+            return folder
         folder, inside = os.path.split(folder)
-    return next_above if weak and _detects(next_above, weak=True, tags=[""]) else None
+    return next_above if weak and _detects(next_above, weak=True, tags=[[""]]) else None
 
 
 def _neighbors(path: str) -> str:

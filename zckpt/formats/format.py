@@ -18,18 +18,20 @@ option to a format, declare it in the format's `options.py` and list it in its `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from ..core import agreement
 from ..core.folder import Folder
 from ..core.inventory import Role
-from ..core.layout import CopyOutcome, Layout, Shell
+from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
+from ..core.mended import Mended
 from ..core.partition import Partition
+from ..core.resources import uncollected
 from ..errors import Notice, problem
 from ..training.options import DP, Option, Options
 from .reading import Reading
@@ -129,10 +131,24 @@ class Format(Struct, frozen=True, eq=False):
         functions: Functions = module.FUNCTIONS
         return functions
 
+    def lay_out_again(self, manifest: Manifest) -> Layout | None:
+        """The files of a checkpoint of this format, for the same ranks; None if it writes none.
+
+        Raises as `Functions.lay_out`.
+        """
+        lay_out = self.functions.lay_out
+        return None if lay_out is None else lay_out(manifest, Options())
+
     def read_shells(self, path: str) -> Manifest:
         """The manifest of files that were just laid out."""
         policy = agreement.KEEP if self.keeps_steps else None
-        return self.functions.read(path, Reading(step_policy=policy))
+        with uncollected():
+            return self.functions.read(path, Reading(step_policy=policy, laid=True))
+
+
+Beginning = Literal["bare", "zeros", "group"]
+"""What a target has of a parameter that was never updated: no state; zeros at step 0, where loaders
+ask for a state of each; or zeros at the step that its group has, where a group has only one."""
 
 
 class Functions(Struct, frozen=True, eq=False):
@@ -178,8 +194,13 @@ class Functions(Struct, frozen=True, eq=False):
     missing: Callable[[Manifest, Options], list[Notice]] | None = None
     """What a run of these options loads, and the manifest of any format lacks: no conversion gives
     it."""
-    groups: Callable[[Manifest, Options], tuple[Manifest, list[Shell]]] | None = None
-    """Gives a source the groups of the target's engine, and the files that change with them."""
+    groups: Callable[[Manifest, Options], Manifest] | None = None
+    """Gives a source the groups of the target's engine."""
+    with_mended: Callable[[str, Sequence[Mended]], tuple[str, bytes]] | None = None
+    """The name and contents of the file of a checkpoint that lists what was restored in it; None if
+    that is a file of its own. The path is `Manifest.root`."""
+    begins: Callable[[Manifest, Options], Beginning] | None = None
+    """What a target needs of parameters that its program trains and the source did not."""
 
 
 def other_dp(source: Manifest, options: Options) -> list[Notice]:
@@ -187,4 +208,23 @@ def other_dp(source: Manifest, options: Options) -> list[Notice]:
     wanted = options[DP]
     if wanted in (None, source.dp):
         return []
-    return [problem("size-differs", f"dp {source.dp}, and not {wanted}", subject="dp")]
+    return [differs("dp", source.dp, wanted)]
+
+
+RANKS = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline", "ep": "expert-parallel"}
+"""What the ranks of an axis are called in a sentence."""
+
+
+def differs(what: str, own: object, wanted: object) -> Notice:
+    """The notice of a size or a property of the files that the next run has otherwise.
+
+    `what` may say of which files behind a comma: "tp, in mp_rank_* folders".
+    """
+    name, _, where = what.partition(",")
+    if name not in RANKS:
+        return problem(
+            "size-differs", f"saved with {name} {own}{where}; {wanted} is asked for", subject=name
+        )
+    ranks, are = "rank" if own == 1 else "ranks", "is" if wanted == 1 else "are"
+    message = f"saved by {own} {RANKS[name]} {ranks}{where}; {wanted} {are} asked for"
+    return problem("size-differs", message, subject=name)

@@ -3,41 +3,43 @@
     DeepSpeed       drops groups without a trainable parameter (0.19.8)
     the Trainer     makes two: decayed weights, and the others; one may be empty (5.23)
 
-A scheduler's state has one item per group, so it changes with the groups. This includes the
-trainer's own scheduler file.
+A scheduler's state has one item per group, so it changes with the groups: also in the trainer's own
+scheduler file, and in Lightning's list.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from ..core import optimizer_states, states
 from ..core.facts import FlatBufferEngine
-from ..core.layout import Shell
-from ..core.manifest import Manifest, Sibling
-from ..errors import WrongOption, ZckptError, listed, warning
-from ..files.torchfile import TorchFile
-from ..files.torchshell import Storages, shell
-from ..training.options import BUFFERS, FROZEN, Options
-from ..training.trainers import SCHEDULERS, TRANSFORMERS, program_of
+from ..core.manifest import Manifest
+from ..errors import WrongOption, listed, warning
+from ..training import schedulers
+from ..training.options import BUFFERS, FROZEN, OPTIMIZER, Options
+from ..training.steps import torch_place
+from ..training.trainers import TRANSFORMERS, program_of
+from .format import Beginning
+from .schedulers import with_programs, with_schedulers
 
 # names of weights without weight decay in the Trainer (transformers 5.23)
 NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))", re.IGNORECASE)
 
 
-def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[Shell]]:
+def of_trained(manifest: Manifest, options: Options) -> Manifest:
     """The groups of what DeepSpeed trains, which is not what --frozen and --buffers name.
 
+    A scheduler that the program has kept elsewhere becomes the engine's, with as many groups.
     Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
     """
     if manifest.ranks:  # the run has dropped what is empty
-        return manifest, []
+        return manifest
+    manifest = with_programs(manifest)
     manifest = _with_buffers(manifest, options[BUFFERS])
     if not options[FROZEN]:
         return without_empty_groups(manifest)
@@ -57,14 +59,14 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
                 hint,
             )
         frozen.update(names)
-    own, shells = without_empty_groups(states.with_frozen(manifest, frozen))
+    own = without_empty_groups(states.with_frozen(manifest, frozen))
     if len(own.groups or ()) < len(manifest.groups or ()):
         message = (
             "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
         )
         without_group = warning("program-must-set", message, subject="param_groups")
         own = own.replace(warnings=(*own.notices.warnings, without_group))
-    return own, shells
+    return own
 
 
 def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
@@ -85,19 +87,19 @@ def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
     return replace(manifest, parameters=parameters, buffers=order)
 
 
-def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
+def without_empty_groups(manifest: Manifest) -> Manifest:
     """The groups that DeepSpeed keeps: those with a trainable parameter (0.19.8).
 
     Under LoRA the Trainer's second group is empty: all of an adapter's weights are decayed.
     """
     groups = manifest.groups
     if groups is None:
-        return manifest, []
+        return manifest
     parameters = manifest.parameters.items()
     used = {parameter.group or 0 for _, parameter in parameters if parameter.trainable}
     kept = [number for number in range(len(groups)) if number in used]
     if len(kept) in (0, len(groups)):
-        return manifest, []
+        return manifest
     renumbered = {old: new for new, old in enumerate(kept)}
     members = {
         name: renumbered[parameter.group or 0]
@@ -107,7 +109,7 @@ def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
     return regrouped(manifest, tuple(groups[number] for number in kept), members, kept)
 
 
-def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifest, list[Shell]]:
+def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
     """The two groups that a Trainer's optimizer has, if DeepSpeed stored only one.
 
     transformers makes one group of decayed weights and one of the others (5.23). DeepSpeed drops
@@ -117,7 +119,7 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifes
     of_trainer = program_of(manifest.files.siblings) == TRANSFORMERS
     drops_empty = isinstance(manifest.run.engine, FlatBufferEngine)
     if not of_trainer or not drops_empty or groups is None or len(groups) != 1:
-        return manifest, []
+        return manifest
     (group,) = groups
     members = {
         name: int(bool(NOT_DECAYED.match(name)))
@@ -133,55 +135,34 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifes
     return regrouped(manifest, (group, second), members, [0, 0])
 
 
+def in_torch(manifest: Manifest, options: Options) -> Beginning:
+    """What a program of torch loads of parameters that were never updated.
+
+    Its state dict helpers ask for a state of each (2.13). Apex's FusedAdam counts in groups.
+    """
+    return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
+
+
 def regrouped(
     manifest: Manifest,
     groups: tuple[dict[str, Any], ...],
-    members: dict[str, int],
+    members: Mapping[str, int],
     origins: Sequence[int],
-) -> tuple[Manifest, list[Shell]]:
+) -> Manifest:
     """The manifest with new groups, copied from those in `origins`, and fitting schedulers."""
-    count = len(manifest.groups or ())
-    state = dict(manifest.state)
-    if isinstance(state.get("lr_scheduler"), dict):
-        state["lr_scheduler"] = _rescheduled(state["lr_scheduler"], count, origins)
-    shells = []
-    for item in manifest.files.siblings:
-        if item.name in SCHEDULERS and (scheduler := _scheduler_of(item)) is not None:
-            value = _rescheduled(scheduler, count, origins)
-            shells.append(shell(item.name, value, Storages()))
     parameters = {
         name: replace(parameter, group=members.get(name, parameter.group))
         for name, parameter in manifest.parameters.items()
     }
-    estimates = manifest.states.by_rank(count)
+    estimates = manifest.states.by_rank(len(manifest.groups or ()))
     states = manifest.states.without_form("estimate")
     if estimates:
         states += optimizer_states.estimates([estimates[number] for number in origins])
     order = sorted(parameters, key=lambda name: members.get(name, len(groups)))
+    rescheduled, _ = with_schedulers(manifest, lambda own: schedulers.for_groups(own, origins))
     return replace(
-        manifest,
+        rescheduled,
         groups=groups,
         parameters={name: parameters[name] for name in order},
-        state=state,
         states=states,
-    ), shells
-
-
-def _rescheduled(scheduler: dict[str, Any], count: int, origins: Sequence[int]) -> dict[str, Any]:
-    """A torch scheduler's state for new groups: its lists have one item per group."""
-    return {
-        key: [value[number] for number in origins]
-        if isinstance(value, list) and len(value) == count
-        else value
-        for key, value in scheduler.items()
-    }
-
-
-def _scheduler_of(item: Sibling) -> dict[str, Any] | None:
-    """The state in a trainer's scheduler file; None if it has more than plain values."""
-    try:
-        value = TorchFile(item.path).value
-        json.dumps(value)
-    except (ZckptError, TypeError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    )

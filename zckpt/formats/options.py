@@ -19,6 +19,7 @@ from .hf import options as hf
 OF_CONVERSIONS = frozenset(
     (
         *("weights_only", "dtype", "optimizer", "max_file_size", "like"),
+        *("groups_from", "set_group"),
         *("rename", "tie", "family", "dcp_layout", "dialect"),
     )
 )
@@ -86,6 +87,18 @@ def _listed(option: Option[Any]) -> str:
     return " or ".join(
         f"{value} (default)" if value == option.usual else str(value) for value in option.choices
     )
+
+
+def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the given options that a target of the format `to` does not take: why, by flag."""
+    format = formats.named(to)
+    known = {option.name for option in (*(format.options or ()), *EVERYWHERE)}
+    reasons = format.reasons or {}
+    return {
+        option.flag: reasons.get(option.name) or option.reason or f"{to} has no use for it"
+        for option in declared(formats.FORMATS)
+        if option.name not in known and keywords.get(option.name) not in (None, option.default)
+    }
 
 
 def options_of(keywords: Mapping[str, Any]) -> Options:

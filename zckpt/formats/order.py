@@ -2,7 +2,8 @@
 
 1. By the program's own counter, as one small file of a checkpoint states it.
 2. A checkpoint that states no counter has the number in its name, if there is one number, which
-   comes after letters: step-15, iter_0000015, checkpoint_3. Of several, one may be a metric's.
+   comes after letters or is all of it: step-15, iter_0000015, checkpoint_3, 005000. Of several, one
+   may be a metric's.
 3. Else it has the updates of its optimizer, which begin anew when an optimizer does.
 4. Else the times of files decide: it stands directly above the newest checkpoint whose last file is
    older than its own.
@@ -25,7 +26,7 @@ from ..core import sources
 from ..core.filenames import counting
 
 Number = Callable[[str], float | None]
-ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*")
+ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")
 
 
 class Standing(Struct, frozen=True):
@@ -40,7 +41,7 @@ def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list
     numbers: dict[str, float] = {}
     timed: list[str] = []
     for path in dict.fromkeys(paths):
-        for number in (counted, _in_name, updates):
+        for number in (counted, in_name, updates):
             if (value := number(path)) is not None:
                 numbers[path] = value
                 break
@@ -62,10 +63,10 @@ def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list
     return order
 
 
-def _in_name(path: str) -> float | None:
-    """The one number in a name, after letters; None for any other name."""
+def in_name(path: str) -> float | None:
+    """The one number in a name, after letters or alone; None for any other name."""
     match = ONE_NUMBER.fullmatch(os.path.basename(path))
-    return float(match[1]) if match else None
+    return float(match[1] or match[2]) if match else None
 
 
 def last_time(path: str) -> int:

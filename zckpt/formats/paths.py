@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 URL = "://"
@@ -23,6 +24,15 @@ def elsewhere(path: str) -> Strange | None:
     if URL in path:
         return f"{path} is a URL that zckpt does not read", _of_this_machine(path)
     return _unexpanded(path) if is_home(path) else None
+
+
+LATEST = "latest"
+"""DeepSpeed's file of this name has the tag of the last checkpoint."""
+
+
+def pointing(run: str, tag: str) -> str:
+    """The command that writes DeepSpeed's file with the tag of a run's last checkpoint."""
+    return f"printf {shlex.quote(tag)} > {shlex.quote(os.path.join(run, LATEST))}"
 
 
 def kind_of_file(path: str) -> Strange | None:

@@ -27,6 +27,7 @@ class Keywords(TypedDict, total=False):
     root: str | None
     step_policy: str | None
     buffers: Sequence[str]
+    follow_links: bool
     tp_rules: str | os.PathLike[str] | None
 
 
@@ -60,12 +61,17 @@ class Reading(Struct, frozen=True):
         nameless        an optimizer whose numbers get no names is read as the program's own state
         by_checksums    what ranks hold is compared only where files state checksums: no tensor is
                         read
+        opens_items     every item of torch.distributed.checkpoint is opened, also those whose form
+                        is known from others
+        laid            zckpt has just laid the files out: they are no hostile ones
 
     `zckpt.reading.read` applies the others to any format:
         format          its name, if the path has checkpoints of several formats
         rename          pairs of a regular expression and its replacement
         family          the value of `--family`
         replicas        which copy of a tensor is taken, if those of tensor ranks differ
+        for_target      it is the source of a conversion, whose target may take `buffers` too
+        follow_links    files beside it are taken through links that lead out of its directory
         masters_from_weights    wrong masters are dropped, with the states beside them, and a target
                         gets masters that are widened weights; this reads all masters
     """
@@ -85,7 +91,11 @@ class Reading(Struct, frozen=True):
     inspected: bool = False
     nameless: bool = False
     by_checksums: bool = False
+    opens_items: bool = False
+    laid: bool = False
     buffers: tuple[str, ...] = ()
+    for_target: bool = False
+    follow_links: bool = False
     masters_from_weights: bool = False
 
     def __post_init__(self) -> None:

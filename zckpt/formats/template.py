@@ -15,8 +15,8 @@ from ..core.optimizer_states import States
 from ..core.weights import states_by_weight
 from ..errors import InconsistentCheckpoint, MissingData, Notice, WrongOption, listed
 from ..training.hyperparameters import given_groups
-from ..training.optimizers import known_optimizer, plain_name
-from ..training.options import Options
+from ..training.optimizers import keep_other_states
+from ..training.options import GROUPS_FROM, Options
 
 Group = dict[str, Any]
 
@@ -28,6 +28,9 @@ class Template:
     pad it: `rows` are those that have a meaning, by its name. `spelled` gives names which engines
     spell otherwise one form.
     """
+
+    way_to_groups = "give a run whose groups are those of the source"
+    """What a user does whose next run has other groups."""
 
     def __init__(
         self,
@@ -127,9 +130,7 @@ class Template:
     def check_states(self, entries: Mapping[Key, Entry]) -> None:
         """Raises unless both train the same weights with an optimizer of the same states."""
         source, run = self.source, self.run
-        ours, theirs = plain_name(source.optimizer or ""), plain_name(run.optimizer or "")
-        families = known_optimizer(ours).family or ours, known_optimizer(theirs).family or theirs
-        if all(families) and families[0] != families[1]:
+        if keep_other_states(source.optimizer, run.optimizer):
             raise WrongOption(
                 "like-does-not-fit",
                 f"the optimizer of {source.root} is {source.optimizer}, that of --like "
@@ -140,13 +141,15 @@ class Template:
         for name, parameter in run.parameters.items():
             of_source = own.get(name, set())
             of_run = wanted.get(name, of_source if parameter.trainable else set())
-            if of_source != of_run:
+            owner = source.parameters.get(self.owners[name])
+            begins = owner is not None and not owner.updated and self.options[GROUPS_FROM]
+            if of_source != of_run and not begins:
                 raise MissingData(
                     "like-does-not-fit",
                     f"{name} has the states {_listed(of_source)} in {source.root}, and "
                     f"{_listed(of_run)} in --like {run.root}",
-                    hint="both must have the same optimizer and train the same weights, or add "
-                    "--weights-only",
+                    hint="both must have the same optimizer and train the same weights; if they "
+                    f"do not train the same: {self.way_to_groups}; or add --weights-only",
                     file=source.root,
                     subject=name,
                 )
@@ -175,7 +178,7 @@ class Template:
                     "like-does-not-fit",
                     f"{first} and {name} are in one group of the run of --like, but the source "
                     f"has another {listed(wrong)} for each",
-                    hint="give a run whose groups are those of the source",
+                    hint=self.way_to_groups,
                     subject=name,
                 )
         return chosen

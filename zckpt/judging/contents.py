@@ -12,25 +12,47 @@ from .. import formats
 from ..core import duplicates, masters, sources
 from ..core.manifest import Manifest
 from ..errors import Notice, WrongOption
+from ..formats.format import Format
 
 OTHER_TIME = "files-of-other-time"
 """The code of a warning that a program which loads tensors gets, too."""
 
 
-def check_tensors(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[Notice]:
+def rounding_of(manifest: Manifest, accept_weights: bool) -> masters.Rounding | None:
+    """The masters that a conversion compares while it copies: of formats that ask for all."""
+    format = formats.named(manifest.format)
+    if format.compares != masters.ALL or manifest.run.weights_differ:
+        return None
+    return masters.Rounding(manifest, _hint(manifest, format), accept_weights)
+
+
+def _hint(manifest: Manifest, format: Format) -> str:
+    way_out = format.functions.way_out
+    return way_out(manifest) if way_out else masters.USUAL_HINT
+
+
+def check_tensors(
+    manifest: Manifest,
+    replicas: str | None,
+    accept_weights: bool,
+    rounding: masters.Rounding | None = None,
+) -> list[Notice]:
     """Warnings of the checks that read tensors, before one is handed out, or written.
 
-    Is a file a copy of another one? Do masters round to their weights? Are the copies of ranks
-    equal? Raises InconsistentCheckpoint if not, and CorruptCheckpoint if damage is the cause. Other
-    masters are a warning if the engine changes weights beside them, or if `accept_weights` says
-    that they are meant; `replicas` says which of several copies that differ is taken.
+    Is a file a copy of another one? Do masters round to their weights? Of those that are left to
+    `rounding`, only the beginnings are compared. Are the copies of ranks equal? Raises
+    InconsistentCheckpoint if not, and CorruptCheckpoint if damage is the cause. Other masters are a
+    warning if the engine changes weights beside them, or if `accept_weights` says that they are
+    meant; `replicas` says which of several copies that differ is taken.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()
     if not format.is_neutral:  # it states each file's checksum
         lines += duplicates.check_duplicates(manifest)
-    if format.compares is not None and not manifest.run.weights_differ:
-        hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
+    if rounding:
+        rounding.begin()
+    elif format.compares is not None and not manifest.run.weights_differ:
+        hint = _hint(manifest, format)
         lines += masters.check(manifest, format.compares, hint, accept_weights)
     if functions.check:
         lines += functions.check(manifest, replicas)

@@ -14,7 +14,7 @@ from itertools import chain, islice
 
 from .. import formats
 from ..core import sources
-from ..core.inventory import Role, Row, State, known, nearest
+from ..core.inventory import Known, Role, Row, State, any_of, known, nearest
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ZckptError
@@ -28,6 +28,7 @@ OTHER = "other"
 MOST_FILES = 20_000
 """So many files of a damaged checkpoint are looked at."""
 ALL_ROLES = tuple(role for format in formats.FORMATS for role in format.roles)
+_NAMES = any_of(needs.ROLES)
 STATES: Mapping[str, State] = {
     "file-cut-short": "cut",
     "mixed-saves": "foreign",
@@ -98,7 +99,10 @@ def _below(path: str, root: str) -> str:
 
 
 def _row(roles: Iterable[Role], name: str, path: str, size: int | None, state: State = "ok") -> Row:
-    own = known(roles, name)
+    return _row_of(known(roles, name), name, path, size, state)
+
+
+def _row_of(own: Known | None, name: str, path: str, size: int | None, state: State) -> Row:
     return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state, size)
 
 
@@ -159,22 +163,28 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
     A file without a role may have another form than its ending says.
     """
     read = {role for role, need in required.items() if need.damaged in needs.LOST}
-    for item in chain(manifest.files.siblings, manifest.files.omitted_files):
-        own = known(needs.ROLES, item.name)
+    files = manifest.files
+    for item in chain(files.siblings, files.around, files.omitted_files):
+        own = _known(item.name)
         is_asked = own is not None and (own.role.name in read or not sources.is_denied(item.path))
         state: State = "ok"
         if is_asked:
             state = state_of(item)
             if (state, item.name) == ("ok", STATE) and counter(os.path.dirname(item.path)) is None:
                 state = "unreadable"  # JSON, and not the Trainer's
-        yield _row(needs.ROLES, item.name, item.path, item.size, state)
+        yield _row_of(own, item.name, item.path, item.size, state)
 
 
 def roles_beside(folder: str) -> set[str]:
     """The roles of the files in a folder that are a program's, by their names alone."""
     is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     names = os.listdir(folder) if is_listed else ()
-    return {own.role.name for name in names if (own := known(needs.ROLES, name)) is not None}
+    return {own.role.name for name in names if (own := _known(name)) is not None}
+
+
+def _known(name: str) -> Known | None:
+    """What the name says of a program's file; there may be 50,000 others."""
+    return known(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
 
 
 def folder_of(manifest: Manifest) -> str:

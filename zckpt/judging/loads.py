@@ -14,6 +14,7 @@ from ..core.manifest import Manifest
 from ..errors import Notice, counted, listed, problem, warning
 from ..formats.options import Keywords, options_of
 
+WAY_TO_GROUPS = "reshard --groups-from RUN takes the program's groups and hyper-parameters"
 OF_TARGETS = Keywords.__annotations__
 
 
@@ -67,12 +68,13 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     differences = _other_groups(_members(manifest, other), _members(other, other))
     if differences and not by_place:
         name, message = differences[0]
-        message += "; states are loaded by name, and the group's hyper-parameters may be others'"
-        return [warning("program-does-not-fit", message, subject=name)]
-    hint = "give the program's optimizer the groups with which the checkpoint was saved"
-    return [
-        problem("program-does-not-fit", text, subject=name, hint=hint) for name, text in differences
-    ]
+        message += (
+            "; states are loaded by name, and the group's hyper-parameters may be others': "
+            f"{WAY_TO_GROUPS}"
+        )
+        return [warning("groups-differ", message, subject=name)]
+    hint = f"{WAY_TO_GROUPS}; or give the program's optimizer the groups of the checkpoint"
+    return [problem("groups-differ", text, subject=name, hint=hint) for name, text in differences]
 
 
 def engine_differences(

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from shlex import quote
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from .. import formats
+from ..core import mended
 from ..core.inventory import Row, State
 from ..core.manifest import Manifest
 from ..core.unlisted import refuse_share
@@ -32,17 +33,22 @@ from ..errors import (
     SourceChanged,
     UnsupportedCheckpoint,
     ZckptError,
+    again,
     listed,
     notice_of,
     problem,
     warning,
 )
+from ..formats.numbered import is_optimizers
+from ..formats.paths import LATEST, pointing
 from ..training import needs, trainers_steps
 from .file_state import OF_TORCH
 from .inventory import OTHER, has_optimizer, inventory, needs_of
 
 MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
 NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
+CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
+"""What files say of themselves: findings of commands that look, and no failures."""
 BROKEN = (*MISSING, *NOT_ITS_OWN, CorruptCheckpoint, UnsupportedCheckpoint)
 """What the files of one checkpoint say of themselves: another one of the run may be whole."""
 WORDS: Mapping[State, str] = {
@@ -66,7 +72,7 @@ class Verdict(Struct, frozen=True):
     `missing` and `damaged` are files that a program needs to resume, `of_one_save` contradictions
     between files. `unread` are damaged files that resuming does not read, and `alone` says that
     there are weights and no optimizer. `doubts` are no proof: a folder with another number. `rows`
-    is the inventory.
+    is the inventory. `links` say where files lead that lie elsewhere.
     """
 
     manifest: Manifest | None = None
@@ -79,6 +85,9 @@ class Verdict(Struct, frozen=True):
     doubts: tuple[Notice, ...] = ()
     error: ZckptError | OSError | None = None
     """Why it could not be read."""
+    links: tuple[Notice, ...] = ()
+    restored: tuple[Notice, ...] = ()
+    """What `zckpt mend` has restored in it."""
 
     @property
     def whole(self) -> tuple[Notice, ...]:
@@ -98,14 +107,16 @@ class Verdict(Struct, frozen=True):
     @property
     def remarks(self) -> list[Notice]:
         """What sets no checkpoint aside, as warnings."""
-        return _as_warnings((*self.unread, *self.doubts))
+        return [*_as_warnings((*self.unread, *self.doubts)), *self.links, *self.restored]
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
         """All of it for a command that goes on; of a target for no run, only what it copies."""
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
+        lost = () if self.manifest is None else self.manifest.notices.lost
         files = (*self.damaged, *self.unread)
-        return _as_warnings(each for each in files if each.subject not in needs.OF_RUN)
+        own = (each for each in files if each.subject not in needs.OF_RUN)
+        return [*_as_warnings((*lost, *own)), *self.links, *self.restored]
 
 
 def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
@@ -158,7 +169,28 @@ def of(manifest: Manifest) -> Verdict:
         tuple(unread),
         tuple(alone),
         (*(each for each in steps if each.severity != "error"), *_ranks_without(manifest, rows)),
+        links=manifest.notices.links,
+        restored=tuple(mended.warnings(manifest.notices.mended, manifest.where)),
     )
+
+
+def refuse_lost(manifest: Manifest) -> None:
+    """Raises IncompleteCheckpoint if the optimizer that trained the weights is lost."""
+    for lost in manifest.notices.lost:
+        raise again(IncompleteCheckpoint, {**asdict(lost), "paths": ()})
+
+
+def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
+    """Raises IncompleteCheckpoint if weights in fp32 are asked for whose masters are lost."""
+    for lost in manifest.notices.lost:
+        if dtype == "F32" and lost.subject == "master":
+            raise IncompleteCheckpoint(
+                "optimizer-missing",
+                f"--dtype fp32 writes the masters, but {lost.file} has 16-bit weights; the "
+                "masters are lost",
+                hint="leave out --dtype: the weights are written in the type that they have",
+                file=lost.file,
+            )
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
@@ -177,7 +209,9 @@ def step_of(manifest: Manifest) -> int | float | None:
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
     """The file that names the engine's folder inside of a program's, if the loader needs it."""
     tag, format = manifest.run.origin.tag, formats.of(manifest)
-    folder = os.path.dirname(manifest.root)
+    folder = manifest.root
+    for _ in str(tag).split("/"):
+        folder = os.path.dirname(folder)
     if (
         format is None
         or format.pointer is None
@@ -189,9 +223,9 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
     if format.pointer(folder) is None:
         yield problem(
             "unfinished-save",
-            f"{folder} has no file that names {tag}, which a save writes last, and without which "
-            "the program loads nothing",
-            hint=f"if the save did end: printf {quote(tag)} > {quote(folder)}/latest",
+            f"{folder} has no file `{LATEST}`, which a save writes last: without it the program "
+            f"does not find {tag}",
+            hint=f"if the save did end: {pointing(folder, tag)}",
             file=folder,
         )
 
@@ -220,10 +254,15 @@ def _without_optimizer(
 
     If the program `is_known`, so are the names under which it saves one.
     """
+    if manifest.notices.lost:
+        return [*manifest.notices.lost], []
     if has_optimizer(manifest):
         return [], []
     beside = (row.name for row in rows if row.role == OTHER and row.path != manifest.root)
-    if not is_known and any(name.endswith(OF_TORCH) for name in beside):
+    around = (item.name for item in manifest.files.around)
+    if not is_known and (
+        any(name.endswith(OF_TORCH) for name in beside) or any(map(is_optimizers, around))
+    ):
         return [], []  # it may be there, under a name of the program's own
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
     what = "has weights and no optimizer"

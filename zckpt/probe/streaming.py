@@ -76,7 +76,7 @@ def stream(
     a file cannot be read.
     """
     if not isinstance(checkpoint, Manifest):
-        checkpoint = read(checkpoint, Reading(format, tag, step_policy))
+        checkpoint = read(checkpoint, Reading(format, tag, step_policy, opens_items=True))
     if checkpoint.files.fingerprints:  # it is of files, and no program has made it
         check_to_load(checkpoint, None, accept_weights)
     manifest = renamed(checkpoint, rename)

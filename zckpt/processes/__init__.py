@@ -3,6 +3,7 @@
     launcher.py    which process is this, and of how many: torchrun, srun and mpirun say it
     store.py       where they meet: a store of torch.distributed
     group.py       what they tell each other
+    ranks.py       all ranks do what rank 0 decides, or fail with its error
     sharing.py     how they share a conversion, or the comparison of `verify`
 
 Every process reads the metadata by itself. Small messages (JSON) pass through the store. Tensors go

@@ -25,6 +25,8 @@ VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
 ATTEMPT = timedelta(seconds=5)  # to reach a store that rank 0 may still open
 LOOK = 0.05  # seconds
 
+PROCESSES = "processes"
+"""The subject of an error that ends if one process works alone."""
 Patience = Callable[[str], None]
 """Is called again and again while a process waits, with what to say once that takes long."""
 
@@ -47,8 +49,9 @@ class Store:
             raise MissingExtra(
                 "extra-missing",
                 f"{launch.size} processes need torch to share one command",
-                hint="install it: pip install 'zckpt[torch]'\n"
-                f"or write parts, which need no torch: --part auto, or --part K/{launch.size}",
+                hint="install it: pip install 'zckpt[torch]'; or let one process work alone, "
+                "which needs no torch: --single",
+                subject=PROCESSES,
             ) from error
         in_group = joined() == launch  # the program's, which may have other processes
         of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -38,13 +38,13 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     ours, theirs = (
         {
             item.name: item
-            for item in (*side.files.siblings, *side.files.omitted_files)
+            for item in (*side.files.around, *side.files.siblings, *side.files.omitted_files)
             if has_run or item.name.endswith(OF_TENSORS)
         }
         for side in (a, b)
     )
     lines: list[Report] = [
-        {"key": name, "a": f"{item.size} bytes", "b": f"{theirs[name].size} bytes"}
+        {"key": name, **_sizes(item.size, theirs[name].size)}
         for name, item in ours.items()
         if name in theirs and not _equal(item, theirs[name])
     ]
@@ -58,6 +58,11 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
             message = f"{listed(rest, 4)}: only beside {root}"
             notes.append(note("not-compared", message, file=own[rest[0]].path))
     return lines, notes
+
+
+def _sizes(a: int, b: int) -> dict[str, str]:
+    """What is said of two files that differ; of as many bytes, that they are others."""
+    return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
 
 
 def _equal(a: Sibling, b: Sibling) -> bool:

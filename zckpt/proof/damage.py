@@ -16,18 +16,18 @@ from ..core.compare import ComparisonOutcome, Result
 from ..core.description import Report, line_of
 from ..core.dtypes import SIZES
 from ..core.entries import Entry
-from ..core.fragments import Extent, Fragments, Runs, boxes_of
+from ..core.fragments import Extent, Fragment, Fragments, Runs, boxes_of
 from ..core.grouping import by_key
 from ..core.manifest import Manifest
 from ..core.records import Damage
-from ..errors import Notice, listed, note, problem
+from ..errors import CorruptCheckpoint, Notice, listed, note, problem
 
 PADDING = ", in padding: harmless, no tensor lies there"
 SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more often than 1 in 100
 
 
-Contents = list[tuple[Entry, Extent, int]]
-"""The pieces of entries in a record: each with its own extent and its first element."""
+Contents = list[tuple[Entry, Fragment]]
+"""The fragments of entries that have bytes of a record."""
 
 
 def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:
@@ -49,7 +49,7 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
                 record = by_file[piece.file][place]
                 if record.offset + record.length <= piece.offset:
                     break
-                contents[record].append((entry, piece, fragment.start))
+                contents[record].append((entry, fragment))
                 place -= 1
     return contents
 
@@ -64,7 +64,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
         "length": extent.length,
         "stated": f"{stated:08x}",
         "found": f"{damage.crc:08x}",
-        "tensors": list(dict.fromkeys(entry.name for entry, _, _ in contents)),
+        "tensors": list(dict.fromkeys(entry.name for entry, _ in contents)),
         "harmless": False,
     }
     what = f"{os.path.relpath(extent.file, manifest.root)} is damaged"
@@ -77,6 +77,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
             subject=tensors[0] if len(tensors) == 1 else None,
             file=extent.file,
             message=message,
+            hint="" if harmless else CorruptCheckpoint.usual_hint,
         )
         return line_of(notice, **line)
 
@@ -90,9 +91,9 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
     place, bit = extent.offset + flipped[0], flipped[1]
     line["flipped"] = {"byte": place, "bit": bit}
     what += f", as if bit {bit} of byte {place} were flipped"
-    for entry, piece, start in contents:
-        if piece.offset <= place < piece.offset + piece.length:
-            element = start + (place - piece.offset) // SIZES[entry.dtype]
+    for entry, fragment in contents:
+        if fragment.extent.offset <= place < fragment.extent.offset + fragment.extent.length:
+            element = fragment.element_at(place, SIZES[entry.dtype])
             if extent.length <= SURE:
                 line |= {"tensors": [entry.name], "element": element}
             else:
@@ -154,14 +155,14 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
         )
         for extent, contents in contents_of(a, names).items()
         if contents
-        and {entry.name for entry, _, _ in contents} <= equal
+        and {entry.name for entry, _ in contents} <= equal
         and _places(contents) == _places(theirs[others[extent]])
     ]
 
 
 def _places(contents: Contents) -> set[tuple[str, int, int]]:
     """Which elements lie where in a record."""
-    return {(entry.name, piece.offset, start) for entry, piece, start in contents}
+    return {(entry.name, each.extent.offset, each.start) for entry, each in contents}
 
 
 def overlapping(manifest: Manifest) -> list[Notice]:
@@ -229,5 +230,7 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
         if flipped:
             line["element"] = flipped[0] // SIZES[entry.dtype]
             what = f"{entry.name} is damaged, as if a bit of element {line['element']} were flipped"
-        problems.append(line_of(problem("record-damaged", what, subject=entry.name), **line))
+        hint = CorruptCheckpoint.usual_hint.replace("this file", "the checkpoint")
+        damaged = problem("record-damaged", what, subject=entry.name, hint=hint)
+        problems.append(line_of(damaged, **line))
     return problems

@@ -116,9 +116,10 @@ def difference(result: Result) -> Report | None:
         "first": measured.first,
         "a": json_number(measured.a),
         "b": json_number(measured.b),
-        "max_abs": json_number(measured.max_abs),
-        "max_ulp": measured.max_ulp,
+        "max_abs": "nan" if any(measured.nans) else json_number(measured.max_abs),
+        "max_ulp": None if any(measured.nans) else measured.max_ulp,
         **({"ulps": measured.ulps} if any(measured.ulps) else {}),
+        **{f"{side}_nan": count for side, count in zip("ab", measured.nans, strict=True) if count},
     }
 
 

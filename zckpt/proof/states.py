@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.description import Report
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
-from ..core.inert import Foreign, alike, from_json, inside, to_json
+from ..core.inert import Foreign, alike, from_json, inside, nested, to_json
 from ..core.manifest import Manifest
 from ..core.origin import Origin
 from ..core.weights import WEIGHTS, is_optimizers
@@ -44,8 +44,9 @@ OF_VERSIONS = (
 WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
 OF_PARAMETERS = frozenset(("members", "other", "partitions"))
+LOSS_SCALER = "loss_scaler"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scale", *SCALE))
+SCALING = tuple(f"optimizer.{key}" for key in (LOSS_SCALER, "dynamic_loss_scale", *SCALE))
 """Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
 CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
@@ -54,6 +55,11 @@ OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
 """Numbers beside an optimizer's `state`, or in it."""
 MERGED = "deepspeed-universal"
 """The format whose loader takes nothing of the optimizer but states and groups."""
+SCHEDULER = "lr_scheduler"
+COUNTER = "last_batch_iteration"
+"""All that an engine's own schedulers keep; those of torch have `last_epoch` and more."""
+OF_TRAINER = ("scheduler.pt", "scheduler.bin")
+"""Files in which a trainer has its scheduler."""
 OF_NAMES = ("guessed", "ordered", "file")
 """Facts about names: what files do not state of them, and what a file itself is called."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
@@ -77,6 +83,7 @@ class _Comparison:
         self.other_wrapper = self.same_engine and _wrapper(a) != _wrapper(b)
         self.lines: list[Report] = []
         self.of_saving: list[str] = []
+        self.of_program: list[str] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
     def run(self) -> None:
@@ -88,6 +95,9 @@ class _Comparison:
             if key in OF_SIZES and not self.same_files:
                 continue
             one, other = ours.get(key), theirs.get(key)
+            if key == SCHEDULER and self._are_other_schedulers(one, other):
+                self.of_program.append(key)
+                continue
             if key == "optimizer":
                 one, other = _comparable_scales(*self._without_states(one or {}, other or {}))
             self._compare(key, to_json(one), to_json(other))
@@ -100,6 +110,20 @@ class _Comparison:
             self.of_saving += _differing("", *map(_facts, self.sides.values()))
         else:
             self._compare_second_names()
+
+    def _are_other_schedulers(self, a: Any, b: Any) -> bool:
+        """Whether the two have schedulers of different kinds, or one of them its own elsewhere."""
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            return (COUNTER in a) != (COUNTER in b)
+        state, other = (a, "b") if isinstance(a, Mapping) else (b, "a")
+        if (a in _NOTHING) == (b in _NOTHING) or not isinstance(state, Mapping):
+            return False
+        if COUNTER in state:
+            named = [_scheduler_of(manifest) for manifest in self.sides.values()]
+            return not self.same_engine or named[0] != named[1]
+        files = self.sides[other].files.siblings
+        own = self.sides[other].state.get("client_state")
+        return any(item.name in OF_TRAINER for item in files) or _has_within(own, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
         """Without states of parameters, unless the same engine has them on both sides.
@@ -249,6 +273,8 @@ class _Comparison:
         """Sentences, each of which begins with what they are about."""
         if self.of_saving:
             yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
+        if self.of_program:
+            yield f"{SCHEDULER}: the two are of different schedulers, or of one in another place"
         a, b = self.sides.values()
         for manifest, its_twin in ((a, b), (b, a)):
             if manifest.files.of_ranks and not self.same_files:
@@ -267,6 +293,20 @@ class _Comparison:
                     f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
                     f"of {root} have no place for {them}"
                 )
+
+
+def _scheduler_of(manifest: Manifest) -> Any:
+    """The scheduler that the engine's configuration names."""
+    engine = manifest.run.engine
+    config = engine.config if isinstance(engine, FlatBufferEngine) else {}
+    return nested(config, "scheduler", "type")
+
+
+def _has_within(value: Any, wanted: Mapping[str, Any]) -> bool:
+    """Whether a dictionary is `wanted`, or has it at any depth."""
+    if not isinstance(value, Mapping):
+        return False
+    return alike(value, wanted) or any(_has_within(item, wanted) for item in value.values())
 
 
 def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
@@ -366,16 +406,29 @@ def _is_weights(manifest: Manifest) -> bool:
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
-    """The same with loss scales in one form, if one is an object and the other one its numbers."""
-    if {"loss_scaler", "cur_scale"} <= a.keys() ^ b.keys():
+    """The same with loss scales in one form, if one is an object and the other one its numbers.
+
+    A side that states None scales nothing, as an object does whose scale is 1 and stays so.
+    """
+    if any(LOSS_SCALER in side and side[LOSS_SCALER] is None for side in (a, b)):
+        a, b = ({k: v for k, v in side.items() if not _is_unscaled(k, v)} for side in (a, b))
+    if {LOSS_SCALER, "cur_scale"} <= a.keys() ^ b.keys():
         return _with_numbers(a), _with_numbers(b)
     return a, b
 
 
+def _is_unscaled(key: str, value: Any) -> bool:
+    """Whether a value is a loss scaler that scales nothing."""
+    state = value.state if isinstance(value, Foreign) else None
+    if key != LOSS_SCALER or not isinstance(state, dict):
+        return key == LOSS_SCALER and value is None
+    return state.get("cur_scale") == 1 and not state.get("dynamic", "min_scale" in state)
+
+
 def _with_numbers(optimizer: Report) -> Report:
-    scaler = optimizer.get("loss_scaler")
+    scaler = optimizer.get(LOSS_SCALER)
     state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
-    rest = {key: item for key, item in optimizer.items() if key not in ("loss_scaler", "overflow")}
+    rest = {key: item for key, item in optimizer.items() if key not in (LOSS_SCALER, "overflow")}
     # a scale that does not change has one number that matters
     kept = SCALE if rest.get("dynamic_loss_scale") else SCALE[:1]
     numbers = {key: value for key, value in {**state, **rest}.items() if key in kept}

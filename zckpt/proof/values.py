@@ -58,7 +58,8 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
     An optimizer looks for its step in one place, and begins at 1 if it finds none there. One that
     is named may look elsewhere. The type is compared if neither side names its optimizer: the
-    optimizers of each engine take a number in their own type.
+    optimizers of each engine take a number in their own type. In files of the same engine and
+    stage, an optimizer counts either in each state or in a group's last one.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -66,13 +67,23 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
     is_typed = a.optimizer is None and b.optimizer is None
     types = [(place.kind, place.shape) if is_typed else None for place in (ours, theirs)]
     if ours.where == theirs.where and types[0] == types[1]:
-        return [], []
+        if ours.kind != theirs.kind or ours.last_only == theirs.last_only or not _are_alike(a, b):
+            return [], []
+        states = ("each state", "a group's last state alone")
+        counted = {side: states[each.last_only] for side, each in (("a", ours), ("b", theirs))}
+        return [counted], []
     line = {"a": f"{ours.where}, {ours.kind}", "b": f"{theirs.where}, {theirs.kind}"}
     named = theirs.optimizer or ours.optimizer
     if named is None:
         return [line], []
     places = f"{line['a']} in {a.root}; {line['b']} in {b.root}"
     return [], [note("form-differs", f"place of the step: {places}: {named} looks there")]
+
+
+def _are_alike(a: Manifest, b: Manifest) -> bool:
+    """Whether two checkpoints are of one engine and stage."""
+    stages = [(side.format, side.run.origin.zero_stage) for side in (a, b)]
+    return stages[0] == stages[1]
 
 
 def step_place(manifest: Manifest) -> StepPlace | None:

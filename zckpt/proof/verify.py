@@ -18,6 +18,7 @@ from ..core.missing_states import missing_states
 from ..core.plan import Match
 from ..core.resources import Begin, Copying
 from ..core.states import Selection
+from ..core.statistics import extent
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed, note, problem
 from . import damage, unsupported, values
@@ -61,7 +62,8 @@ def verify_alone(
             *report["notes"],
             *said(
                 (
-                    *damage.not_zero(outcome, manifest),
+                    # beside the chosen tensors lie the others, and no padding
+                    *(damage.not_zero(outcome, manifest) if everything else ()),
                     *stateless,
                     *values.unsupported_states(manifest),
                     *manifest.notices.notes,
@@ -139,7 +141,7 @@ def diff(
             line |= changes(result.difference, result.match.a.numel)
         lines.append(line)
     differing = [line for line in lines if line.get("count") != 0 or "a_dtype" in line]
-    worst = max(differing, key=lambda line: float(line.get("max_abs") or 0.0), default=None)
+    worst = max(differing, key=lambda line: extent(line.get("max_abs")), default=None)
     report = {
         **with_values({**tensors, "problems": []}, a, b, only_a, only_b),
         "problems": tensors["problems"],

@@ -13,9 +13,9 @@ from typing import Any
 from ..core.description import Report, line_of
 from ..core.entries import Entry, key_of
 from ..core.grouping import by_key
-from ..core.statistics import magnitudes
+from ..core.statistics import extent, magnitudes
 from ..errors import brief, counted, note
-from .lost import Found
+from ..judging.lost import Found
 from .numbers import finite
 
 OTHERS = {
@@ -41,7 +41,7 @@ def section(found: Found, report: Report, other: str, step: Any) -> Report:
     every = Counter[int]()
     for counts in histograms:
         every.update(counts)
-    worst = max(lines, key=lambda line: finite(line.get("max_abs")) or 0.0, default=None)
+    worst = max(lines, key=lambda line: extent(line.get("max_abs")), default=None)
     return {
         "path": other,
         "step": step,
@@ -85,12 +85,12 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
         if rms is not None:
             squares += rms * rms * entry.numel
             first += (rms / relative) ** 2 * entry.numel if relative else 0.0
-    worst = max(changed, key=lambda each: finite(each[2].get("max_abs")) or 0.0, default=None)
+    worst = max(changed, key=lambda each: extent(each[2].get("max_abs")), default=None)
     return {
         "rms": math.sqrt(squares / elements) if elements else None,
         "relative": math.sqrt(squares / first) if first else None if squares else 0.0,
         "tensor": None if worst is None else worst[0],
-        "largest": 0 if worst is None else finite(worst[2].get("max_abs")) or 0.0,
+        "largest": 0 if worst is None else worst[2].get("max_abs") or 0.0,
         "elements": elements,
         "changed": sum(line["count"] for _, _, line in changed),
         "layer": name,
@@ -105,7 +105,7 @@ def _place(found: Found, line: Report) -> Report:
         "element": line.get("first"),
         "a": line.get("a"),
         "b": line.get("b"),
-        "largest": finite(line.get("max_abs")),
+        "largest": line.get("max_abs"),
     }
 
 

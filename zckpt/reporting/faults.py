@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from ..core.description import Report, line_of
 from ..core.manifest import Manifest
 from ..errors import Notice, warning
-from ..judging import verdict
+from ..judging.lost import Found
 from ..proof import damage
-from .lost import Found
 
 KINDS = {
     "missing": True,
@@ -26,7 +25,8 @@ KINDS = {
     "warning": False,
 }
 """The kinds, worst first, and whether each is a fault: exit code 3. Others are oddities."""
-FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length")
+FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length", "checkpoint")
+"""`checkpoint` is None, or the name of another one of the run than the one that is shown."""
 OF_FILES = ("missing-file", "missing-rank-file")
 """The codes of files that are missing, whose sentences need no word in front."""
 KIND_OF = {
@@ -65,11 +65,12 @@ def _line(found: Found, line: Report) -> Report:
 
 def of_files(found: Found) -> Iterator[Report]:
     """What its reader warns of, and files that are missing, damaged or of another save."""
-    own = verdict.of(found.known)
+    own = found.judged
     yield from (line_of(notice, kind="warning") for notice in found.known.notices.warnings)
     for notice in own.missing:
         # the optimizer of a checkpoint that lacks a file was left out by this command
-        if not (found.faults and notice.code == "optimizer-missing"):
+        is_lost = notice in found.known.notices.lost
+        if is_lost or not (found.faults and notice.code == "optimizer-missing"):
             yield line_of(notice, kind="missing")
     for notice in (*own.damaged, *own.unread):
         yield line_of(notice, kind="unreadable")

@@ -7,12 +7,18 @@ from collections import Counter
 from collections.abc import Iterable
 from math import prod
 
+from msgspec import to_builtins
+
 from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..errors import counted
+from ..judging.about import about as about_manifest
+from ..judging.about import about_folder
 from ..judging.inventory import files_below
-from .lost import Found
+from ..judging.lost import Found
+from ..resume.listing import on_disk
+from ..resume.runs import Candidate, folder_of
 from .steps import agreeing
 
 ENGINES = {
@@ -48,6 +54,17 @@ def section(found: Found) -> Report:
         "files": len(files),
     }
     return report if found.manifest is None else report | _known(found.manifest, found)
+
+
+def about(found: Found, candidate: Candidate) -> Report:
+    """The name that people know, the date, and what a trainer says: the section `about`."""
+    folder = folder_of(candidate)
+    stated = about_folder(folder) if found.manifest is None else about_manifest(found.manifest)
+    return {
+        "name": os.path.basename(os.path.abspath(folder)),
+        "saved": on_disk(folder)["saved"],
+        **to_builtins(stated),
+    }
 
 
 def _files(found: Found) -> Iterable[str]:

@@ -16,10 +16,11 @@ from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
 from ..core.version import __version__
 from ..errors import ZckptError, notice_of, warning
+from ..judging.lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
 from ..resume.runs import Candidate, alone, candidates
+from ..resume.runs import since as since_step
 from . import against as other_checkpoint
-from . import faults, line, masters, numbers, owners, run, steps
-from .lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
+from . import faults, line, masters, next_steps, numbers, owners, run, steps
 from .measuring import measured
 
 if sys.version_info >= (3, 11):
@@ -35,6 +36,7 @@ def report(
     path: Path,
     *,
     against: Path | None = None,
+    since: float | None = None,
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
@@ -44,26 +46,36 @@ def report(
 
     `docs/report.md` says what the sections are. Every byte is read once, and once more for the
     comparison with `against`, another checkpoint. What is wrong is listed in `faults`, and does not
-    keep the rest away: a lost rank, damaged bytes, steps that differ. `source` are the arguments of
-    `read`. Raises a ZckptError only if there is nothing to show.
+    keep the rest away: a lost rank, damaged bytes, steps that differ. Of a run, only checkpoints of
+    the step `since` or later are read. `source` are the arguments of `read`. Raises a ZckptError
+    only if there is nothing to show.
     """
     started = time.monotonic()
     copying = Copying(jobs, memory)
     chosen, gone = _checkpoints(os.fspath(path), source)
+    if since is not None:
+        chosen = since_step(chosen, since, os.fspath(path))
     shown: Report = {}
     strip: list[Report] = []
+    losses: list[Any] = []
     for each in chosen:
         own = {**source, "tag": each.tag} if each.tag else source
         other = None if against is None or each is not chosen[-1] else os.fspath(against)
         try:
-            shown = _document(each.path, own, other, copying, begin)
+            shown = _document(each, own, other, copying, begin)
         except NOTHING_TO_SHOW as error:
             if len(chosen) == 1:
                 raise
-            shown = _nothing(each.path, error)
+            shown = _nothing(each, error)
         strip.append(run.checkpoint(shown, each.name))
+        losses = shown["about"]["losses"] or losses  # each log has those before it
+    if not shown["next"]["resumes"]:
+        intact = [e for e, line in zip(chosen, strip, strict=True) if not line["faults"]]
+        older = intact[::-1] if len(chosen) > 1 else next_steps.older_than(chosen[0])
+        shown["next"] = next_steps.with_older(shown["next"], older)
     if len(chosen) > 1:
-        shown["run"] = run.section(strip, shown)
+        losses = [point for point in losses if since is None or point[0] >= since]
+        shown["run"] = run.section(strip, shown, losses)
         shown["path"] = os.fspath(path)
     shown["faults"] = faults.ordered(
         [
@@ -76,11 +88,11 @@ def report(
     return shown | {"seconds": round(time.monotonic() - started, 3)}
 
 
-def _nothing(path: str, error: ZckptError) -> Report:
+def _nothing(candidate: Candidate, error: ZckptError) -> Report:
     """The document of one checkpoint of a run that is none: an empty folder, or a foreign one."""
-    found = Found(path)
+    found = Found(candidate.path)
     found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
-    return _not_read(found)
+    return _not_read(found, candidate)
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
@@ -102,16 +114,16 @@ def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate],
 
 
 def _document(
-    path: str,
+    candidate: Candidate,
     source: Mapping[str, Any],
     against: str | None,
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    with what_is_there(path, source) as found:
+    with what_is_there(candidate.path, source, api.read) as found:
         if found.manifest is None:
-            return _not_read(found)
-        document = _begun(found)
+            return _not_read(found, candidate)
+        document = _begun(found, candidate)
         lines = [*faults.of_files(found)]
         try:
             with unchanged(found.manifest.files.fingerprints):
@@ -124,16 +136,21 @@ def _document(
         if against is not None:
             document |= _against(found, against, source, copying, begin, lines)
         document["faults"] = faults.section(found, lines)
+        document["next"] = next_steps.section(found, candidate, document["faults"])
         return document
 
 
-def _not_read(found: Found) -> Report:
+def _not_read(found: Found, candidate: Candidate) -> Report:
     """The document of a checkpoint of which nothing could be read but the names of files."""
     wrong = faults.section(found, ())
-    return _begun(found) | {"faults": wrong, "map": owners.files_alone(found)}
+    return _begun(found, candidate) | {
+        "faults": wrong,
+        "next": next_steps.section(found, candidate, wrong),
+        "map": owners.files_alone(found),
+    }
 
 
-def _begun(found: Found) -> Report:
+def _begun(found: Found, candidate: Candidate) -> Report:
     """What every document has."""
     return {
         "zckpt": VERSION,
@@ -141,6 +158,7 @@ def _begun(found: Found) -> Report:
         "path": found.root,
         "version": __version__,
         "line": line.section(found),
+        "about": line.about(found, candidate),
     }
 
 
@@ -148,6 +166,7 @@ def _metadata_sections(found: Found) -> Report:
     """The sections for which no tensor is read."""
     return {
         "tensors": numbers.table(found),
+        "layers": numbers.names(found),
         "map": owners.section(found, ()),
         "steps": steps.section(found),
     }
@@ -168,6 +187,7 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     return {
         "line": about,
         "tensors": numbers.table(found, done.lines),
+        "layers": numbers.names(found),
         "numbers": numbers.section(found, done.lines, done.updates),
         "map": owners.section(found, done.problems),
         "masters": masters.section(found, done.distances),

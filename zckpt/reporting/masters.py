@@ -8,7 +8,7 @@ from ..core.description import Report, line_of
 from ..core.difference import ULPS
 from ..core.entries import key_of
 from ..errors import counted, problem
-from .lost import Found
+from ..judging.lost import Found
 from .measuring import Distance, original, place_of
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ..core.cast import array, cast
 from ..core.checksum import Cover, crc32
@@ -18,7 +17,6 @@ from ..core.description import Report
 from ..core.difference import Difference, measure_difference, same
 from ..core.dtypes import NUMBERS, SIZES
 from ..core.entries import Entry, name_of
-from ..core.fragments import Fragment, Runs
 from ..core.grouping import by_key
 from ..core.inert import plain_group
 from ..core.manifest import Manifest
@@ -27,8 +25,8 @@ from ..core.records import RecordCounts
 from ..core.resources import Begin, Copying
 from ..core.streaming import finish
 from ..core.weights import agreement
+from ..judging.lost import Found, kept
 from ..proof import health
-from .lost import Found
 
 FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 OTHERS = re.compile("nadam|radam|lion|lamb", re.IGNORECASE)
@@ -141,27 +139,6 @@ def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule
 # -- what is read
 
 
-def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """The elements of a tensor that are not in lost files, one range after the other; and these."""
-    size, parts = SIZES[entry.dtype], []
-    if not any(fragment.extent.file in lost for fragment in entry.fragments):
-        return entry, ((0, entry.numel),)
-    runs = sorted(
-        (run for run in entry.fragments.runs(0, entry.numel, size) if run.extent.file not in lost),
-        key=lambda run: run.start,
-    )
-    ranges: list[tuple[int, int]] = []
-    first = 0
-    for run in runs:
-        parts.append(Fragment(first, first + run.stop - run.start, run.extent))
-        first += run.stop - run.start
-        if ranges and ranges[-1][1] == run.start:
-            ranges[-1] = ranges[-1][0], run.stop
-        else:
-            ranges.append((run.start, run.stop))
-    return replace(entry, shape=(first,), fragments=Runs(parts)), tuple(ranges)
-
-
 Distance = tuple[int, Difference]
 """The elements that were compared, and how they differ."""
 
@@ -205,13 +182,14 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     read = {entry.name: entry.numel for entry in entries}
     done = health.passed(Pass, manifest, together, copying, begin)
     records = finish([done.checker], everything=True)
+    far = done.distances  # in the order in which threads ended
     numbers = [entry for entry in found.entries if entry.dtype in NUMBERS]
     statistics = {entry.name: done.totals[entry.name].statistics for entry in numbers}
     updates = {name: done.totals[name_of((name, UPDATE))].statistics for name in done.rules}
     return Measured(
         lines={entry.name: statistics[entry.name].report() for entry in numbers},
         updates={name: own.rms for name, own in updates.items() if own.rms is not None},
-        distances={name: (read[name], each) for name, each in done.distances.items()},
+        distances={name: (read[name], far[name]) for name in read if name in far},
         ranges=ranges,
         problems=[
             *health.damaged(manifest, done.checker),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.description import Report
 from ..core.manifest import slot_key
-from .lost import Found
+from ..judging.lost import Found
 
 NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 """What the table has of a tensor that was measured."""
@@ -29,6 +29,12 @@ def table(found: Found, lines: Mapping[str, Report] | None = None) -> Report:
         own = [lines.get(entry.name, {}) for entry in entries]
         report |= {key: [finite(line.get(key)) for line in own] for key in NUMBERS}
     return report
+
+
+def names(found: Found) -> dict[str, str]:
+    """The names of layers by their rows, where these are only numbers: `h.0` for 0."""
+    pairs = zip(found.places.rows, found.places.names, strict=True)
+    return {row: name for row, name in pairs if name != row}
 
 
 def finite(value: Any) -> Any:

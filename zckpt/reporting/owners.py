@@ -14,7 +14,7 @@ from ..core.inventory import Row, State
 from ..core.manifest import slot_key
 from ..core.origin import Origin
 from ..judging.inventory import of_engine, of_folder
-from .lost import Found
+from ..judging.lost import Found
 
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
@@ -38,11 +38,15 @@ def section(found: Found, problems: Sequence[Report]) -> Report:
         own = found.real(path)
         sizes[path] = os.path.getsize(own) if os.path.isfile(own) else None
     groups = [places.row(entry.parameter) for entry in entries]
+    files = [
+        _file(row, manifest.run.origin, states.get(row.path, "ok"), sizes[row.path]) for row in rows
+    ]
+    if manifest.notices.lost:  # those of the optimizer, which were not read
+        known = {file["name"] for file in files}
+        unread = files_alone(found)["files"]
+        files += [file for file in unread if file["name"] not in known and file["rank"]]
     return {
-        "files": [
-            _file(row, manifest.run.origin, states.get(row.path, "ok"), sizes[row.path])
-            for row in rows
-        ],
+        "files": files,
         "groups": list(places.rows),
         "of_tensor": groups,
         "pieces": _columns(entries, groups, numbers),

@@ -16,14 +16,22 @@ BROKEN = ("missing", "unreadable", "checksum")
 """The kinds of faults of a checkpoint that is not whole."""
 
 
-def section(checkpoints: Sequence[Report], shown: Report) -> Report:
-    """All checkpoints, the oldest first; the last one is `shown` below."""
-    of_layers = (row for line in checkpoints for row in (*line["norms"], *line["updates"]))
+MEASURES = {"norms": "param", "updates": "update", "moments": "exp_avg", "seconds": "exp_avg_sq"}
+"""What is kept of each layer: the norm of weights, and root mean squares of the others."""
+
+
+def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] = ()) -> Report:
+    """All checkpoints, the oldest first; the last one is `shown` below.
+
+    `losses` are steps with the losses that were logged, in between too.
+    """
+    of_layers = (row for line in checkpoints for key in MEASURES for row in line[key])
     rows = (shown.get("numbers") or {}).get("rows", ())
     return {
         "checkpoints": list(checkpoints),
         "rows": list(dict.fromkeys((*rows, *of_layers))),
         "shown": len(checkpoints) - 1,
+        "losses": list(losses),
     }
 
 
@@ -44,18 +52,39 @@ def checkpoint(document: Report, name: str) -> Report:
         "kind": wrong[0]["kind"] if wrong else None,
         "faults": len(wrong),
         "why": reason and reason["message"] + more,
-        "norms": of_layers(document, "param"),
-        "updates": of_layers(document, "update"),
+        **{key: of_layers(document, measure) for key, measure in MEASURES.items()},
+        "totals": {key: total(document, measure) for key, measure in MEASURES.items()},
+        **{key: document["about"].get(key) for key in STATED},
     }
 
 
+STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
+
+
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """The norm of each layer's weights, or the root mean square of its update."""
-    numbers, table = document.get("numbers"), document.get("tensors")
-    if not numbers or not table:
-        return {}
+    """The norm of each layer's weights, or the root mean square of something else."""
+    roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
+    return {row: root for row, root in roots.items() if finite(root) is not None}
+
+
+def total(document: Mapping[str, Any], key: str) -> float | None:
+    """The same of the whole model."""
+    every = [*_sums(document, key).values()]
+    sums = [sum(squares for squares, _ in every), sum(elements for _, elements in every)]
+    root: float | None = finite(_root(key, sums)) if every else None
+    return root
+
+
+def _root(key: str, sums: Sequence[float]) -> float:
+    squares, elements = sums
+    return math.sqrt(squares if key == "param" else squares / max(elements, 1))
+
+
+def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
+    """The sum of squares, and the number of elements, of each layer."""
+    numbers, table = document.get("numbers") or {}, document.get("tensors") or {}
     sums: dict[str, list[float]] = {}
-    for measure in numbers["measures"]:
+    for measure in numbers.get("measures", ()):
         for row, _, value, tensor in measure["cells"] if measure["key"] == key else ():
             if value is None or tensor is None:
                 continue
@@ -63,12 +92,7 @@ def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
             elements = math.prod(table["shape"][tensor])
             own[0] += value * value * elements
             own[1] += elements
-    roots = {
-        row: math.sqrt(squares if key == "param" else squares / elements)
-        for row, (squares, elements) in sums.items()
-        if elements
-    }
-    return {row: root for row, root in roots.items() if finite(root) is not None}
+    return {row: own for row, own in sums.items() if own[1]}
 
 
 def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
@@ -80,6 +104,7 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
             "message": f"{line['name']}: {line['why']}",
             "kind": line["kind"],
             "fault": True,
+            "checkpoint": line["name"],
         }
         for line in checkpoints[:-1]
         if (reason := line["reason"]) is not None
@@ -88,14 +113,25 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
 
 def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
     """What is to be known of the places that checkpoints have in the run: no faults."""
-    notes = (note for each in checkpoints for note in each.notes)
-    return [line_of(note, kind="warning", fault=False) for note in notes]
+    of_others = {id(each): each.name for each in checkpoints[:-1]}
+    return [
+        line_of(note, kind="warning", fault=False, checkpoint=of_others.get(id(each)))
+        for each in checkpoints
+        for note in each.notes
+    ]
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
     """Checkpoints that the run names, and that are not there."""
-    messages = (
-        f"{run} names {each.name} as its last checkpoint, which is missing" for each in checkpoints
-    )
-    lost = [problem("pointer-dangling", message, file=run) for message in messages]
-    return [line_of(each, kind="missing", fault=True) for each in lost]
+    lost = [
+        (
+            problem(
+                "pointer-dangling",
+                f"{run} names {each.name} as its last checkpoint, which is missing",
+                file=run,
+            ),
+            each.name,
+        )
+        for each in checkpoints
+    ]
+    return [line_of(each, kind="missing", fault=True, checkpoint=name) for each, name in lost]

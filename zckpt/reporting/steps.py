@@ -8,7 +8,7 @@ from ..core.description import Report
 from ..core.inert import plain_group
 from ..core.manifest import Manifest
 from ..errors import counted
-from .lost import Found, file_in
+from ..judging.lost import Found, file_in
 
 
 def section(found: Found) -> Report:
@@ -66,6 +66,6 @@ def agreeing(manifest: Manifest, stated: tuple[tuple[str, float | int], ...]) ->
         return "no step is stored"
     counts = Counter(steps).most_common()
     if len(counts) == 1:
-        places = "the one place" if len(steps) == 1 else f"all {len(steps)} places"
-        return f"{counts[0][0]:g} in {places}"
-    return ", ".join(f"{step:g} in {counted(count, 'place')}" for step, count in counts)
+        places = {1: "the one place", 2: "both places"}.get(len(steps), f"all {len(steps)} places")
+        return f"{counts[0][0]:.15g} in {places}"
+    return ", ".join(f"{step:.15g} in {counted(count, 'place')}" for step, count in counts)

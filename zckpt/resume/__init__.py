@@ -5,7 +5,6 @@ fitting.py          what the next run asks for, and which conversion makes one f
 check.py            the report of `zckpt check`
 listing.py          in which state each checkpoint of a run is; `zckpt list`
 beside.py           the run for other sizes in RUN/.zckpt: locks, and what stays there
-ranks.py            all ranks do what rank 0 decides, or fail with its error
 resuming.py         what they do until all have a path
 auto.py             `auto_resume`: who shares the work
 """

@@ -7,20 +7,27 @@ with, it tells the others.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 from ..core.description import Report
+from ..core.pace import telling
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from ..errors import ProcessFailed, WrongOption, ZckptError, notice_of
+from ..errors import ProcessFailed, WrongOption, ZckptError, counted, notice_of, safe
 from ..processes.launcher import Launch, address, joined, launched
+from ..processes.ranks import Ranks, Told
 from ..processes.sharing import Processes
 from .fitting import Asked
-from .ranks import Ranks, Told
 from .resuming import Resumed, Resuming
+
+LOG = logging.getLogger("zckpt")
+"""Of rank 0: what is resumed (INFO), and warnings. A program that asks for no log sees none."""
+LOG.addHandler(logging.NullHandler())
 
 
 def auto_resume(
@@ -53,7 +60,9 @@ def auto_resume(
         single      this process works alone, whatever a launcher has set, for a job of others: of
                     as many ranks as the source, unless sizes say something else
         copying     a `zckpt.Copying`: how many threads, how much memory
-        tell        is called with the warnings, in rank 0; by default they are Python's
+        tell        is called with the warnings, in rank 0. By default they are Python's, unless the
+                    log is printed: the logger "zckpt" gets them too, and says at INFO what is
+                    resumed
         begin       as for `zckpt.convert`: for each pass over the bytes
         dp, tp, pp, ep, stage    the sizes of the next run. Without `dp` it is what `tp` and `pp`
                     leave of the number of processes
@@ -70,14 +79,42 @@ def auto_resume(
         words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
     launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)
     asked = Asked(None if single else launch.size, words)
-    about = os.fspath(run), asked, verify, scratch, keep, copying, begin
-    outcome = _outcome(Ranks(), *about) if launch.size == 1 else _outcome_of_all(launch, *about)
+    is_told = begin is None and launch.rank == 0
+    watch = telling(f"auto-resume {os.fspath(run)}", lambda line: LOG.info("%s", safe(line)))
+    with watch if is_told else nullcontext() as pace:
+        begin = begin if pace is None else pace.begin
+        about = os.fspath(run), asked, verify, scratch, keep, copying, begin
+        outcome = _outcome(Ranks(), *about) if launch.size == 1 else _outcome_of_all(launch, *about)
     if isinstance(outcome, Exception):
         raise outcome
     resumed, lines = outcome
-    if lines and launch.rank == 0:
-        (tell or _warn)(lines)
+    if launch.rank == 0:
+        for line in lines:
+            LOG.warning("%s", safe(_sentence(line)))
+        LOG.info("%s", safe(_what_is_resumed(resumed) or f"{run} has no checkpoint: a new run"))
+        if lines and not (tell is None and _is_log_shown()):
+            (tell or _warn)(lines)
     return resumed
+
+
+def _what_is_resumed(resumed: Resumed | None) -> str:
+    """What a training's log should say: from where, and why not from another checkpoint."""
+    if resumed is None:
+        return ""
+    report = resumed.report
+    said = f"resuming from {report['checkpoint']}"
+    if report["step"] is not None:
+        said += f", step {report['step']}"
+    if report["ranks_before"]:
+        said += f", saved by {counted(report['ranks_before'], 'rank')}"
+    sizes = " ".join(f"{name} {size}" for name, size in report["sizes"].items())
+    if report["written"]:
+        said += f", written for {sizes} in {report['seconds']:.1f} s: {report['path']}"
+    elif report["obstacles"]:
+        said += f", which an earlier start has written for {sizes}: {report['path']}"
+    for each in report["left_aside"]:
+        said += f"; {os.path.basename(each['path'])} set aside: {_sentence(each['reason'])}"
+    return said
 
 
 Outcome = tuple[Resumed | None, list[Report]] | Exception
@@ -126,6 +163,22 @@ def _json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return document
 
 
+def _is_log_shown() -> bool:
+    """Whether the logger's warnings appear where Python's do: as after `logging.basicConfig()`."""
+    logger: logging.Logger | None = LOG
+    while logger is not None and LOG.isEnabledFor(logging.WARNING):
+        streams = [getattr(handler, "stream", None) for handler in logger.handlers]
+        if any(stream is not None and stream in (sys.stderr, sys.stdout) for stream in streams):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
 def _warn(lines: Sequence[Report]) -> None:
     for line in lines:
-        warnings.warn(line["message"], stacklevel=3)
+        warnings.warn(_sentence(line), stacklevel=3)
+
+
+def _sentence(line: Report) -> str:
+    """What a line of a report says to people."""
+    return "; ".join(filter(None, (line["message"], line.get("hint"))))

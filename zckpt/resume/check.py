@@ -9,14 +9,27 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import api, formats
-from ..core.description import VERSION, line_of, said
+from ..core.description import VERSION, line_of, said, unopened
 from ..core.manifest import Manifest
 from ..core.replicas import not_compared
-from ..errors import NotACheckpoint, Notice, WrongOption, ZckptError, listed, problem
+from ..errors import NotACheckpoint, Notice, WrongOption, ZckptError, listed, problem, warning
 from ..judging.loads import engine_differences, missing_of, obstacles, unlike
-from ..judging.verdict import Verdict, step_of
-from .fitting import CURED, MUST_SET, Asked, Conversion, Words, conversion, sizes_of, to_load
-from .runs import Candidate, alone, candidates, judged
+from ..judging.verdict import CONTRADICTIONS, Verdict, step_of
+from .fitting import (
+    CURED,
+    MUST_SET,
+    REGROUPED,
+    Asked,
+    Conversion,
+    Words,
+    conversion,
+    sizes_of,
+    to_load,
+)
+from .runs import Candidate, alone, candidates, judged, no_checkpoint
+
+SAID_WITH_FIX = (MUST_SET, "begins-afresh", "begins-late", "state-dropped")
+"""The codes of what a user should know of a conversion before he runs it."""
 
 
 class Question(Struct, frozen=True):
@@ -46,7 +59,8 @@ def check(
     """The report of `zckpt check`: does `engine` load the checkpoint, or a run's newest one?
 
     `tag` is the name of another one. If no program goes on from the newest one, `goes_on_from` is
-    the report on the one that `auto_resume` takes.
+    the report on the one that `auto_resume` takes. Files that are missing, damaged or of several
+    saves are `obstacles`; what says nothing of the checkpoint is raised, as a path that is none.
     """
     found, older = candidates(path), list[Candidate]()
     first = alone(path)  # weights, maybe
@@ -54,15 +68,15 @@ def check(
         first = chosen(found, tag, path)
     elif found:
         first, *older = found
-    given = {k: v for k, v in reading.items() if v not in (None, ())}
+    given = {k: v for k, v in reading.items() if v not in (None, (), False)}
     own = judged(first, given)
     if isinstance(own.error, NotACheckpoint) and not found:
-        raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
+        raise no_checkpoint(path, own.error)
     other = None if like is None else api.read(like, nameless=True)
     question = Question(asked, engine, like, other, given, files)
     pairs = ((each, judged(each, given)) for each in older if own.obstacles)
     before = next((pair for pair in pairs if not pair[1].obstacles), None)
-    if own.error is not None and before is None:
+    if own.error is not None and before is None and not isinstance(own.error, CONTRADICTIONS):
         raise own.error
     goes_on_from = None if before is None else _report(*before, question)
     return {**_report(first, own, question), "goes_on_from": goes_on_from}
@@ -105,13 +119,16 @@ def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
     if to == manifest.format and (unnamed := to_load(candidate, manifest)):
         reasons.append(problem(MUST_SET, unnamed))
     reasons = [*own.obstacles, *reasons]
-    lines = [*candidate.notes, *not_compared(manifest), *own.remarks, *notes]
+    own_notes = [each for each in manifest.notices.warnings if each.code == "unfinished-save"]
+    own_notes += [*own.remarks, *notes, *question.asked.unused(to)]
+    lines = [*candidate.notes, *not_compared(manifest), *own_notes]
     return {
         **report,
         "format": manifest.format,
         "engine": to,
         "step": step_of(manifest),
         "sizes": sizes_of(words),
+        **unopened(manifest),
         "loads": not reasons,
         "obstacles": said(reasons),
         **fixed,
@@ -129,8 +146,8 @@ def _reasons(
         except ZckptError as error:
             reasons = [*error.notices]
     else:
-        differs = f"format {manifest.format}, and not {to}"
-        reasons = [problem("format-differs", differs, subject=to)]
+        message = f"saved in the format {manifest.format}; {to} is asked for"
+        reasons = [problem("format-differs", message, subject=to)]
     if other is None:
         return reasons, []
     differences = unlike(manifest, other, formats.named(to).loads_by_place)
@@ -163,7 +180,9 @@ def _fix(
     It is not run: `api.try_out` says what it would write, or refuse.
     """
     other, reading = question.other, question.reading
-    cure = conversion(manifest, to, words | ({"like": question.like} if question.like else {}))
+    regrouped = any(each.code == REGROUPED for each in reasons)
+    runs = ["like", *(["groups_from"] if regrouped else [])] if question.like else []
+    cure = conversion(manifest, to, words | dict.fromkeys(runs, question.like))
     kept = to == manifest.format  # then it changes no name
     if kept and (lasting := [each for each in reasons if each.code not in (*CURED, MUST_SET)]):
         return {"refused": line_of(lasting[0])}
@@ -185,7 +204,10 @@ def _fix(
         lasting += missing
         if lasting := [each for each in lasting if each.severity == "error"]:
             return {"refused": line_of(lasting[0])}
-    notes = [each for each in decision.layout.warnings if each.code == MUST_SET]
+    notes = [each for each in decision.layout.warnings if each.code in SAID_WITH_FIX]
+    if "groups_from" in cure.words:
+        message = "the command takes the hyper-parameters of the run too, such as its learning rate"
+        notes.append(warning(REGROUPED, message, subject="param_groups"))
     return {"fix": cure.command(source.path, reading, question.files), "warnings": said(notes)}
 
 

@@ -19,21 +19,24 @@ from ..errors import (
     counted,
     warning,
 )
-from ..formats.options import OF_CONVERSIONS, options_of
+from ..formats.options import OF_CONVERSIONS, options_of, without_use
 from ..formats.reading import SourceKeywords
 from ..judging.loads import OF_TARGETS, of_target
 from .runs import Candidate
 
 Words = dict[str, Any]
 GRID = ("tp", "pp")
-IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
+SIZES_OF_RUN = ("dp", *GRID, "ep")
+IN_NAMES = {"dp": "dp", "sp": "sp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 """The options that the name of a resharded checkpoint states, with what it calls them."""
 WITHOUT = 0
 """The stage of a run whose ds_config states none: DeepSpeed's default."""
 CHANGES = "batch-size-changes"
 MUST_SET = "program-must-set"
-CURED = ("size-differs", "format-differs")
-"""The codes of reasons that a conversion can cure: it keeps parameters, groups and schedulers."""
+REGROUPED = "groups-differ"
+"""The code of other groups of the optimizer, which a run that the program has saved cures."""
+CURED = ("size-differs", "format-differs", "scheduler-differs", REGROUPED)
+"""The codes of reasons that a conversion can cure: it keeps parameters."""
 FLAGS = {"config": "ds-config", "format": "from"}
 """What the command line calls an option, if not by its name in Python."""
 
@@ -76,6 +79,18 @@ class Asked(Struct, frozen=True):
             words.setdefault("stage", zero.get("stage", WITHOUT) if type(zero) is dict else WITHOUT)
         return words
 
+    def unused(self, to: str) -> list[Notice]:
+        """Lines on words that mean nothing to a run of the format `to`, such as a stage.
+
+        Files without ranks of their own fit any sizes, and zckpt's are first written for an engine.
+        """
+        others = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
+        words = {} if formats.named(to).is_neutral else others
+        return [
+            warning("option-without-effect", f"{flag} changes nothing here: {why}", subject=flag)
+            for flag, why in without_use(to, words).items()
+        ]
+
 
 class Conversion(Struct, frozen=True):
     """What makes a checkpoint fit: a call of `zckpt.reshard`, or of `zckpt.convert` to `to`."""
@@ -92,7 +107,10 @@ class Conversion(Struct, frozen=True):
             word
             for name, value in {**more, **self.words, **reading}.items()
             for item in (value if type(value) is tuple else (files.get(name, value),))
-            for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(item))
+            for word in (
+                f"--{FLAGS.get(name, name.replace('_', '-'))}",
+                *(() if item is True else (str(item),)),
+            )
         ]
         verb = "reshard" if self.to is None else "convert"
         return shlex.join(["zckpt", verb, source, "DST", *tail])
@@ -113,6 +131,8 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
     given = {name: value for name, value in words.items() if own.get(name) != value}
     if target.fits_any_dp and not (to == manifest.format and origin.dp):
         given.pop("dp", None)
+    if "tp" in words and "tp" not in given:  # which alone changes rows
+        given.pop("vocab_size", None)
     if to == manifest.format:  # whose groups and slices are its own
         given.pop("like", None)
     if to == origin.format:
@@ -136,7 +156,7 @@ def sizes_of(words: Mapping[str, Any]) -> Words:
 def name_for(name: str, words: Mapping[str, Any]) -> str:
     """How a resharded checkpoint is called: checkpoint-500-dp16."""
     parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
-    return "-".join([name, *parts])
+    return "-".join([name.replace("/", "-"), *parts])
 
 
 def batch(
@@ -147,7 +167,8 @@ def batch(
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
     if not of_zero or before in (None, now) or any(line["code"] == CHANGES for line in lines):
         return []
-    share = Fraction(before, now)
+    sp = words.get("sp") or manifest.run.origin.sequence_ranks(now)
+    share = Fraction(before, manifest.run.origin.sp or 1) / Fraction(now, sp)
     times = f"{share} {'times' if share.denominator == 1 else 'of'}"
     message = (
         f"the run had {before} data-parallel ranks, and has {now} now: to keep the global batch, "

@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,10 @@ from ..errors import (
     ZckptError,
     notice_of,
 )
-from ..formats.order import last_time
 from ..judging.loads import obstacles
 from ..judging.verdict import BROKEN, step_of
 from .fitting import Asked
-from .runs import LACKS, Candidate, alone, candidates, damage, judged
+from .runs import LACKS, Candidate, alone, candidates, damage, judged, no_checkpoint
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -80,8 +79,11 @@ def list_checkpoints(
     proving = {"jobs": jobs, "memory": memory, "begin": begin} if intact else None
     rows = []
     found = candidates(run)
-    if not found and judged(alone(run), reading).manifest is not None:
-        found = [alone(run)]  # weights alone are no run's, and may be the path itself
+    if not found:  # weights alone are no run's, and may be the path itself
+        own = judged(alone(run), reading)
+        if isinstance(own.error, NotACheckpoint):
+            raise no_checkpoint(run, own.error)
+        found = [] if own.manifest is None else [alone(run)]
     for each in found[::-1]:
         was_there = not _is_gone(each.where)
         row = _row(each, asked, reading, proving)
@@ -123,7 +125,7 @@ def _row(
         "path": candidate.where,
         **dict.fromkeys(("step", "format", "version", "zero_stage")),
         "sizes": {},
-        **_on_disk(candidate.where),
+        **on_disk(candidate.where),
         **dict.fromkeys(("whole", "of_one_save", "intact", "loads")),
         "weights_alone": False,
         **{key: [] for key in ("problems", "unread", "obstacles")},
@@ -158,9 +160,13 @@ def _row(
         "sizes": origin.sizes,
     }
     row["warnings"] = said(
-        [*notes, *manifest.notices.warnings, *(() if problems else verdict.doubts)]
+        [
+            *(*notes, *manifest.notices.warnings, *verdict.links),
+            *(() if problems else verdict.doubts),
+        ]
     )
     if asked is not None:
+        row["warnings"] += said(asked.unused(manifest.format))
         reasons = [*verdict.alone, *_obstacles(manifest, asked)]
         row |= {"loads": not (reasons or problems), "obstacles": said(reasons)}
     if proving is not None:
@@ -200,17 +206,18 @@ def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
         return [*error.notices]
 
 
-def _on_disk(path: str) -> Report:
+def on_disk(path: str) -> Report:
     """When the last file of a checkpoint was written, and how large all are."""
     row: Report = {"saved": None, "being_written": False, "files": 0, "bytes": 0}
     with suppress(OSError):
         now = sources.status(path)
         if now is None:
             return row
-        is_folder = stat.S_ISDIR(now.st_mode)
-        sizes = [*_sizes(path)] if is_folder else [now.st_size]
+        last, sizes = now.st_mtime_ns, [now.st_size]
+        if stat.S_ISDIR(now.st_mode):
+            last, sizes = _below(path)
         row |= {"files": len(sizes), "bytes": sum(sizes)}
-        seconds = (last_time(path) or now.st_mtime_ns) / 1e9  # of an empty folder its own
+        seconds = (last or now.st_mtime_ns) / 1e9  # of an empty folder its own
         row["being_written"] = abs(time.time() - seconds) < BEING_WRITTEN
         with suppress(ValueError, OverflowError):  # a time that no calendar has
             saved = datetime.fromtimestamp(int(seconds), timezone.utc)
@@ -218,9 +225,16 @@ def _on_disk(path: str) -> Report:
     return row
 
 
-def _sizes(folder: str) -> Iterator[int]:
-    """Bytes of the files below a folder: of links to files, those of the files."""
+def _below(folder: str) -> tuple[int, list[int]]:
+    """When the last file below a folder was written, in nanoseconds, and the bytes of each.
+
+    Of links to files, the bytes are those of the files. The time is 0 if there is none.
+    """
+    last, sizes = 0, list[int]()
     for entry in sources.walk(folder):
-        with suppress(FileNotFoundError):  # the run has removed it meanwhile, or a link is broken
-            if entry.is_file():
-                yield entry.stat().st_size
+        if not entry.is_dir(follow_symlinks=False):
+            with suppress(FileNotFoundError):  # the run has removed it meanwhile, or a broken link
+                last = max(last, entry.stat(follow_symlinks=False).st_mtime_ns)
+                if entry.is_file():
+                    sizes.append(entry.stat().st_size)
+    return last, sizes

@@ -18,7 +18,7 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from .. import api
-from ..core.description import VERSION, Report, line_of, said
+from ..core.description import VERSION, Report, line_of, said, unopened
 from ..core.replicas import not_compared
 from ..core.resources import Begin, Copying
 from ..errors import (
@@ -37,14 +37,17 @@ from ..errors import (
     sized,
     warning,
 )
+from ..formats.numbered import name_of
 from ..judging import verdict
 from ..judging.loads import missing_of, obstacles
+from ..processes.ranks import Ranks, Told
 from . import beside
 from .fitting import Asked, Words, batch, conversion, name_for, sizes_of, to_load
-from .ranks import Ranks, Told
 from .runs import Candidate, alone, candidates, damage, judged
 
-READING = ("format", "root", "step_policy", "tp_rules", "buffers", "param_names")
+READING = (
+    *("format", "root", "step_policy", "tp_rules", "buffers", "param_names", "follow_links"),
+)
 """The words that say how a checkpoint is read."""
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
 """What was begun is continued. Without locks it is written anew, or another job's is taken."""
@@ -139,8 +142,7 @@ class Resuming(Struct, dict=True):
         anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
         return IncompleteCheckpoint(
             "none-is-whole",
-            f"{self.run} has {count}, and none is whole: {newest['path']}: "
-            f"{newest['reason']['message']}",
+            f"{self.run} has {count}, and none is whole: {_of(newest)}",
             hint="; ".join(filter(None, [newest["reason"]["hint"], anew])),
             file=self.run,
         )
@@ -153,9 +155,10 @@ class Resuming(Struct, dict=True):
                 return plan
             target = plan["target"] if plan.get("is_complete") else None
             # those of the source are there
-            reason = self.ranks.told(partial(self._missing, target)) if target else None
+            loaded = os.path.join(target, plan["inside"]) if target else None
+            reason = self.ranks.told(partial(self._missing, loaded)) if loaded else None
             if not reason and self.verify == "records":
-                path, tag = (target, None) if target else (candidate.path, candidate.tag)
+                path, tag = (loaded, None) if loaded else (candidate.path, candidate.tag)
                 reason = self.damage(path, tag, {} if target else self._reading)
             if not reason:
                 return plan
@@ -191,6 +194,7 @@ class Resuming(Struct, dict=True):
             plan |= finished
         if target:
             beside.hold(target)
+        loaded = os.path.normpath(os.path.join(target, plan["inside"])) if target else None
         aside = [
             warning(
                 "checkpoint-set-aside",
@@ -207,12 +211,13 @@ class Resuming(Struct, dict=True):
             "zckpt": VERSION,
             "command": "auto-resume",
             "run": self.run,
-            "path": target or candidate.loaded,
+            "path": loaded or candidate.loaded,
             "checkpoint": candidate.where,
-            "load_dir": target or candidate.path,
+            "load_dir": loaded or candidate.path,
             **plan["about"],
             "written": plan["is_written"],
             "bytes": plan["bytes"] if plan["is_written"] else 0,
+            "seconds": plan["seconds"] if plan["is_written"] else 0.0,
             "records": self.records,
             "left_aside": [{key: each[key] for key in ("path", "reason")} for each in left],
             "removed": plan["removed"],
@@ -250,6 +255,7 @@ class Resuming(Struct, dict=True):
         are_read = self.verify == "records"
         unsure = [] if are_read else not_compared(manifest)
         unsure += own.remarks
+        unsure += self.asked.unused(str(manifest.run.origin.format))
         missing = missing_of(manifest, str(manifest.run.origin.format), words)
         missing = [replace(each, severity="warning") for each in missing]
         differences = obstacles(manifest, words)
@@ -262,6 +268,7 @@ class Resuming(Struct, dict=True):
             "format": manifest.format,
             "sizes": sizes_of(words),
             "ranks_before": manifest.run.origin.dp,
+            **({} if are_read else unopened(manifest)),
             "obstacles": said(differences),
         }
         plan: Words = {"about": about, "target": None, "is_written": False, "said": []}
@@ -270,6 +277,8 @@ class Resuming(Struct, dict=True):
             told = [warning("program-must-set", say)] if say else []
             return plan | {"lines": said([*told, *missing, *batch(manifest, words, ()), *unsure])}
         more = conversion(manifest, manifest.format, words).words
+        numbered = name_of(manifest)  # where its program looks
+        plan["inside"], more = numbered, {**more, "as_run": True} if numbered else more
         place = self._place(candidate, name_for(candidate.name, words), more)
         changes = said([*missing, *batch(manifest, words, place["lines"])])
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
@@ -353,4 +362,15 @@ class Resuming(Struct, dict=True):
         beside.hold(target)
         self._removed += beside.tidy(self.folder, target, self.keep)
         is_written = "already_complete" not in report  # another job's was there first
-        return {"said": report["warnings"], "removed": self._removed, "is_written": is_written}
+        return {
+            "said": report["warnings"],
+            "removed": self._removed,
+            "is_written": is_written,
+            "seconds": report.get("seconds", 0.0),
+        }
+
+
+def _of(candidate: Words) -> str:
+    """What is wrong with a checkpoint, and its path, if the sentence does not begin with it."""
+    path, message = candidate["path"], str(candidate["reason"]["message"])
+    return message if message.startswith(path) else f"{path}: {message}"

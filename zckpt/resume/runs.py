@@ -1,6 +1,7 @@
 """Which checkpoints has a run, the newest first, and what does its engine call each of them?
 
     RUN/checkpoint-500, RUN/checkpoints/checkpoint_3      a folder each: the Trainer, Accelerate
+    RUN/step3/model_and_optim, RUN/global_step_3/actor    numbered folders around one each
     RUN/lightning_logs/version_0/checkpoints/*.ckpt       a folder or a file each: Lightning
     RUN/global_step500, RUN/iter_0000500, RUN/step-500    tags: DeepSpeed, Megatron-Core, torchtitan
 
@@ -14,6 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
@@ -26,12 +28,15 @@ from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
     Notice,
+    WrongOption,
     ZckptError,
     listed,
     problem,
     warning,
 )
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
+from ..formats.order import in_name
+from ..formats.paths import LATEST
 from ..judging import verdict
 from ..judging.inventory import roles_beside
 from ..judging.verdict import Verdict
@@ -39,8 +44,10 @@ from ..judging.verdict import Verdict
 FILE = ".ckpt"
 OF_FILESYSTEM = "lost+found"
 """The folder of this name may be listed by nobody."""
-LATEST = "latest"
-"""A link of this name leads to the last checkpoint; DeepSpeed's file of this name has its tag."""
+LINKS = (LATEST, "last")
+"""A link of these names leads to the last checkpoint."""
+TRACKER, MOST = "latest_checkpointed_iteration.txt", 64  # bytes
+"""The file in which Megatron-LM and verl (0.7) keep the number of the last checkpoint."""
 
 LACKS = "missing-file"
 """The code of what others of the run have."""
@@ -74,6 +81,39 @@ def alone(path: str, tag: str | None = None) -> Candidate:
     return Candidate(path, os.path.basename(os.path.abspath(path)), path, tag)
 
 
+def no_checkpoint(run: str, error: NotACheckpoint) -> NotACheckpoint:
+    """The error of a run without a checkpoint, for the one of its path."""
+    if error.code == "no-such-path":
+        return error.again(code="no-checkpoint")
+    return error.again(code="no-checkpoint", message=f"{run} has no checkpoint", file=run)
+
+
+def folder_of(candidate: Candidate) -> str:
+    """Its folder as people know it: the trainer's, and not the engine's in it.
+
+    `run5/checkpoint-500`, where the path is `run5/checkpoint-500/global_step500` too.
+    """
+    above = os.path.dirname(candidate.where) or os.curdir
+    return above if formats.is_of_trainer(above) else candidate.where
+
+
+def since(found: Iterable[Candidate], step: float, run: str) -> list[Candidate]:
+    """Those that were saved at this step or later, and those whose step nothing says.
+
+    Raises WrongOption if all are older.
+    """
+    numbers = [(each, formats.number_of(each.where)) for each in found]
+    kept = [each for each, number in numbers if number is None or number >= step]
+    if numbers and not kept:
+        last = max(number for _, number in numbers if number is not None)
+        raise WrongOption(
+            "option-names-nothing",
+            f"{run} has no checkpoint since step {step:.15g}",
+            hint=f"the last one is of step {last:.15g}",
+        )
+    return kept
+
+
 def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     """Whether a checkpoint is whole and of one save, by everything but tensors."""
     # without the tag's folder it is the file that names it which is wrong
@@ -81,6 +121,35 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
     return verdict.judged(
         lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
     )
+
+
+def instead_of(path: str, tag: str | None = None) -> str | None:
+    """The newest other checkpoint of the same run that is whole by its metadata; None if none is.
+
+    `path` is a checkpoint, or a run, of which `tag` or else the newest is meant.
+    """
+    with suppress(ZckptError, OSError):
+        for each in _others(path, tag):
+            with suppress(ZckptError, OSError):
+                if not judged(each, {}).obstacles:
+                    return each.where
+    return None
+
+
+def _others(path: str, tag: str | None) -> list[Candidate]:
+    """The other checkpoints of a run, the newest first: those whose names have other numbers."""
+    found = candidates(path)
+    if tag is not None:
+        return [each for each in found if tag not in (each.tag, each.name)]
+    if len(found) > 1 or any(each.tag for each in found):
+        return found[1:]
+    folder = os.path.abspath(path)
+    name = os.path.basename(folder)
+    above = os.path.dirname(path.rstrip(os.sep)) or os.curdir
+    if _shape(name) == name or os.path.abspath(above) != os.path.dirname(folder):
+        return []
+    found = candidates(above)
+    return [each for each in found if each.name != name and _shape(each.name) == _shape(name)]
 
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
@@ -107,7 +176,7 @@ def candidates(run: str) -> list[Candidate]:
         return [alone(run)]
     if found:
         return found
-    if _is_one(run, neutral=True):
+    if _is_one(run, neutral=True) or formats.inside_numbered(run):
         return [alone(run)]
     if not sources.is_folder(run):
         raise NotACheckpoint(
@@ -133,7 +202,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
     else:
         return []
     standings = _newest_first(os.path.join(run, tag) for tag in {*tags, *_alike(run, tags)})
-    notes = {os.path.basename(path): own for path, own in standings.items()}
+    notes = {os.path.relpath(path, run): own for path, own in standings.items()}
     linked = sources.beside(os.path.join(run, LATEST))
     pointed = format.pointer(run) if format.pointer else linked
     if pointed is not None:
@@ -215,12 +284,14 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
-    """The newest first, after the one to which a link `latest` leads."""
+    """The newest first, after the one that a link or a file of the run names as the last."""
     notes = _newest_first(paths)
     links = {
-        os.path.join(folder, sources.beside(os.path.join(folder, LATEST)) or LATEST)
+        os.path.join(folder, sources.beside(os.path.join(folder, link)) or link)
         for folder in map(os.path.dirname, notes)
+        for link in LINKS
     }
+    links |= {path for path in notes if _is_tracked(path)}
     newest = next(iter(notes))
     if (pointed := next(filter(links.__contains__, notes), newest)) != newest:
         run, name = os.path.split(pointed)
@@ -231,6 +302,16 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
         Candidate(path, os.path.basename(path), path, notes=(*own, *lacks[path]))
         for path, own in notes.items()
     ]
+
+
+def _is_tracked(path: str) -> bool:
+    """Whether the run's file for it has the number in the name of a checkpoint."""
+    tracker, number = os.path.join(os.path.dirname(path), TRACKER), in_name(path)
+    if number is None or not sources.is_file(tracker) or sources.size(tracker) > MOST:
+        return False
+    with sources.opened(tracker) as file:
+        word: bytes = file.read().strip()
+    return word.isdigit() and float(word) == number
 
 
 def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
@@ -284,6 +365,7 @@ def _names(folder: str) -> list[str]:
             entry.name
             for entry in entries
             if not entry.name.startswith(".")
+            and (entry.name.endswith(FILE) or not entry.is_file(follow_symlinks=False))
             and (entry.name.endswith(FILE) or sources.is_folder(entry.path))
             and not (entry.name == OF_FILESYSTEM and sources.is_denied(entry.path))
             and sources.beside(entry.path) is None
@@ -303,7 +385,7 @@ def _shape(name: str) -> str:
 
 def _is_saved(path: str) -> bool:
     """Whether there is a checkpoint, or weights that a trainer has saved alone."""
-    return _is_one(path) or formats.are_weights_alone(path)
+    return _is_one(path) or formats.are_weights_alone(path) or bool(formats.inside_numbered(path))
 
 
 def _is_one(path: str, neutral: bool = False) -> bool:

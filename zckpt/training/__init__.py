@@ -4,6 +4,7 @@ A module here may name classes of optimizers and programs that train, but reads 
 
     steps.py            where optimizers keep their step, and which of several is true
     optimizers.py       what each optimizer keeps, and the defaults of its hyper-parameters
+    schedulers.py       what schedulers of learning rates keep for each group
     hyperparameters.py  which hyper-parameters the groups of a target get
     trainers.py         the files that trainer programs put beside a checkpoint
     needs.py            which files each program needs to resume

@@ -193,6 +193,23 @@ HASHED_GROUPS = Fault(
     "sort the groups in the training program, or set PYTHONHASHSEED, and save again",
 )
 
+SHARED_FILES = Fault(
+    "deepspeed-mesh-stage-3",
+    "DeepSpeed",
+    "0.19.8",
+    "With `mesh_param=(data ranks, sequence ranks)`, ZeRO stage 3 cuts over all ranks, but names "
+    "files by the data rank alone: the ranks of a sequence write over each other, and parts of all "
+    "parameters are lost. The engine resumes from such files with wrong weights.",
+    "at stage 3, a rank has as many elements as if there were several times as many ranks",
+    "`runtime/zero/partition_parameters.py` cuts over the world; `runtime/engine.py`, "
+    "`_get_zero_ckpt_name`",
+    "It refuses them.",
+    "parts of all parameters are lost: with mesh_param, DeepSpeed (0.19.8) cuts stage 3 over all "
+    "ranks, and those of one sequence write the same files",
+    "give the engine mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of "
+    "mesh_param, or train at stage 2",
+)
+
 FAULTS = (
     INTERLEAVED,
     MIXED_BUCKETS,
@@ -208,5 +225,6 @@ FAULTS = (
     COUNTED_START,
     LOST_STEPS,
     HASHED_GROUPS,
+    SHARED_FILES,
 )
 """Every fault, in the order of the page."""

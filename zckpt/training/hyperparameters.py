@@ -43,8 +43,11 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
     return [{**own, **group} for group, own in pairs]
 
 
-def unused_defaults(source: Manifest, options: Options) -> list[Notice]:
-    """A warning about `--group-defaults` that no group takes: the source stores other values."""
+def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> list[Notice]:
+    """A warning about `--group-defaults` that no group takes: the source stores other values.
+
+    `replaceable` says whether the target understands `--set-group`.
+    """
     if not source.groups or are_inferred(source):
         return []
     pairs = list(zip(source.groups, options.defaults(len(source.groups)), strict=True))
@@ -58,11 +61,12 @@ def unused_defaults(source: Manifest, options: Options) -> list[Notice]:
     if not unused:
         return []
     stored = ", ".join(f"{key}={value}" for key, value in unused.items())
+    way = f"Replace it with --set-group {','.join(f'{key}=...' for key in unused)}"
     return [
         warning(
             "option-without-effect",
             f"--group-defaults {listed(list(unused))} is not used: the source stores {stored}. "
-            "Change it in the program that resumes",
+            f"{way if replaceable else 'Change it in the program that resumes'}",
             subject="--group-defaults",
         )
     ]

@@ -18,7 +18,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ..core.facts import StateDictEngine
+from ..core.facts import FlatBufferEngine, StateDictEngine
 from ..core.inventory import Role, known, role
 from ..core.manifest import Manifest
 from ..errors import listed, note
@@ -161,8 +161,7 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
 def of_program(manifest: Manifest) -> list[Need]:
     """What the program that saved a checkpoint needs beside the engine's files, each role once."""
     rows: dict[str, Need] = {}
-    has_scheduler = manifest.state.get("lr_scheduler") is not None
-    scheduler_of = "engine" if has_scheduler else "program"
+    scheduler_of = "engine" if _engine_has_scheduler(manifest) else "program"
     names = {os.path.basename(path) for path in manifest.files.paths}
     for need in NEEDS.get(_program(manifest) or "", ()):
         if (
@@ -172,6 +171,18 @@ def of_program(manifest: Manifest) -> list[Need]:
         ):
             rows.setdefault(need.role.name, need)
     return [*rows.values()]
+
+
+def _engine_has_scheduler(manifest: Manifest) -> bool:
+    """Whether the engine's files have the scheduler that the program loads.
+
+    Trainer and Accelerate give theirs to DeepSpeed if the ds_config has an optimizer, or have it
+    made by a scheduler of the ds_config (transformers 5.24, integrations/deepspeed.py).
+    """
+    engine = manifest.run.engine
+    config = engine.config if isinstance(engine, FlatBufferEngine) else {}
+    is_given = not config or not {"optimizer", "scheduler"}.isdisjoint(config)
+    return manifest.state.get("lr_scheduler") is not None and is_given
 
 
 def _program(manifest: Manifest) -> str | None:

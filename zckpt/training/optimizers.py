@@ -73,6 +73,13 @@ def plain_name(name: str) -> str:
     return IMPLEMENTATION.sub("", name.lower())
 
 
+def keep_other_states(ours: str | None, theirs: str | None) -> bool:
+    """Whether two optimizers, by their names, are of different families; False if one has none."""
+    names = [plain_name(name or "") for name in (ours, theirs)]
+    families = [known_optimizer(name).family or name for name in names]
+    return all(families) and families[0] != families[1]
+
+
 class Signature(Struct, frozen=True):
     """What the files of an optimizer show: by these a class is named that no file names.
 
@@ -209,6 +216,26 @@ def likely_optimizer(source: Manifest) -> str:
     is_adam = all("lr" not in group or own & group.keys() for group in source.groups or ())
     has_states = any(map(is_optimizers, source.slots)) or bool(source.states.of_form("number"))
     return "adamw" if is_adam and not has_states else ""
+
+
+ZEROS = frozenset(
+    (
+        *(*MOMENTS, "max_exp_avg_sq", "square_avg", "grad_avg", "acc_delta"),
+        *("momentum_buffer", "sum"),
+    )
+)
+"""States that begin as zeros."""
+NUMBERS = {"mu_product": 1.0}
+"""Numbers that are no zeros before the first update."""
+
+
+def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:
+    """Whether a state is zeros before the first update; False too if zckpt does not know it.
+
+    SGD's first momentum is the whole gradient, of which later ones lack the `dampening`.
+    """
+    unlike = {"sum": "initial_accumulator_value", "momentum_buffer": "dampening"}
+    return key in ZEROS and not group.get(unlike.get(key, ""))
 
 
 def check_moments(named: str | None, states: Collection[str]) -> None:

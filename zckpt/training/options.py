@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
 from ..core.dtypes import OPTIONS as DTYPES
@@ -89,15 +89,20 @@ def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
     return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
-def _check_group_defaults(defaults: GroupDefaults) -> None:
-    for key, value in _by_group(defaults).items():
-        numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
-        if not numbered and not isinstance(key, str):
-            raise WrongOption(
-                "option-invalid",
-                f"group_defaults has the key {key!r}",
-                hint="use the name of a hyper-parameter, or a group's number with a dictionary",
-            )
+def _check_groups(name: str) -> Callable[[GroupDefaults], None]:
+    """A check for the hyper-parameters that the option of this name gives to groups."""
+
+    def check(values: GroupDefaults) -> None:
+        for key, value in _by_group(values).items():
+            numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
+            if not numbered and not isinstance(key, str):
+                raise WrongOption(
+                    "option-invalid",
+                    f"{name} has the key {key!r}",
+                    hint="use the name of a hyper-parameter, or a group's number with a dictionary",
+                )
+
+    return check
 
 
 def _check_objects(names: Sequence[str]) -> None:
@@ -133,6 +138,14 @@ PP = _number(
     "Pipeline stages",
     "stages, at least 1",
     reason="the whole model is written",
+)
+SP = _number(
+    "sp",
+    "How many of the data-parallel ranks share each sequence (Ulysses, ALST)",
+    RANKS,
+    usual="as in the source, if --dp is a multiple of it",
+    rare=True,
+    reason="other files do not depend on it",
 )
 VOCAB_SIZE = _number(
     "vocab_size",
@@ -172,7 +185,26 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     kind="pairs",
     metavar="[N:]K=V,...",
     group="Optimizer and steps",
-    check=_check_group_defaults,
+    check=_check_groups("group_defaults"),
+)
+GROUPS_FROM: Option[str | None] = Option(
+    "groups_from",
+    None,
+    "Take the optimizer groups of the next program",
+    metavar="RUN",
+    group="Optimizer and steps",
+    reason="there are no groups of the optimizer",
+)
+SET_GROUP: Option[GroupDefaults] = Option(
+    "set_group",
+    {},
+    "Replace hyper-parameters of the source, for all groups or group N. May be repeated",
+    rare=True,
+    kind="pairs",
+    metavar="[N:]K=V,...",
+    group="Optimizer and steps",
+    check=_check_groups("set_group"),
+    reason="there are no groups of the optimizer",
 )
 OPTIMIZER: Option[str | None] = Option(
     "optimizer",
@@ -250,7 +282,7 @@ ACCEPT_WEIGHTS: Option[bool] = Option(
     kind="switch", group="Source", rare=True,
 )  # fmt: skip
 DROP_STATE: Option[Sequence[str]] = Option(
-    "drop_state", (), "Go on without this state of the optimizer. May be repeated",
+    "drop_state", (), "Go on without this state. May be repeated",
     kind="texts", metavar="NAME", group="Optimizer and steps",
 )  # fmt: skip
 FROZEN: Option[Sequence[str]] = Option(
@@ -285,6 +317,8 @@ class Keywords(TypedDict, total=False):
     dialect: str | None
     optimizer: str | None
     group_defaults: GroupDefaults
+    groups_from: str | None  # a path
+    set_group: GroupDefaults
     max_file_size: int | None  # bytes
     allow_object: Sequence[str]
     param_names: Sequence[str] | None
@@ -301,11 +335,12 @@ class Keywords(TypedDict, total=False):
 class Options(Struct, frozen=True):
     """What a user asks of a conversion: `options[DP]` is the value of `--dp`, or its default.
 
-    `given` are the options that differ from their defaults. Raises WrongOption for a value that no
-    format accepts.
+    `given` are the options that differ from their defaults, and `read` the names of those that
+    somebody has asked for. Raises WrongOption for a value that no format accepts.
     """
 
     given: tuple[tuple[Option[Any], Any], ...] = ()
+    read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for option, value in self.given:
@@ -321,9 +356,15 @@ class Options(Struct, frozen=True):
     def __getitem__(self, option: Option[Value]) -> Value:
         for other, value in self.given:
             if other.name == option.name:
+                self.read.add(option.name)
                 result: Value = value
                 return result
         return option.default
+
+    @property
+    def unread(self) -> list[Option[Any]]:
+        """The given options that nobody has asked for."""
+        return [option for option, _ in self.given if option.name not in self.read]
 
     @property
     def weights_only(self) -> bool:
@@ -341,12 +382,16 @@ class Options(Struct, frozen=True):
         size = self[MAX_FILE_SIZE]
         return FILE_SIZE if size is None else size
 
+    def by_group(self, option: Option[GroupDefaults]) -> dict[Any, Any]:
+        """What an option gives: by name for all groups, under a group's number for it alone."""
+        return _by_group(self[option])
+
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
         """The `--group-defaults` of one of `count` groups: its own, and those for all groups.
 
         Raises WrongOption if one is given for a group that the source does not have.
         """
-        by_key = _by_group(self[GROUP_DEFAULTS])
+        by_key = self.by_group(GROUP_DEFAULTS)
         numbers = [key for key in by_key if isinstance(key, int)]
         if numbers and max(numbers) >= count:
             raise WrongOption(

@@ -217,14 +217,20 @@ def counted_by_last(
     return StatedSteps(in_states.where, counted, in_states.kinds, in_states.shapes)
 
 
+def counts_by_last(place: StepPlace) -> bool:
+    """Whether an optimizer that looks there counts as in `counted_by_last`, without ZeRO."""
+    return (place.where, place.kind, place.stale) == ("state", "int", 0)
+
+
 def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
     """A warning about a number that decided nothing: all places state another step."""
     step = manifest.step
-    if policy is None or not policy.isdecimal() or step is None or step == int(policy):
+    if policy is None or not policy.isdecimal() or step == int(policy):
         return []
     if any(sighting.where.startswith(STATED) for sighting in manifest.run.steps):
         return []
-    message = f"--step-policy {policy} is not used: all places state step {step:g}"
+    why = "no step is read" if step is None else f"all places state step {step:g}"
+    message = f"--step-policy {policy} is not used: {why}"
     return [warning("option-without-effect", message, subject="--step-policy")]
 
 
@@ -248,20 +254,26 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
     return None
 
 
-def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, Key], int]) -> Notice | None:
+def may_be_unstepped(manifest: Manifest) -> bool:
+    """Whether `never_stepped` needs the digests."""
+    return manifest.step == 1
+
+
+def never_stepped(manifest: Manifest, digests: Mapping[int, Mapping[Key, int]]) -> Notice | None:
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
-    those of a copy's target, by model rank and key.
+    those of a copy's target, by key for each model rank.
     """
+    if not may_be_unstepped(manifest):
+        return None
     moments = [
-        ((rank, entry.key), entry.length)
+        (digests.get(rank, {}).get(entry.key), entry.length)
         for rank, own in enumerate(manifest.each)
         for entry in own.entries.values()
         if is_optimizers(entry.slot)
     ]
-    zero = all(digests.get(key) == crc_of_zeros(length) for key, length in moments)
-    if manifest.step != 1 or not moments or not zero:
+    if not moments or not all(crc == crc_of_zeros(length) for crc, length in moments):
         return None
     return warning(
         "step-doubtful",

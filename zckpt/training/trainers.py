@@ -31,8 +31,10 @@ LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "mode
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
 OPEN_FOLDERS = frozenset({".hf_metadata"})
 """Hidden folders that a program has written to be given away with the weights."""
+OPEN_FILES = frozenset({".metadata.json"})
+"""Hidden files of a program's own: OLMo-core (3.0) takes no folder without it for a checkpoint."""
 CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
-_OF_RANKS = re.compile(r"(?P<folder>\w+)/(?P=folder)_(?:global|dp)_rank_\d+\.pt")
+_OF_RANKS = re.compile(r"(?P<folder>\w+)/(?:(?P=folder)_(?:global|dp)_)?rank_?\d+\.pt")
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
 # files for from_pretrained of models, tokenizers and processors, and a model's own code
 LOADED = re.compile(
@@ -189,9 +191,9 @@ def beside(
     """Files of a directory that do not belong to its checkpoint, and notes on what is left out.
 
     `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
-    configuration and tokenizer files (verl's `huggingface`); other folders are left out and listed.
-    So are those of NeMo AutoModel 0.7: `rng` and `dataloader`, with a file of each rank, and
-    `.hf_metadata`. Links are followed inside of the directory `source`, by default `root`.
+    configuration and tokenizer files (verl's `huggingface`), or a file of each rank (`rng` and
+    `dataloader` of NeMo AutoModel 0.7), or is `.hf_metadata`; other folders are left out and named.
+    Links are followed inside of the directory `source`, by default `root`.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []

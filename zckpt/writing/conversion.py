@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,23 +15,25 @@ from ..copying import convert, staging, targets, without_locks
 from ..copying.journal import Identity
 from ..copying.sharing import ended
 from ..copying.staging import Staging
-from ..core import description, replicas, states
-from ..core.checksum import crc32
+from ..core import description, mended, replicas, states
 from ..core.description import Report, said
 from ..core.facts import layers_of
+from ..core.fileio import write_all
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
+from ..core.masters import Rounding
+from ..core.records import mark_of
 from ..core.sources import files_seen
 from ..core.unlisted import refuse_share
 from ..core.version import __version__
-from ..errors import TargetExists, WrongOption
+from ..errors import Notice, TargetExists, WrongOption
 from ..formats.deepspeed_states import estimates
 from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..judging import verdict
-from ..judging.contents import check_tensors
+from ..judging.contents import check_tensors, rounding_of
 from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
 from ..reading import read
@@ -48,7 +50,7 @@ from ..training.options import (
     Options,
     refuse,
 )
-from . import models
+from . import effects, models, next_groups
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
 from .running import Running
@@ -83,7 +85,8 @@ def read_source(source: str | os.PathLike[str], reading: Reading, options: Optio
     """The source as a conversion with these options needs it."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
-        if formats.recognize(os.fspath(source), reading.format, reading.tag).numbers:
+        about = reading.format, reading.tag, reading.root
+        if formats.find(os.fspath(source), *about).format.numbers:
             manifest = read(source, replace(reading, weights_only=True))
             names = former(manifest, options[RENAME], names)
         else:
@@ -94,13 +97,14 @@ def read_source(source: str | os.PathLike[str], reading: Reading, options: Optio
 class Decision(Struct, frozen=True):
     """What a conversion is going to write; no file has been built.
 
-    `manifest` is what was read, without dropped states; `named` has the target's names, and
-    `source` is what fills the files of `layout`. If it is not `is_loaded`, the source lacks what
-    its program needs.
+    `manifest` is what was read, without dropped states; `named` has the target's names, `grouped`
+    the groups of the next run too, and `source` is what fills the files of `layout`. If it is not
+    `is_loaded`, the source lacks what its program needs.
     """
 
     manifest: Manifest
     named: Manifest
+    grouped: Manifest
     source: Manifest
     layout: Layout
     format: Format
@@ -110,7 +114,7 @@ class Decision(Struct, frozen=True):
     is_loaded: bool
 
     def keeping(self, report: Report) -> Keeping:
-        manifests = self.manifest, self.named, self.source
+        manifests = self.manifest, self.named, self.grouped, self.source
         return Keeping(*manifests, self.format, self.options, report)
 
 
@@ -135,7 +139,9 @@ def decide(
     if manifest.notices.buffers_named:  # when it was read
         options = _without_buffers(options, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
+    verdict.refuse_widened(manifest, options.module_dtype)
     if resumes:
+        verdict.refuse_lost(manifest)
         refuse_share(manifest)
     parts = models.parts_of(format, manifest, reading, options)
     if not parts:
@@ -148,12 +154,15 @@ def decide(
     named = with_ties(manifest, options[TIE]) if parts else named_for(format, manifest, options)
     if parts and has_plain_names(format, manifest, options):
         named, parts = unwrapped(named), [*map(unwrapped, parts)]
-    source, layout = laid_out(format, manifest, named, parts, target, options, best_in)
+    grouped, of_others = next_groups.as_asked(format, named, options)
+    dropped = [*dropped, *of_others]
+    source, layout = laid_out(format, manifest, grouped, parts, target, options, best_in)
     if format.is_resumed and not (format.is_neutral or layout.in_one_file or options.weights_only):
         refuse_averages(source)
+    effects.refuse_unread(options)
     is_loaded = format.is_neutral or not (resumes and own.problems)
     about = format, options, dropped, bool(parts), is_loaded
-    return Decision(manifest, named, source, layout, *about)
+    return Decision(manifest, named, grouped, source, layout, *about)
 
 
 def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> Decision:
@@ -171,6 +180,19 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
         keeping = tried.keeping(report)
         keeping.try_out(replace(tried.layout, read_back=keeping.read_back(tried.layout)))
     return decision
+
+
+def shells_of(decision: Decision) -> Callable[[str], Manifest]:
+    """Reads the shells of a target back, from the directory where they lie; raises as `write`."""
+    report: Report = {"left_out": [], "warnings": [], "computed_afresh": []}
+    return decision.keeping(report).read_back(decision.layout)
+
+
+def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
+    """Reads the tensors that `write` reads before its first byte; raises as it does."""
+    accepted = decision.options[ACCEPT_WEIGHTS]
+    found = check_tensors(decision.manifest, reading.replicas, accepted)
+    return [*found, *(decision.layout.check() if decision.layout.check is not None else ())]
 
 
 def write(
@@ -205,14 +227,17 @@ def write(
     report["warnings"] += said(unable_to_step(manifest, options))
     keeping = decision.keeping(report)
     layout = replace(layout, read_back=keeping.read_back(layout))
-    report["warnings"] += said(steps.unused_policy(manifest, reading.step_policy))
+    told = {line["subject"] for line in report["warnings"]}
+    report["warnings"] += said(
+        each for each in effects.unread(manifest, options) if each.subject not in told
+    )
     run = _identity(layout.source or manifest, to, reading, options, files)
     (sharing := running.sharing).agree_on(run, target)
+    rounding = rounding_of(manifest, options[ACCEPT_WEIGHTS])
     if sharing.rank:
         read_shells = layout.read_back or format.read_shells
-        convert.take_part(
-            layout.source or source, target, run, layout, read_shells, running.copying, sharing
-        )
+        about = layout.source or source, target, run, layout, read_shells
+        convert.take_part(*about, running.copying, sharing, rounding, _has_digests(layout))
         return report | {"rank": sharing.rank, "seconds": _since(started)}
     with ended(sharing):
         if running.continues and (there := _there(target, run, running.gives_way)):
@@ -228,15 +253,17 @@ def write(
             report["warnings"] += said(replicas.not_compared(manifest))
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
-        found = check_tensors(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
+        unchecked = _without_copied(manifest, layout, layout.source or source)
+        found = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], rounding)
         report["warnings"] += said(found)
         if layout.check is not None:
             report["warnings"] += said(layout.check())
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
-        about = running.continues, before, sharing, running.above, running.begins_anew
-        stage = staging.Staging(target, run, chunk, *about)
+        own = running.continues, before, sharing, running.above, running.begins_anew
+        stage = staging.Staging(target, run, chunk, *own)
+        lines = report["warnings"]
         try:
-            outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
+            outcome = _filled(stage, format, source, layout, size, running, lines, rounding)
         except (OSError, TargetExists):
             takes_another = sharing.part or running.begins_anew
             if not takes_another or not _there(target, run, running.gives_way):
@@ -250,11 +277,19 @@ def write(
             return report | {there: True, "seconds": _since(started)}
         report |= description.advice(source, outcome.counts.bare)
         return report | {
-            "tensors": len(outcome.digests),
+            "tensors": outcome.tensors,
             "records": outcome.counts.report(),
             "seconds": _since(started),
             **({"resumed": stage.resumed} if running.continues else {}),
         }
+
+
+def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Manifest:
+    """Without the records of files beside it that a copy of `source` checks on its way."""
+    copied = {sibling.path for _, sibling in layout.siblings}
+    known = {record.extent for record in source.files.records if record.extent.file in copied}
+    kept = (record for record in manifest.files.records if record.extent not in known)
+    return manifest.replace(records=tuple(kept)) if known else manifest
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
@@ -303,6 +338,7 @@ def _filled(
     size: int,
     running: Running,
     warnings: list[Report],
+    rounding: Rounding | None,
 ) -> CopyOutcome | None:
     """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
 
@@ -311,11 +347,18 @@ def _filled(
     """
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
+        if rounding:
+            warnings.extend(said(rounding.conclude(outcome.differing)))
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.extend(said([warning]))
             shells = shells.replace(warnings=(*shells.notices.warnings, warning))
+        if source.notices.mended and not format.is_neutral:  # whose manifest lists it
+            path = mended.path_beside(shells.root)
+            with root.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+                write_all(file, memoryview(mended.text_of(source.notices.mended)), 0)
         if format.functions.seal is not None:
-            format.functions.seal(root, shells, outcome)
+            with root.inner(os.path.join(root.path, layout.inside)) as folder:
+                format.functions.seal(folder, shells, outcome)
 
     return convert.convert(
         layout.source or source,
@@ -326,18 +369,22 @@ def _filled(
         seal,
         running.copying,
         running.begin,
+        rounding,
+        _has_digests(layout),
     )
+
+
+def _has_digests(layout: Layout) -> convert.HasDigests:
+    """Whether CRC-32s of tensors are needed: the target states them, or they tell a first step."""
+    return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 
 
 def _identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
     """Which conversion this is: another one may not continue what it leaves unfinished."""
-    crc = 0
-    for record in manifest.files.records:
-        place = record.extent
-        crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
-    source = {"records": f"{crc:08x}", **files_seen(manifest.root, manifest.files.fingerprints)}
+    mark = f"{mark_of(manifest.files.records):08x}"
+    source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {option.flag: value for option, value in options.given}
     flags |= {
         "--to": to,
@@ -348,6 +395,7 @@ def _identity(
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,
         "--buffers": list(reading.buffers) or None,
+        "--follow-links": reading.follow_links or None,
         "--tp-rules": reading.tp_rules,
     }
     stated = {flag: value for flag, value in flags.items() if value is not None}

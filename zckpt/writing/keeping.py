@@ -54,6 +54,8 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
     Of a parameter without any state it begins afresh.
     """
+    if options.weights_only:
+        return []
     place = manifest.run.step_place
     steps = (item.step for own in manifest.each for item in own.parameters.values())
     has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
@@ -90,12 +92,14 @@ def _line(state: State, reason: str) -> Report:
 class Keeping(Struct, frozen=True):
     """What a target must keep, and whether it does.
 
-    `source` is what was read, without dropped states; `named` has the target's names; `admitted`
-    lacks the objects that no pickle of the target may have. `report` gets what is found.
+    `source` is what was read, without dropped states; `named` has the target's names; `grouped`
+    lacks the states of what the next run does not train; `admitted` lacks the objects that no
+    pickle of the target may have. `report` gets what is found.
     """
 
     source: Manifest
     named: Manifest
+    grouped: Manifest
     admitted: Manifest
     format: Format
     options: Options
@@ -160,7 +164,7 @@ class Keeping(Struct, frozen=True):
         if self.options.weights_only:
             return []
         lost = []
-        for named, admitted in zip(self.named.each, self.admitted.each, strict=True):
+        for named, admitted in zip(self.grouped.each, self.admitted.each, strict=True):
             before, after = named.groups or (), admitted.groups or ()
             places = {name: item.group for name, item in admitted.parameters.items()}
             pairs = {  # a target may lack an empty group, or have one more
@@ -195,7 +199,8 @@ class Keeping(Struct, frozen=True):
         renamed = () if self.named is self.source else states.missing_in(self.source, self.named)
         unfit = states.of_vectors(self.source, shells) + states.of_numbers(self.source, shells)
         lost = {
-            state.key: state for state in (*unfit, *states.missing_in(self.named, shells), *renamed)
+            state.key: state
+            for state in (*unfit, *states.missing_in(self.grouped, shells), *renamed)
         }
         reasons = {key: states.harmless(state, self.source) for key, state in lost.items()}
         if needed := [state for key, state in lost.items() if not reasons[key]]:
@@ -231,7 +236,7 @@ class Keeping(Struct, frozen=True):
         ]
 
     def _refuse(self, lost: Sequence[State]) -> None:
-        filtered = states.missing_in(self.named, self.admitted)
+        filtered = states.missing_in(self.grouped, self.admitted)
         of_objects = {state.key for state in filtered if state.form != "unsupported"}
         reasons = by_key(
             (OBJECTS if state.key in of_objects else state.reason or self.format.states, state)
@@ -258,7 +263,7 @@ class Keeping(Struct, frozen=True):
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
         """The classes and functions that the values of states name, and that may be admitted."""
-        rows = [row for m in self.named.each for row in m.states.of_form("other", "partition")]
+        rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
         own = [row.value for row in rows if row.key in keys]
         return objects.admissible(own, formats.engine_objects())
 

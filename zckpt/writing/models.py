@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -21,10 +22,20 @@ from ..formats.reading import Reading
 from ..naming import ties
 from ..naming.names import names_in
 from ..reading import read, refuse_several
-from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import (
+    DIALECT,
+    FAMILY,
+    GROUPS_FROM,
+    PARAM_NAMES,
+    RENAME,
+    SET_GROUP,
+    TIE,
+    Option,
+    Options,
+)
 
-OF_ONE = (RENAME, FAMILY)
-"""Options that change names, which are those of one model."""
+OF_ONE: tuple[Option[Any], ...] = (RENAME, FAMILY, GROUPS_FROM, SET_GROUP)
+"""Options that change names or groups, which are those of one model."""
 
 
 def are_numbered(manifest: Manifest) -> bool:

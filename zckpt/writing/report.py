@@ -9,7 +9,7 @@ from ..errors import counted, warning
 from ..formats.format import Format
 from ..naming import ties
 from ..training.hyperparameters import unused_defaults
-from ..training.options import DP, LIKE, Options
+from ..training.options import DP, LIKE, SET_GROUP, Options
 
 
 def report_on(
@@ -23,8 +23,11 @@ def report_on(
 ) -> Report:
     """The report of a command, as far as the layout says it."""
     warnings = list(layout.warnings)
-    if not format.overrides_groups or options[LIKE] is not None:
-        warnings += unused_defaults(manifest, options)
+    takes_others = format.overrides_groups and options[LIKE] is None
+    if not (takes_others or options.weights_only):
+        asked = Options(options.given)  # who only looks at the defaults makes no use of them
+        replaceable = SET_GROUP in (format.options or ())
+        warnings += unused_defaults(manifest, asked, replaceable)
     warnings += [
         warning(
             "tie-inferred",
@@ -44,7 +47,7 @@ def report_on(
         "command": command,
         "dropped": [],
         "computed_afresh": [],
-        "source": {**manifest.source, "path": manifest.root},
+        "source": {**manifest.source, "path": manifest.where},
         "format": format.name,
         "target": target,
         "about": layout.about,

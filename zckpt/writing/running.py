@@ -22,6 +22,7 @@ class Keywords(TypedDict, total=False):
     resume: bool
     begins_anew: bool
     gives_way: bool
+    as_run: bool
     read_back: bool
     before_rename: Callable[[], None] | None
     sharing: Sharing
@@ -35,6 +36,7 @@ class Running(Struct, frozen=True):
     unless the run `begins_anew`, which also takes a target that another run completes meanwhile.
     If that is the target of other options or of another source, a run that `gives_way` reports it
     (`is_of_another`), and raises no error.
+    Of a source in a numbered folder, a target `as_run` is the directory around such a folder.
     With `read_back` an object store is read back where it states no MD5.
     `before_rename` is called when all but the last check is done.
     `sharing` says which portions of the target this process writes. `above` is the directory of the
@@ -48,6 +50,7 @@ class Running(Struct, frozen=True):
     resume: bool = False
     begins_anew: bool = False
     gives_way: bool = False
+    as_run: bool = False
     read_back: bool = True
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE

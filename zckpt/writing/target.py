@@ -16,6 +16,7 @@ from ..errors import MissingData, NotACheckpoint
 from ..formats.format import Format
 from ..formats.hf.options import MODEL_CONFIG
 from ..formats.reading import USUAL
+from ..formats.schedulers import changed_files
 from ..naming import ties
 from ..naming.families import translated
 from ..naming.names import (
@@ -32,8 +33,19 @@ from ..naming.names import (
 from ..naming.order import in_order_of
 from ..reading import read
 from ..training import best, objects
-from ..training.options import ALLOW_OBJECT, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import (
+    ALLOW_OBJECT,
+    FAMILY,
+    GROUPS_FROM,
+    LIKE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    Options,
+)
 from . import models
+from .beginnings import begun
+from .numbered import in_its_folder
 
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
@@ -110,15 +122,19 @@ def laid_out(
         source, layout = admitted, models.lay_out(format, admitted, [*map(allowed, parts)], options)
     else:
         assert functions.lay_out is not None
-        source, files = functions.groups(admitted, options) if functions.groups else (admitted, [])
-        if (path := options[LIKE]) is not None:
+        source = functions.groups(admitted, options) if functions.groups else admitted
+        run = None if (path := options[LIKE]) is None else allowed(_run(path, format))
+        if options[GROUPS_FROM] is not None:
+            source = begun(source, run or source, format, options)
+        if run is not None:
             assert functions.lay_out_like is not None
-            layout = functions.lay_out_like(source, allowed(_run(path, format)), options)
+            layout = functions.lay_out_like(source, run, options)
         else:
             layout = functions.lay_out(source, options)
-        layout = _with_files(layout, files)
+    layout = _with_files(layout, changed_files(layout.siblings))
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
+    layout = in_its_folder(layout, source, format, target, options)
     known = (*manifest.notices.omitted, *layout.omitted)
     own = [line for line in admitted.notices.omitted if line not in known]
     # a folder for inference lacks much else of a run, which is not listed

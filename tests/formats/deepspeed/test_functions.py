@@ -18,10 +18,16 @@ from ...conftest import EXAMPLE, texts
     [
         ({}, []),
         ({"dp": 4}, []),
-        ({"dp": 3}, ["dp 4, and not 3"]),
-        ({"tp": 2, "pp": 4}, ["tp 1, and not 2", "pp 1, and not 4"]),
-        ({"dtype": "fp32"}, ["type BF16, and not F32"]),
-        ({"stage": 3}, ["ZeRO stage 2, and not 3"]),
+        ({"dp": 3}, ["saved by 4 data-parallel ranks; 3 are asked for"]),
+        (
+            {"tp": 2, "pp": 4},
+            [
+                "saved by 1 tensor-parallel rank; 2 are asked for",
+                "saved by 1 pipeline rank; 4 are asked for",
+            ],
+        ),
+        ({"dtype": "fp32"}, ["saved with type BF16; F32 is asked for"]),
+        ({"stage": 3}, ["saved with ZeRO stage 2; 3 is asked for"]),
     ],
 )
 def test_what_differs(options: dict[str, Any], expected: list[str]) -> None:

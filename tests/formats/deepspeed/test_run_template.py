@@ -279,3 +279,33 @@ def test_what_counts_the_batches_of_the_run(source: Manifest, run: Manifest) -> 
     assert "the loss scale is that of --like; random_ltd is as in --like" in said(result, run)
     result = in_run(with_state(source, optimizer={}), run)
     assert result.state["optimizer"] == {"clip_grad": 1.0}
+
+
+COUNTED = {"last_batch_iteration": 2}
+
+
+def with_config(manifest: Manifest, scheduler: str) -> Manifest:
+    """A run whose ds_config names a scheduler."""
+    engine = manifest.run.engine
+    assert isinstance(engine, FlatBufferEngine)
+    config = {**engine.config, "scheduler": {"type": scheduler}}
+    return manifest.replace(engine=replace(engine, config=config))
+
+
+def test_the_scheduler_of_the_source_if_the_program_loads_it(
+    source: Manifest, run: Manifest
+) -> None:
+    """Else that of the run, after as many updates as the source has made."""
+    run = with_state(run, lr_scheduler=COUNTED)
+    of_torch = with_state(at_step_5(source), lr_scheduler={"last_epoch": 5})
+    result = in_run(of_torch, run)
+    assert result.state["lr_scheduler"] == {"last_batch_iteration": 4}
+    assert "that of --like, at the source's step: last_batch_iteration = 4" in said(result, run)
+    own = with_state(at_step_5(source), lr_scheduler={"last_batch_iteration": 1})
+    assert in_run(own, run).state["lr_scheduler"] == {"last_batch_iteration": 1}
+    own, of_run = with_config(own, "WarmupLR"), with_config(run, "WarmupLR")
+    assert in_run(own, of_run).state["lr_scheduler"] == {"last_batch_iteration": 1}
+    result = in_run(own, with_config(run, "OneCycle"))
+    assert result.state["lr_scheduler"] == {"last_batch_iteration": 4}
+    without = with_state(run, lr_scheduler=None)
+    assert in_run(of_torch, without).state["lr_scheduler"] == {"last_epoch": 5}

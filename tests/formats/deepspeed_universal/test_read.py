@@ -216,7 +216,7 @@ class TestBadInput:
         assert "cannot be the name" in ended.err
         assert sorted(tmp_path.parent.rglob("*")) == before
 
-    @pytest.mark.parametrize("tag", ["../outside", "..", "a/b", "latest_universal"])
+    @pytest.mark.parametrize("tag", ["../outside", "..", "a/../b", "latest_universal"])
     def test_writing_a_tag_that_is_no_folder_name(
         self, tag: str, example: Path, tmp_path: Path, zckpt: Zckpt
     ) -> None:

@@ -144,13 +144,18 @@ def test_flat_parameters_of_verl(tmp_path: Path) -> None:
 
 @pytest.mark.engines
 def test_verl_goes_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
-    losses = verl.run(2, WORLD, tmp_path / "trained")
-    source = tmp_path / "trained" / "actor"
+    """From the numbered folder that it looks for: it reads the number behind the last _."""
+    run, name = tmp_path / "run", f"global_step_{verl.SAVED_AT}"
+    losses = verl.run(2, WORLD, run / name)
+    torch.save({"_num_yielded": verl.SAVED_AT}, run / name / "data.pt")  # of its dataloader
     for ranks in (1, 2, 3):
-        target = tmp_path / f"actor{ranks}"
-        zckpt.reshard(source, target, dp=ranks)
-        report = zckpt.verify(target, against=source)
+        path = zckpt.auto_resume(run, dp=ranks)
+        assert path is not None
+        assert Path(path).name == name
+        assert (path == str(run / name)) == (ranks == WORLD)
+        report = zckpt.verify(path, against=run / name)
         assert all("extra_state.rng." in line["key"] for line in report["states"])  # of rank 1
         assert report["equal"] or (ranks == WORLD and not report["differences"])
-        resumed = verl.run(2, ranks, tmp_path / f"on{ranks}", target)
+        assert (Path(path) / "data.pt").read_bytes() == (run / name / "data.pt").read_bytes()
+        resumed = verl.run(2, ranks, tmp_path / f"on{ranks}", Path(path) / "actor")
         assert resumed == pytest.approx(losses[verl.SAVED_AT :], abs=1e-5)

@@ -13,6 +13,8 @@ import torch
 
 import zckpt
 from zckpt import errors
+from zckpt.formats.onnxruntime import files as onnxruntime_files
+from zckpt.formats.onnxruntime import hdf5
 
 from ...engines import onnxruntime_files as files
 from ...engines.onnxruntime_files import make
@@ -36,6 +38,22 @@ class TestFound:
         shutil.copy(REAL / "ORT_checkpoint.ort.pt", tmp_path / "another")
         assert zckpt.read(tmp_path / "model").source["dialect"] == "hdf5"
         assert zckpt.read(tmp_path / "another").source["dialect"] == "l2"
+
+    @pytest.mark.parametrize("ending", [".txt", ".log", ".npy", ".out", ".rank"])
+    def test_of_any_ending(
+        self, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By content, though only some of many files of one ending are opened."""
+        for number, path in enumerate((DATA / "hdf5__fp32__adam__dp2").glob("*.ortcp")):
+            shutil.copy(path, tmp_path / f"sample_100_{number}{ending}")
+        assert zckpt.read(tmp_path).dp == 2
+        for number in range(200):
+            (tmp_path / f"sample_{number:03}{ending}").write_text("no HDF5")
+        assert zckpt.read(tmp_path).dp == 2  # in the middle: all are opened at last
+        opened = []
+        monkeypatch.setattr(hdf5, "is_one", opened.append)
+        assert onnxruntime_files.detect(str(tmp_path)) == []
+        assert len(opened) == 2 * onnxruntime_files.MOST_OPENED
 
     def test_one_rank_of_several_stands_for_all(self, tmp_path: Path) -> None:
         state = make("fp16")

@@ -180,7 +180,9 @@ def test_names_that_are_given_prove_what_was_inferred(tmp_path: Path, zckpt: Pro
     names.write_text("\n".join(name for name, _ in pair[0].named_parameters()))
     verified = zckpt("verify", source, "--against", tmp_path / "u", "--param-names", names)
     assert verified.code == 0
-    assert verified.err.endswith("names are those of --param-names\n")  # and nothing is inferred
+    assert verified.err.endswith(
+        "names are those of --param-names [names-inferred]\n"
+    )  # and nothing is inferred
     assert verified.err.count("Warning") == 1
     assert " equals " in verified.out
     weights = zckpt("verify", source, "--against", tmp_path / "u", "--tensors", "*/param")

@@ -47,7 +47,10 @@ def test_weights_alone(name: str, tmp_path: Path, zckpt: Program) -> None:
     root, content = FILES[name]
     torch.save(content, tmp_path / "x.pt")
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only")
-    assert f"left out: {root}: tensors beside the model; --root {root} takes them\n" in said.out
+    assert (
+        f"left out: {root}: tensors beside the model; --root {root} takes them [weights-omitted]\n"
+        in said.out
+    )
     zckpt("convert", tmp_path / "x.pt", tmp_path / "b", "--weights-only", "--root", root)
     for folder, weights in (("a", WEIGHTS), ("b", AVERAGES)):
         written = load_file(tmp_path / folder / "model.safetensors")
@@ -79,7 +82,7 @@ def test_a_tensor_beside_the_model(tmp_path: Path, zckpt: Program) -> None:
     torch.save({"model": WEIGHTS, "loss_scale": torch.ones(2)}, tmp_path / "x.pt")
     assert "models" not in zckpt("inspect", tmp_path / "x.pt").out
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only").out
-    assert "left out: loss_scale: tensors of the program's own state\n" in said
+    assert "left out: loss_scale: tensors of the program's own state [weights-omitted]\n" in said
 
 
 def test_weights_without_names(tmp_path: Path, zckpt: Program) -> None:
@@ -87,7 +90,7 @@ def test_weights_without_names(tmp_path: Path, zckpt: Program) -> None:
     shadow = {"decay": 0.9, "shadow_params": [*AVERAGES.values()]}
     torch.save({"model": WEIGHTS, "ema": shadow, "rng": torch.ones(4)}, tmp_path / "x.pt")
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only").out
-    assert "left out: ema: tensors of the program's own state\n" in said
+    assert "left out: ema: tensors of the program's own state [weights-omitted]\n" in said
 
 
 @pytest.mark.parametrize("to", ["universal", "deepspeed", "dcp"])
@@ -104,7 +107,9 @@ def test_an_exported_model(tmp_path: Path, zckpt: Program) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "own"}')
     config = ("--config", tmp_path / "config.json")
     said = zckpt("export", tmp_path / "x.pt", tmp_path / "a", *config).out
-    assert "left out: ema: tensors beside the model; --root ema takes them\n" in said
+    assert (
+        "left out: ema: tensors beside the model; --root ema takes them [weights-omitted]\n" in said
+    )
     zckpt("export", tmp_path / "x.pt", tmp_path / "b", "--root", "ema", *config)
     written = load_file(tmp_path / "b" / "model.safetensors")
     assert torch.equal(written["fc.weight"], AVERAGES["fc.weight"])

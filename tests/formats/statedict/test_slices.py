@@ -49,7 +49,7 @@ class TestPlainSlices:
             (("convert", "{}", "{}-new", "--to", "dcp", "-q"), 1),
             (("export", "{}", "{}-new"), 1),
             (("verify", "{}"), 3),
-            (("check", "{}"), 1),
+            (("check", "{}"), 3),
             (("auto-resume", "{}"), 1),
             (("auto-resume", "{}", "--verify", "files"), 1),
         ],

@@ -24,8 +24,9 @@ from ...core.grouping import by_key
 from ...core.inventory import role
 from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...files.beginning import number_in
-from ...files.dcpfile import ITEMS, METADATA, names_any
+from ...files.dcpfile import ITEMS, names_any
 from ...files.dcpnumbers import numbers_in
+from ...files.dcptable import METADATA
 from ...naming import peft
 from ...training.lightning import META
 from . import hf
@@ -58,7 +59,7 @@ def steps(path: str) -> list[str]:
     """The names of torchtitan's folders of one run."""
     if not sources.is_folder(path) or folders(path):
         return []
-    names = filter(STEP.fullmatch, os.listdir(path))
+    names = filter(STEP.fullmatch, sources.names(path))
     return by_counting(name for name in names if folders(os.path.join(path, name)))
 
 
@@ -89,7 +90,7 @@ def detect_weak(path: str) -> list[str]:
 
 def has_items(path: str) -> bool:
     """Whether a folder has such files, even from a save that did not finish."""
-    names = os.listdir(path) if sources.is_folder(path) else ()
+    names = sources.names(path) if sources.is_folder(path) else ()
     return any(name == METADATA or name.endswith(ITEMS) for name in names)
 
 
@@ -99,7 +100,8 @@ def folders(path: str) -> list[str]:
         return []
     if has_items(path):
         return [path]
-    parts = [os.path.join(path, name) for name in sorted(filter(PARTS.fullmatch, os.listdir(path)))]
+    parts = sorted(filter(PARTS.fullmatch, sources.names(path)))
+    parts = [os.path.join(path, name) for name in parts]
     return [folder for folder in parts if has_items(folder)] or _pair(path)
 
 
@@ -121,6 +123,13 @@ def has_weights(folder: str) -> bool:
 def adapter_of(folder: str) -> str:
     """The file in which a folder has an adapter's weights, if it has any."""
     return os.path.join(folder, ADAPTER)
+
+
+def is_of_optimizer(folder: str) -> bool:
+    """Whether a folder of one checkpoint has the items of an optimizer alone."""
+    name = os.path.basename(folder)
+    found = PARTS.fullmatch(name)
+    return name in OPTIMIZERS or (found is not None and found[1] in OPTIMIZERS)
 
 
 def whole_of(folder: str) -> str | None:

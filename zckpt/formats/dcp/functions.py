@@ -1,7 +1,7 @@
 """What does zckpt do with these files?"""
 
 from ..format import Functions
-from ..groups import with_trainers_groups
+from ..groups import in_torch, with_trainers_groups
 from .gather import partitions
 from .read import read
 from .write import has_models, lay_out, seal
@@ -14,4 +14,5 @@ FUNCTIONS = Functions(
     seal=seal,
     partitions=partitions,
     groups=with_trainers_groups,
+    begins=in_torch,
 )

@@ -19,8 +19,9 @@ from ...core import sources
 from ...core.partition import BoxPart, Partition
 from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
 from ...files import safefile
-from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
+from ...files.dcpfile import read_table
 from ...files.dcpitems import ItemFiles
+from ...files.dcptable import ItemBox, ItemTable, TensorItem
 from ...files.torchfile import Tensor
 from ..statedict import gather
 from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate, place_in

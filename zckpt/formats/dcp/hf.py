@@ -24,7 +24,7 @@ from ...core.inventory import Numbers, every, gaps, known, missing_file, refuse_
 from ...core.layout import Shell
 from ...errors import CorruptCheckpoint, warning
 from ...files import safefile
-from ...files.dcpfile import ItemBox
+from ...files.dcptable import ItemBox
 from ...files.safefile import SavedTensor, read_with_metadata
 from ...training.trainers import CONSOLIDATED, once_more, vocabulary
 from ..statedict.finding import find_optimizers, read_optimizer, value_at

@@ -18,8 +18,9 @@ from ...core.entries import Entry
 from ...core.fragments import Record, solid
 from ...core.inert import Foreign
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
-from ...files.dcpfile import METADATA, ItemBox, ItemTable, TensorItem, attributes, read_table
+from ...files.dcpfile import attributes, read_table
 from ...files.dcpitems import ItemFiles, require_same
+from ...files.dcptable import METADATA, ItemBox, ItemTable, TensorItem
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.refusals import refuse_tree
 from ..statedict.tree import TreePath

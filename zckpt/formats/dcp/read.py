@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -13,27 +12,31 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.fileio import crc_of
-from ...core.fragments import Record
+from ...core.fragments import Fragments, Record
 from ...core.inert import PLAIN, Scalar, nested
 from ...core.manifest import Manifest
 from ...core.origin import Origin
+from ...core.sequences import Made
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
     MissingData,
     NotACheckpoint,
     UnsupportedCheckpoint,
+    ZckptError,
     listed,
     not_understood,
     note,
     warning,
 )
-from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
-from ...files.dcpitems import ItemFiles, require_same
+from ...files.dcpfile import VERSION, read_table
+from ...files.dcpitems import ItemFiles, PlannedBoxes, described, require_same
+from ...files.dcptable import METADATA, ItemBox, ItemLocation, ItemTable, TensorItem
 from ...files.torchfile import Tensor, TorchFile
 from ...files.torchtensors import class_of
 from ...training.steps import step_of
 from ...training.trainers import beside, inside, once_more
+from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
 from ..statedict.finding import is_extra
 from ..statedict.keys import ADAPTER, RANKS, own_key
@@ -44,20 +47,24 @@ from ..statedict.tree import (
     Difference,
     InPieces,
     Leaf,
+    LeafPart,
     SavedTree,
     StepStatement,
     TensorPiece,
     TreePath,
     assembled,
+    assembled_rows,
     dotted,
-    identities,
     leads_to_step,
     leaves,
     missing_number,
+    no_twin,
     number_of,
     piece_of,
     put,
     solid_piece,
+    twin_of,
+    whole_piece,
 )
 from ..statedict.weights import weights_of
 from . import hf
@@ -65,6 +72,7 @@ from .files import (
     MODEL,
     adapter_of,
     has_items,
+    is_of_optimizer,
     is_pair,
     locate,
     missing,
@@ -85,6 +93,23 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     encrypted items).
     """
     root, parts = locate(path, reading.tag)
+    try:
+        return _read(path, root, parts, reading)
+    except ZckptError as error:
+        rest = [folder for folder in parts if not is_of_optimizer(folder)]
+        lost = {*parts} - {*rest}
+        if not rest or not is_of_files(error, lambda file: not lost.isdisjoint(_around(file))):
+            raise
+        return weights_or_raise(error, partial(_read, path, root, rest), path, reading)
+
+
+def _around(path: str) -> tuple[str, str]:
+    """A path, and the folder in which it lies."""
+    return path, os.path.dirname(path)
+
+
+def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
+    """The manifest of the items in these folders of a checkpoint."""
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint("unfinished-save", f"{root} has no {METADATA}", file=root)
@@ -97,7 +122,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             if has_items(folder):
                 # stated names are those of one model alone
                 is_one = reading.root is not None or all(place_in(f, ("",)) == ("",) for f in parts)
-                _FolderReader(folder, saved, reading.by_checksums).read(is_one)
+                _FolderReader(folder, saved, reading).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         if saved.storage == RANKS:
@@ -147,13 +172,13 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
 class _FolderReader:
     """Puts the items of one folder into the tree."""
 
-    def __init__(self, folder: str, saved: SavedTree, by_checksums: bool) -> None:
+    def __init__(self, folder: str, saved: SavedTree, reading: Reading) -> None:
         self.saved = saved
-        self.by_checksums = by_checksums
-        self.table: ItemTable = read_table(folder)
-        self.files = ItemFiles()
+        self.by_checksums = reading.by_checksums
+        self.table: ItemTable = read_table(folder, reading.laid)
+        self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
         self.names: Mapping[str, list[str]] = {}
-        self.items_in = Counter(location.file for location in self.table.every_location())
+        self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
     def read(self, with_names: bool) -> None:
         """Reads every item, in the order of the saved state, with the names that zckpt stated."""
@@ -327,8 +352,12 @@ class _FolderReader:
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
         """One leaf of all boxes of a tensor, or the record of a tensor with a class of its own."""
         dtype, shape = item.dtype, item.shape
+        if len(item.boxes) > 1:
+            planned = self.files.planned_boxes(self.table, key, dtype)
+            if planned is not None:
+                return self._planned(key, item, planned, names)
         pieces: list[TensorPiece] = []
-        parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
+        parts: list[Callable[[], LeafPart]] = []
         number = _no_number
         inner: list[tuple[tuple[int, ...], Any]] = []
         kind = ""
@@ -341,6 +370,12 @@ class _FolderReader:
                 pieces.append(solid_piece(lost, box.offsets))
                 number = missing_number
                 continue
+            record = self.files.planned(location, key, dtype, box.sizes)
+            if record is not None:
+                self.saved.records.append(record)
+                pieces.append(whole_piece(record.extent, box.sizes, box.offsets))
+                parts.append(partial(_planned_part, dtype, (box, record)))
+                continue
             stored = self.files.stored(location, key)
             if stored is not None:
                 require_same(location, key, (stored.dtype, stored.shape), (dtype, box.sizes))
@@ -348,29 +383,75 @@ class _FolderReader:
                 pieces.append(solid_piece(stored, box.offsets))
                 number = number_of(stored)
                 continue
-            file = self.files.torch_file(location)
+            file = self.files.tensor_file(location, key, dtype, box.sizes)
             tensor = file.value
             if own_class := class_of(tensor):  # an object with tensors inside
                 self.saved.records += file.records.values()
                 kind = own_class
                 inner.append((box.offsets, leaves(file, tensor, names)))
                 continue
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, (dtype, box.sizes))
+            require_same(location, key, described(file), (dtype, box.sizes))
             self.saved.records += file.records.values()
             pieces.append(piece_of(file, tensor, box.offsets))
-            parts.append((box.offsets, tensor, file))
-            number = cache(partial(file.scalar, tensor))
+            parts.append(partial(_part, box.offsets, tensor, file))
         if inner:
             return inner[0][1] if len(item.boxes) == 1 else InPieces(kind, inner)
         fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own memory; safetensors have no checksums
-        twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
+        if parts and number is _no_number:
+            number = cache(partial(_number, parts[-1]))
+        twin = partial(_twin, dtype, shape, parts) if len(parts) == len(pieces) else no_twin
         sharded, name = len(item.boxes) > 1, next(names, None)
         cuts = frozenset(box.sizes for box in item.boxes) if sharded else frozenset()
         return Leaf(
-            dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name, parts=cuts
+            dtype, shape, fragments, number, find_twin=twin, sharded=sharded, name=name, parts=cuts
         )
+
+    def _planned(
+        self, key: str, item: TensorItem, planned: PlannedBoxes, names: Iterator[str]
+    ) -> Leaf:
+        """The same of boxes whose items are not opened."""
+        dtype, shape = item.dtype, item.shape
+        self.saved.records.join(planned.records)
+        fragments: Fragments | None = assembled_rows(shape, planned.boxes, planned.extents)
+        if fragments is None:
+            pieces = Made(_whole_piece, planned)
+            fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
+        parts = Made(partial(_planned_part, dtype), planned)
+        return Leaf(
+            dtype,
+            shape,
+            fragments,
+            cache(partial(_number, partial(parts.__getitem__, -1))),
+            find_twin=partial(twin_of, dtype, shape, parts),
+            sharded=True,
+            name=next(names, None),
+            parts=frozenset(box.sizes for box in item.boxes),
+        )
+
+
+def _whole_piece(planned: tuple[ItemBox, Record]) -> TensorPiece:
+    box, record = planned
+    return whole_piece(record.extent, box.sizes, box.offsets)
+
+
+def _planned_part(dtype: str, planned: tuple[ItemBox, Record]) -> LeafPart:
+    box, record = planned
+    file = TorchFile.of(record, dtype, box.sizes)
+    return box.offsets, file.value, file
+
+
+def _part(*part: Any) -> LeafPart:
+    return part
+
+
+def _twin(dtype: str, shape: tuple[int, ...], parts: Sequence[Callable[[], LeafPart]]) -> Any:
+    return twin_of(dtype, shape, [part() for part in parts])
+
+
+def _number(part: Callable[[], LeafPart]) -> Scalar:
+    _, tensor, file = part()
+    return file.scalar(tensor)
 
 
 def _no_number() -> Any:

@@ -35,7 +35,7 @@ from ...errors import (
     warning,
 )
 from ...files import safefile
-from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
+from ...files.dcpfile import sealed
 from ...files.dcpshell import (
     ItemShell,
     SavedItem,
@@ -43,9 +43,11 @@ from ...files.dcpshell import (
     in_files,
     item_file,
     metadata,
+    scalar_shell,
     seal_items,
     tensor_shell,
 )
+from ...files.dcptable import ItemBox, Items, TensorItem
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, shell, thawed
 from ...naming import peft
@@ -136,7 +138,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.parts = self._parts()
         if self.storage:
             self.omitted += self._values()
-        self._metadata: dict[str, bytes] = {}
+        self._files: dict[str, list[Shell]] = {}  # by folder
 
     def _of_ranks(self) -> list[Notice]:
         """Warnings about values that each rank saved for itself, such as those of a data loader."""
@@ -304,48 +306,54 @@ class DcpWriter(Struct, eq=False, dict=True):
         scalars = {dotted(path): value for path, value in values if isinstance(value, Scalar)}
         yield from hf.shells(tensors, scalars, self._box_of, self.world, self.options.file_size)
 
-    def _folder(self, folder: str, values: Sequence[PathValue]) -> Iterator[Shell]:
+    def _folder(self, folder: str, values: Sequence[PathValue]) -> list[Shell]:
+        """The files of a folder; they are the same the second time."""
+        if folder not in self._files:
+            self._files[folder] = [*self._item_files(values)]
+        return self._files[folder]
+
+    def _item_files(self, values: Sequence[PathValue]) -> Iterator[Shell]:
         saved: list[SavedItem] = []
+        of_ranks: list[list[ItemShell]] = [[] for _ in range(self.world)]
         # numbers first, so that one file has all steps, however many files rank 0 has
-        ordered = sorted(values, key=lambda pair: self._is_cut(pair[1]))
-        for rank in range(self.world):
-            of_rank = (
-                item for path, value in ordered for item in self._of_rank(dotted(path), value, rank)
-            )
-            for number, items in enumerate(in_files(of_rank, self.options.file_size)):
+        for path, value in sorted(values, key=lambda pair: self._is_cut(pair[1])):
+            for rank, item in self._items(dotted(path), value):
+                of_ranks[rank].append(item)
+        for rank, own in enumerate(of_ranks):
+            for number, items in enumerate(in_files(own, self.options.file_size)):
                 file, placed = item_file(f"__{rank}_{number}.distcp", items)
                 saved += placed
                 yield file
-        if folder not in self._metadata:  # it is the same the second time
-            text = dumps(self._describe(values, saved), lambda _: None)
-            self._metadata[folder] = sealed(text)
-        yield Shell.of(".metadata", self._metadata[folder])
+        text = dumps(self._describe(values, saved), lambda _: None)
+        yield Shell.of(".metadata", sealed(text))
 
-    def _of_rank(self, key: str, value: Any, rank: int) -> Iterator[ItemShell]:
-        """What a rank saves of a value: its rows of a tensor; rank 0 everything that is not cut."""
-        tensor = self._tensor_of(value)
+    def _items(self, key: str, value: Any) -> Iterator[tuple[int, ItemShell]]:
+        """What each rank saves of a value: rows of a tensor; rank 0 everything that is not cut."""
         if isinstance(value, Scalar):
-            if not rank:
-                storages = Storages()
-                whole = ItemBox((0,) * len(value.shape), value.shape)
-                yield ItemShell(key, whole, shell("archive", storages.scalar(value), storages))
-        elif tensor is not None:
-            if (box := self._box_of(tensor, rank)) is not None:
-                yield ItemShell(key, box, tensor_shell(tensor.dtype, box.sizes))
-        elif not rank:
+            whole = ItemBox((0,) * len(value.shape), value.shape)
+            yield 0, ItemShell(key, whole, scalar_shell(value, repr(value)))
+        elif (tensor := self._tensor_of(value)) is not None:
+            for rank, box in self._boxes_of(tensor):
+                yield rank, ItemShell(key, box, tensor_shell(tensor.dtype, box.sizes))
+        else:
             storages = Storages()
             frozen = thawed(value, self.source.entries, storages)
-            yield ItemShell(key, None, shell("archive", frozen, storages))
+            yield 0, ItemShell(key, None, shell("archive", frozen, storages))
+
+    def _boxes_of(self, tensor: BlankTensor) -> Iterator[tuple[int, ItemBox]]:
+        """The rows of a tensor, each with the rank that saves them."""
+        rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
+        own = max(1, -(-count // self.world))
+        for start in range(0, max(1, count), rows):
+            yield start // own, _box(tensor.shape, start, rows)
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
         """A rank's rows of a tensor; None if it has none, or a neighbor saves them."""
-        shape, rows = tensor.shape, self._rows(tensor)
-        count = shape[0] if shape else 1
+        rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         start = rank * -(-count // self.world)
         if start % rows or (start >= count and rank):
             return None
-        sizes = shape and (min(rows, count - start), *shape[1:])
-        return ItemBox(shape and (start, *(0 for _ in shape[1:])), sizes)
+        return _box(tensor.shape, start, rows)
 
     def _is_cut(self, value: Any) -> bool:
         """Whether ranks have rows of a value; rank 0 has what is not cut."""
@@ -398,6 +406,12 @@ class DcpWriter(Struct, eq=False, dict=True):
         }
         locations = [(each.key, each.location) for each in saved]
         return metadata(items, paths, locations, zckpt=stated)
+
+
+def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:
+    """Rows [start, start + rows) of a tensor, as far as it has them; all of one without axes."""
+    sizes = shape and (min(rows, shape[0] - start), *shape[1:])
+    return ItemBox(shape and (start, *(0 for _ in shape[1:])), sizes)
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:

@@ -11,6 +11,7 @@ With pipelines or tensor parallelism there are further model ranks, mp_rank_01 a
 such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeline's layers.
 
     layer_names.py       which layer of a pipeline has a tensor, and which stage may have a layer
+    sequence_ranks.py    how many ranks share each sequence (Ulysses)
     files.py             which files make the checkpoint, of which model ranks; refusals by names
     flats.py             the flat buffers of fp32 masters and optimizer states
     ranks.py             what the ranks' files say, and whether they say the same
@@ -18,6 +19,7 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     model_ranks/         pipelines and tensor parallelism
     moe/                 experts
     ep_optimizers.py     experts without ZeRO: the optimizers of all ep ranks
+    weights.py           the weights alone, where the optimizer cannot be read
     read.py              the manifest, of model ranks apart or joined
     gather/              the engine's own rule for its partitions
     target_ranks.py      which model ranks a target has, and what each one has of the source
@@ -39,7 +41,7 @@ from .files import counter, detect, pointer, tags
 FORMAT = Format(
     name="deepspeed",
     about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8 "
-    "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.19.8)",
+    "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.18.2, 0.19.8)",
     family="deepspeed",
     detect=detect,
     tags=tags,

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.manifest import Manifest
 from ...core.merge import merge
-from ...core.optimizer_states import OF_OTHERS, OTHER, States, of_parameters
+from ...core.optimizer_states import States
 from ...core.placement import EP_RANK, Table
 from ...errors import (
     IncompleteCheckpoint,
@@ -238,7 +238,7 @@ def _joined(
     The last optimizer may be a copy of the first's, in the model file.
     """
     first, *others = wholes
-    states, slots = kept(first, step_policy)
+    states, slots = first.states, kept(first, step_policy)
     found = replace(experts.whole.found, shapes=states.found.shapes)
     whole = replace(experts.whole, found=found)
     own = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
@@ -277,7 +277,7 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
     """Another rank's optimizer, with the first rank's groups."""
-    states, slots = kept(whole, step_policy)
+    states, slots = whole.states, kept(whole, step_policy)
     tensors = ManifestTensors(states)
     for buffer in slots:
         tensors.add_trainable(buffer)
@@ -294,7 +294,7 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
             hint="files of different saves seem to be mixed",
             file=whole.file.path,
         )
-    others = tensors.kept(states.first.get(OTHER) or {}, OF_OTHERS, whole.file)
+    others = tensors.others(slots)
     return first.replace(
         entries=tensors.entries,
         parameters=tensors.parameters,
@@ -304,6 +304,6 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         inferred=tuple(whole.inferred),
         states=first.states.without_form("number", "other", "unsupported")
         + tensors.numbers
-        + of_parameters("other", others)
+        + others
         + States(tuple(strangers_of(states))).of_form("unsupported"),
     )

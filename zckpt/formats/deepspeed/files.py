@@ -23,7 +23,15 @@ from ...core import sources
 from ...core.grid import Grid
 from ...core.grouping import by_key
 from ...core.inventory import Numbers, Role, gaps, known, refuse_gaps, role
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, ZckptError, note
+from ...errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    Notice,
+    ZckptError,
+    literal,
+    note,
+    warning,
+)
 from ...files.beginning import number_in
 from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.directories import (
@@ -41,6 +49,7 @@ from ..deepspeed_states.directories import (
     TagKind,
     holds_states,
     is_foreign,
+    is_of_trainer,
     pointed,
     refuse,
     refuse_foreign,
@@ -48,15 +57,15 @@ from ..deepspeed_states.directories import (
 )
 from ..deepspeed_states.experts import refuse_folded
 from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
+from ..paths import pointing
+from . import sequence_ranks
+from .sequence_ranks import Found
 
 COUNTERS = "global_steps", "global_samples"
 """Keys of a model file, the first of which counts the updates; they follow each other (0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = role("expert", r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt", "expert", "mp")
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
-
-Found = Mapping[Role, Mapping[Numbers, str]]
-"""The paths of all files by their roles, and by the numbers in their names."""
 
 
 class RankFiles(Struct, frozen=True):
@@ -65,7 +74,7 @@ class RankFiles(Struct, frozen=True):
     Files of experts are by the number of the layer in its model rank, and of the expert in it.
     `of_ep` are the optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed`
     is what was opened of these files, and of those of other model ranks. `number` is that of the
-    model rank.
+    model rank. `sp` are the ranks of a sequence that the names count as model ranks.
     """
 
     models: Sequence[str]
@@ -74,6 +83,7 @@ class RankFiles(Struct, frozen=True):
     of_ep: Sequence[str] = ()
     parsed: Parsed = field(default_factory=Parsed)
     number: int = 0
+    sp: int = 1
 
     @property
     def paths(self) -> list[str]:
@@ -238,17 +248,26 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
 
 
 def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[RankFiles]:
-    """Those of each model rank; raises IncompleteCheckpoint if one is missing, by the names."""
+    """Those of each model rank; raises IncompleteCheckpoint if one is missing, by the names.
+
+    The ranks of a sequence, which are no model ranks, have files of one.
+    """
     if not (found[MODEL] or found[MODEL_3]):
         raise IncompleteCheckpoint(
             "missing-file",
             f"{directory.path} holds no model states",
-            hint="expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
+            "expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
+            [os.path.join(directory.path, "mp_rank_00_model_states.pt")],
             file=directory.path,
         )
     of_data_ranks = (*found[MODEL_3], *found[OPTIMIZER])
-    model_ranks = range(1 + max(place[-1] for place in (*found[MODEL], *of_data_ranks)))
     data_ranks = range(1 + max((rank for rank, _ in of_data_ranks), default=0))
+    if (sp := sequence_ranks.of_names(found)) > 1:
+        for kind in (MODEL_3, OPTIMIZER):
+            need_files(directory, kind, found, ((n, n % sp) for n in data_ranks))
+        found = sequence_ranks.as_data_ranks(found)
+    of_data_ranks = (*found[MODEL_3], *found[OPTIMIZER])
+    model_ranks = range(1 + max(place[-1] for place in (*found[MODEL], *of_data_ranks)))
     ep_ranks = range(1 + max((rank for rank, _ in found[OF_EP]), default=0))
     need_files(directory, MODEL, found, ((number,) for number in model_ranks))
     for kind, ranks in ((MODEL_3, data_ranks), (OPTIMIZER, data_ranks), (OF_EP, ep_ranks)):
@@ -263,7 +282,7 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
 
     return [
         RankFiles(
-            paths(n, MODEL, MODEL_3), paths(n, OPTIMIZER), experts, paths(n, OF_EP), parsed, n
+            paths(n, MODEL, MODEL_3), paths(n, OPTIMIZER), experts, paths(n, OF_EP), parsed, n, sp
         )
         for n in model_ranks
         for experts in [dict(by_rank[EXPERT].get(n, ()))]
@@ -276,6 +295,25 @@ def need_files(
     """Raises IncompleteCheckpoint unless all wanted files of this role are there, or none."""
     if found[role]:
         refuse_gaps(directory.path, gaps(role, found[role], wanted))
+
+
+def without_pointer(directory: TagDirectory) -> list[Notice]:
+    """A warning for a run whose file `latest` is lost: the engine loads nothing, and goes on.
+
+    `load_checkpoint` says so in its log alone, and gives (None, None) (0.19.8). Trainers' programs
+    have rules of their own: see judging/verdict.py.
+    """
+    run, tag = directory.run, directory.tag
+    if run is None or pointer(run) is not None:
+        return []
+    if OF_MODELS.fullmatch(tag) or is_of_trainer(run) or run.endswith(".ckpt"):
+        return []
+    message = (
+        f"{run} has no file `latest`: without tag={literal(tag)}, load_checkpoint loads nothing "
+        "from it"
+    )
+    hint = f"this writes the file: {pointing(run, tag)}"
+    return [warning("unfinished-save", message, file=run, hint=hint)]
 
 
 def recovery_scripts(tag: str) -> list[Notice]:

@@ -23,6 +23,7 @@ from ...core.manifest import Sighting, slot_name
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, Notice, listed
 from ...files.torchfile import Tensor
 from ...training import steps
+from ...training.faults import SHARED_FILES
 from .. import zero
 from ..deepspeed_states.directories import refuse
 from ..deepspeed_states.states import (
@@ -33,6 +34,7 @@ from ..deepspeed_states.states import (
     in_user_order,
 )
 
+MOST_IN_SEQUENCE = 64  # ranks that one looks for where files are of some of them
 BESIDE = "base_optimizer_state_step"  # what elastic files have instead of groups
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
 """The flat buffers of a group: the ranks that share each of them, and the parameters in it."""
@@ -114,12 +116,20 @@ class _RankedBuffer(Struct, dict=True):
         # elements that a rank's tensor may have
         self.lengths = {total} if partitioned else zero.partition_sizes(total, dp)
         if not ({*held} == {total} if partitioned else zero.fits(total, sum(held), dp)):
+            if partitioned and self._is_of_more_ranks(numels, held):
+                raise _contradiction(self.ranks, SHARED_FILES.message, SHARED_FILES.hint)
             raise _contradiction(
                 self.ranks,
                 f"the ranks hold {sum(held)} elements of flat group {self.place}, which does not "
                 f"fit its {len(self.shapes)} parameters",
                 "rank files of different runs or world sizes seem to be mixed",
             )
+
+    def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
+        """Whether each rank has its part of a multiple of the ranks; stage 3."""
+        worlds = range(2 * self.ranks.dp, MOST_IN_SEQUENCE * self.ranks.dp + 1, self.ranks.dp)
+        lengths = (sum(-(-numel // world) for numel in numels) for world in worlds)
+        return len({*held}) == 1 and held[0] in lengths
 
     def numbers(self) -> Iterator[str]:
         """States that are one number and not a partition: tensors of one element, if that shows.

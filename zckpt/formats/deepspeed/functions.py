@@ -14,16 +14,16 @@ from msgspec.structs import replace
 
 from ...core.facts import layers_of
 from ...core.grid import Grid, Place
-from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...core.replicas import averaged, check_slices
 from ...errors import Notice, problem
 from ...files.torchshell import seal_records
 from ...training.options import DP, EP, PP, TP, Options
+from ..deepspeed_states import schedulers
 from ..deepspeed_states.engine import TargetEngine
-from ..deepspeed_states.hyper import is_other_optimizer
-from ..deepspeed_states.options import CONFIG
-from ..format import Functions
+from ..deepspeed_states.hyper import is_other_optimizer, shares_steps
+from ..deepspeed_states.options import CONFIG, LATER_NAMES, OLDER_NAMES
+from ..format import Beginning, Functions, differs
 from ..groups import of_trained
 from .gather import partitions
 from .model_ranks.tensor_ranks import check
@@ -39,8 +39,6 @@ OF_ENGINES = {
     "parameter_alignment": "aligned",
 }
 """What of an engine decides how its files are cut, by its name for a sentence."""
-OF_DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-"""DeepSpeed's own schedulers; others are torch's."""
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
@@ -49,17 +47,22 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
     pairs = _pairs(own, new)
     if is_other_optimizer(new, source):
         pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
+    names = OLDER_NAMES if new.has_older_names else LATER_NAMES
+    pairs["names of files"] = source.run.origin.dialect or LATER_NAMES, names
     ep = max((layer.ep for layer in layers_of(source.run.engine)), default=1)
     grid = source.run.origin
     for name, option, size in (("tp", TP, grid.tp), ("pp", PP, grid.pp), ("ep", EP, ep)):
         pairs[name] = size or 1, options[option] or size or 1
     if not (own.whole and new.whole and ep == 1):
         pairs["dp"] = source.dp, options[DP] or source.dp
-    return [
-        problem("size-differs", f"{what} {has}, and not {wants}", subject=what)
-        for what, (has, wants) in pairs.items()
-        if has != wants
-    ]
+    lines = [differs(what, has, wants) for what, (has, wants) in pairs.items() if has != wants]
+    scheduler, state = schedulers.named_in(options[CONFIG]), source.state.get("lr_scheduler")
+    if scheduler and not schedulers.fits(state, scheduler):
+        decided = schedulers.decide(source, scheduler)
+        if decided.state != state:  # else the program has its own, or no conversion makes one
+            reason = schedulers.lacking(source, scheduler)
+            lines.append(replace(reason, code="scheduler-differs", severity="error", hint=""))
+    return lines
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
@@ -75,11 +78,23 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
     if is_other_optimizer(new, source):
         pairs["optimizer"] = source.optimizer, new.optimizer
     hint = "give the next run's ds_config too: --ds-config FILE"
-    return [
-        problem("program-does-not-fit", f"{what} {has}, and not {wants}", subject=what, hint=hint)
+    lines = [
+        problem(
+            "program-does-not-fit",
+            f"saved with {what} {has}; the program has {wants}",
+            subject=what,
+            hint=hint,
+        )
         for what, (has, wants) in pairs.items()
         if has != wants
     ]
+    lacking = schedulers.lacking_of(source, run)
+    return [*lines, *([] if lacking is None else [replace(lacking, severity="error")])]
+
+
+def begins(source: Manifest, options: Options) -> Beginning:
+    """What a target needs of parameters that were never updated; `source` has its engine."""
+    return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 
 
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
@@ -99,30 +114,13 @@ def _pairs(own: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
 
 
 def missing(source: Manifest, options: Options) -> list[Notice]:
-    """The state of the scheduler that the given ds_config makes, if the source has none for it.
-
-    DeepSpeed's schedulers load `last_batch_iteration` alone, and raise without it (0.19.8,
-    runtime/lr_schedules.py). Those of torch take any dictionary, and would begin anew without
-    `last_epoch`.
-    """
-    config = options[CONFIG] or {}
-    name = nested(config, "scheduler", "type")
-    if not isinstance(name, str):
+    """The state of the scheduler that the given ds_config makes, if a target would have none."""
+    name = schedulers.named_in(options[CONFIG])
+    if name is None:
         return []
-    key = "last_batch_iteration" if name in OF_DEEPSPEED else "last_epoch"
-    state = source.state.get("lr_scheduler")
-    if isinstance(state, dict) and key in state:
-        return []
-    lacks = f"no {key} in the state of its scheduler" if state else "no scheduler"
-    return [
-        problem(
-            "program-does-not-fit",
-            f"the checkpoint has {lacks}, and the ds_config's {name} loads that",
-            subject=name,
-            hint="use the scheduler of the checkpoint, or let another one begin anew: "
-            "load_checkpoint(..., load_lr_scheduler_states=False)",
-        )
-    ]
+    decided = schedulers.decide(source, name)
+    lines = decided.notices if decided.is_lacking else ()
+    return [replace(each, severity="error") for each in lines]
 
 
 FUNCTIONS = Functions(
@@ -135,6 +133,7 @@ FUNCTIONS = Functions(
     check=check,
     check_slices=check_slices,
     groups=of_trained,
+    begins=begins,
     obstacles=obstacles,
     missing=missing,
     unlike=unlike,

@@ -39,7 +39,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
     for rank in range(target.dp):
         if rank == 0 or not alike:
             contents = _RankFile(target, rank, is_elastic).contents()
-        name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank}_optim_states.pt"
+        name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank_of(rank)}_optim_states.pt"
         yield contents.shell(f"{target.tag}/{name}")
 
 
@@ -238,7 +238,7 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
         "keeps those that it is built with (--group-defaults lr=... writes others)"
     )
     yield warning("hyperparameter-missing", message, subject=GROUP_DEFAULTS.flag)
-    if target.source.state.get("lr_scheduler") is not None:
+    if target.scheduler.state is not None:
         message = (
             "the engine's first update uses the learning rate that it is built with: "
             "elastic files hold none, and its scheduler sets one after that update"

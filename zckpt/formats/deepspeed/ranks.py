@@ -11,20 +11,19 @@ from msgspec.structs import replace
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
-from ...core.inventory import refuse_gaps
+from ...core.inventory import gaps, refuse_gaps
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
-    brief,
     listed,
 )
 from ...files.torchfile import Tensor, TorchFile
 from ...training.faults import TRANSPOSED
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
-from ..deepspeed_states.directories import ROLES, TagDirectory, refuse
+from ..deepspeed_states.directories import OPTIMIZER, ROLES, TagDirectory, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.module_names import as_in_module
 from ..deepspeed_states.states import (
@@ -38,6 +37,7 @@ from ..deepspeed_states.states import (
     version_of,
 )
 from ..ranks import gaps_along, refuse_other_writers
+from . import sequence_ranks
 from .files import GridFiles, RankFiles
 from .layer_names import LayerName, untied_layers
 
@@ -152,7 +152,7 @@ def _check_world(
 ) -> None:
     """Raises unless the model file and the partitions are of as many ranks as there are files."""
     dp = len(files.optimizers)
-    _check_count(directory, "dp", files.optimizers, model.get("dp_world_size"))
+    _check_count(directory, "dp", files.optimizers, model, files.sp)
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
     if counts - {dp} and not model.get("num_experts"):  # those of experts.py
@@ -160,20 +160,34 @@ def _check_world(
         refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
 
 
-def _check_count(directory: TagDirectory, axis: str, files: Sequence[str], stated: Any) -> None:
-    """Raises unless there are files of as many ranks of an axis as a model file states."""
+def _check_count(
+    directory: TagDirectory,
+    axis: str,
+    files: Sequence[str],
+    model: Mapping[str, Any],
+    sp: int = 1,
+) -> None:
+    """Raises unless there are files of as many ranks of an axis as a model file states.
+
+    `sp` are the ranks of a sequence that the names count as model ranks.
+    """
     count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
+    stated = model.get(f"{axis}_world_size")
     if not isinstance(stated, int) or stated == count:
         return
     if stated < count:
         raise InconsistentCheckpoint(
             "world-size-disagrees",
             f"{directory.path} holds files of {count} {ranks}, but its model states say there were "
-            f"{stated}",
+            f"{stated} (they state {sequence_ranks.stated_sizes(model)})",
             hint="files of another save may lie between them; keep those of one save",
             file=files[stated] if stated >= 0 else directory.path,
         )
     rows = gaps_along(axis, ROLES, dict(enumerate(files)), stated)
+    if sp > 1:
+        sp = sequence_ranks.at(stated, sp)
+        numbers = ((rank, rank % sp) for rank in range(count, stated))
+        rows = gaps(OPTIMIZER, {(0, 0): files[0]}, numbers)
     refuse_gaps(directory.path, rows, f"it has {count} of {stated} {ranks}")
 
 
@@ -257,13 +271,16 @@ def _shape(
 # -- the grid of model ranks
 
 
-def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
-    """Raises InconsistentCheckpoint unless the contents show the grid that the names show.
+def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
+    """How many ranks share each sequence, of contents that show the grid that the names show.
 
     Older files state no sizes: tensor ranks have the parameters of the first one of a stage. The
-    layers of a stage come after those of the stage before it; tied ones have no number.
+    layers of a stage come after those of the stage before it; tied ones have no number. Raises
+    InconsistentCheckpoint for other contents, UnsupportedCheckpoint for axes that are not known.
     """
     pp, tp = files.grid.pp, files.grid.tp
+    named = files.ranks[0].sp if files.ranks else 1
+    sp = named
     for number, rank in enumerate(ranks):
         path = rank.models[0].path
         if files.layers and rank.module:
@@ -275,18 +292,9 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 file=path,
             )
         models = [each.models[0].path for each in ranks]
-        _check_count(directory, "mp", models, rank.model.get("mp_world_size"))
-        stated = rank.model.get("checkpoint_parallel_dimensions")
-        if isinstance(stated, dict):
-            sizes = stated.get("pp_degree"), stated.get("tp_degree")
-            if sizes != (pp, tp):
-                raise InconsistentCheckpoint(
-                    "world-size-disagrees",
-                    f"{directory.path} has the files of pp {pp} x tp {tp}, but {path} says that it "
-                    f"was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
-                    hint="files of layers may be missing, or of another save: copy all files again",
-                    file=directory.path,
-                )
+        _check_count(directory, "mp", models, rank.model)
+        sp = sequence_ranks.of_model(rank.model, path, files.grid, rank.dp, named)
+        if isinstance(rank.model.get(sequence_ranks.DIMENSIONS), dict):
             continue
         first = number - number % tp
         if odd := sorted(_parameters(rank) ^ _parameters(ranks[first])):
@@ -312,6 +320,7 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 "again",
                 file=directory.path,
             )
+    return sp
 
 
 def _parameters(rank: EngineStates) -> set[str]:

@@ -24,14 +24,15 @@ from ...core.grouping import by_key
 from ...core.manifest import Manifest
 from ...core.merge import agreed_steps, numbered_alike, united, with_steps
 from ...core.states import as_unsupported
-from ...errors import MALFORMED, not_understood
+from ...errors import MALFORMED, ZckptError, not_understood
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
+from ..deepspeed_states.options import OLDER_NAMES
 from ..deepspeed_states.states import EngineStates, open_files
 from ..reading import USUAL, Reading
 from .ep_optimizers import manifest_of_experts
-from .files import SOME_STAGES, GridFiles, RankFiles, grid_files, locate
+from .files import SOME_STAGES, GridFiles, RankFiles, grid_files, locate, without_pointer
 from .flats import flat_buffers
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.tensor_ranks import joined_slices
@@ -39,6 +40,7 @@ from .moe.experts import with_experts
 from .ranks import check_grid, open_ranks
 from .stage_0.optimizer import manifest_of_whole, open_whole
 from .stage_0.stages import open_stages
+from .weights import without_optimizer
 
 Keys = Mapping[int, str] | None
 """The keys of tied layers by the numbers of their files, for files without bytes."""
@@ -55,9 +57,18 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     of one tensor rank too, which they do not change. Raises NotACheckpoint, IncompleteCheckpoint (a
     rank is missing), InconsistentCheckpoint (ranks contradict each other), CorruptCheckpoint,
     MissingData (nothing says how parameters are cut, or what they are called),
-    UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
+    UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If the optimizer alone is lost or
+    cannot be read, the weights are, where nothing else is left or asked for: `lost` says so.
     """
     directory = locate(path, reading.tag)
+    try:
+        manifest = _read(directory, reading)
+    except ZckptError as error:
+        manifest = without_optimizer(directory, path, reading, error)
+    return manifest.replace(warnings=(*manifest.notices.warnings, *without_pointer(directory)))
+
+
+def _read(directory: TagDirectory, reading: Reading) -> Manifest:
     try:
         files = grid_files(directory)
         notes = tuple(check_names(open_files(files.paths, files.parsed)))
@@ -111,14 +122,20 @@ def of_model_ranks(
     """The manifest of each model rank, with its place."""
     opened = [*_opened(directory, files, reading, tied)]
     states = [own for own, _, _ in opened]
-    check_grid(directory, files, states)
+    sp = check_grid(directory, files, states)
     have_experts = [bool(own.model.get("num_experts")) for own in states]
     if any(have_experts) and not all(have_experts):
         refuse(directory, SOME_STAGES)
+    if any(have_experts) and sp > 1:
+        refuse(directory, "mixture-of-experts layers beside sequence parallelism")
     manifests = []
     for number, (own, manifest, keys) in enumerate(opened):
         place = Place(number, files.grid, tuple(own.buffer_names), keys)
-        manifests.append(replace(manifest(reading.step_policy), place=place))
+        read = replace(manifest(reading.step_policy), place=place)
+        if sp > 1:
+            dialect = OLDER_NAMES if files.ranks[0].sp > 1 else None
+            read = read.replace(origin=replace(read.run.origin, sp=sp, dialect=dialect))
+        manifests.append(read)
     if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
         manifests = [as_unsupported(each, OF_MODEL_RANKS) for each in manifests]
     return manifests

@@ -2,7 +2,8 @@
 
     from RUN       stages and layers of a pipeline, rules of slices, groups and their members, the
                    ds_config, the order of parameters, the program's arguments
-    from source    weights, masters, moments, steps, hyper-parameters, the scheduler
+    from source    weights, masters, moments, steps, hyper-parameters, the state of the scheduler if
+                   the program of RUN loads it
 
 The result is a manifest like one of RUN, so that the writers need no second way. Both must have the
 same parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may be a
@@ -26,6 +27,7 @@ from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, w
 from ...naming.patterns import INFO
 from ...training.options import Options
 from ...training.trainers_steps import counted_updates
+from ..deepspeed_states import schedulers
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
 from ..template import Group, Template
 
@@ -69,6 +71,8 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
 
 class _Run(Template):
     """The run of `--like`, and what the source has for it."""
+
+    way_to_groups = "--groups-from RUN takes the groups of the run and its hyper-parameters"
 
     def manifest(self) -> Manifest:
         source, like = self.source, self.run
@@ -178,12 +182,12 @@ class _Run(Template):
         return {"global_steps": step, "skipped_steps": 0, "global_samples": rate * step}
 
     def _scheduler(self) -> Any:
-        """The source's scheduler, else the run's with the counters of the source's step."""
+        """The source's scheduler if the run's program loads it, else the run's at its step."""
         theirs, ours = (m.state.get("lr_scheduler") for m in (self.run, self.source))
-        if ours is not None or not isinstance(theirs, dict):
+        if not isinstance(theirs, dict) or not (ours is None or self._has_other_scheduler()):
             return ours
-        steps = self.source.step, self.run.step
-        more = None if None in steps else int(steps[0] or 0) - int(steps[1] or 0)
+        ours, before = map(schedulers.updates, (self.source, self.run))
+        more = None if ours is None or before is None else ours - before
         counters = [key for key in SCHEDULED if type(theirs.get(key)) is int]
         if more is None or not counters:
             message = "the scheduler of learning rates is as in --like"
@@ -196,6 +200,16 @@ class _Run(Template):
         )
         self.warnings.append(warning("value-assumed", message, subject="lr_scheduler"))
         return {**theirs, **moved}
+
+    def _has_other_scheduler(self) -> bool:
+        """Whether the source's is of another class: it has no counter of the run's, or its name."""
+        named = [
+            schedulers.named_in(side.run.engine.config)
+            for side in (self.source, self.run)
+            if isinstance(side.run.engine, FlatBufferEngine)
+        ]
+        lacks = schedulers.lacking_of(self.source, self.run) is not None
+        return lacks or (len(named) == 2 and None not in named and named[0] != named[1])
 
 
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:

@@ -26,9 +26,7 @@ from ...core.layout import Shell
 from ...core.manifest import Manifest, Sibling
 from ...core.merge import merge
 from ...core.placement import Table
-from ...core.records import RecordChecker
 from ...core.replicas import compare_copies
-from ...core.streaming import finish
 from ...errors import Notice, UnsupportedCheckpoint, WrongOption
 from ...files.torchshell import Storages, shell
 from ...training.options import (
@@ -39,6 +37,7 @@ from ...training.options import (
     EP,
     PARAM_NAMES,
     RENAME,
+    SET_GROUP,
     TP,
     WEIGHTS_ONLY,
     Options,
@@ -58,7 +57,9 @@ from .read import of_model_ranks, of_tensor_ranks, stacked
 
 # names of options: each format has its own declarations of some
 OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # they change files of layers too
-OF_RANKS = [each.name for each in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)]
+OF_RANKS = [
+    each.name for each in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE, SET_GROUP)
+]
 
 
 class TargetRanks(Struct, frozen=True, kw_only=True):
@@ -75,7 +76,8 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     copies: Sequence[Manifest] = ()
     """Models of which the target has one copy of each tensor, where the source has several."""
     layers: Sequence[Manifest] = ()
-    """Models whose files of layers are copied as they are."""
+    """Models whose files of layers are copied as they are; `source` has their records, which are
+    checked on the way."""
     pipeline: Pipeline | None = None
     """Whose files of layers are laid out."""
     table: Table | None = None
@@ -105,18 +107,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def check(self) -> list[Notice]:
-        """Reads what is copied as it is, and compares what becomes one copy; gives warnings.
-
-        Raises CorruptCheckpoint if a file of a layer has other CRC-32s than it states: no tensor of
-        it is copied by itself, which would check it.
-        """
-        files = {*self.copied}
-        records = [
-            r for model in self.layers for r in model.files.records if r.extent.file in files
-        ]
-        finish(
-            [RecordChecker(records, fingerprints=self.source.files.fingerprints)], everything=True
-        )
+        """Compares what becomes one copy; gives warnings."""
         warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
         return [*chain.from_iterable(warnings)]
 
@@ -196,7 +187,7 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
             "DeepSpeed trains no such pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
         )
-    return TargetRanks(
+    target = TargetRanks(
         source=replace(source, ranks=ranks),
         ranks=ranks,
         grid=grid,
@@ -205,6 +196,10 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
         layers=models,
         inferred=inferred,
     )
+    files, records = {*target.copied}, chain(*(model.files.records for model in models))
+    of_layers = [record for record in records if record.extent.file in files]
+    checked = target.source.replace(records=(*source.files.records, *of_layers))
+    return replace(target, source=checked)
 
 
 def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:

@@ -37,7 +37,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     need_order(source)
     ranks = target_ranks(source, options)
-    targets, schedulers = _targets(ranks, options)
+    targets = _targets(ranks, options)
     first, grid = targets[0], ranks.grid
     of_layers = [DeepSpeedTarget(each, options) for each in ranks.wholes] if ranks.pipeline else []
 
@@ -47,14 +47,13 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             yield from _files(target)
         if ranks.pipeline is not None:
             yield from layer_files(ranks.pipeline, of_layers)
-        yield from schedulers
 
-    replaced = {item.name for item in schedulers}
-    siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
+    siblings = first.take_siblings()
     omitted = dict.fromkeys(line for target in targets for line in target.omitted)
     scripts = recovery_scripts(source.root) if source.format == "deepspeed" else []
     about = counted(first.dp, "rank" if grid is None else "data-parallel rank")
     about += "" if grid is None else f", pp {grid.pp}, tp {grid.tp}"
+    about += f", sequence-parallel size {first.engine.sp}" if first.engine.sp > 1 else ""
     about += f", ZeRO stage {first.engine.stage}"
     if sizes := listed([*map(str, first.experts.sizes)]):
         about += f", expert-parallel size {sizes}"
@@ -93,20 +92,18 @@ def _files(target: DeepSpeedTarget) -> Iterator[Shell]:
     yield from expert_files(target)
 
 
-def _targets(ranks: TargetRanks, options: Options) -> tuple[list[DeepSpeedTarget], list[Shell]]:
-    """A target for each model rank, and the files of schedulers beside them."""
+def _targets(ranks: TargetRanks, options: Options) -> list[DeepSpeedTarget]:
+    """A target for each model rank."""
     targets: list[DeepSpeedTarget] = []
-    schedulers: list[Shell] = []
-    for manifest in ranks.ranks:  # trainers have no pipelines: the last rank has their files too
-        spread, schedulers = regroup.over_ranks(manifest, options)
-        targets.append(DeepSpeedTarget(spread, options))
+    for manifest in ranks.ranks:
+        targets.append(DeepSpeedTarget(regroup.over_ranks(manifest, options), options))
         regroup.check_target(targets[-1])
     if ranks.grid is not None:
         _refuse(ranks, targets)
     if not options.weights_only:
         for target in targets:
             check_states(target.engine, target.source, target.states)
-    return targets, schedulers
+    return targets
 
 
 def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
@@ -142,6 +139,7 @@ def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
         is_written = is_elastic(first)
         yield from warnings_of_elastic(first) if is_written else reports.of_assumed(first)
     yield from reports.of_stage_0(first, ranks.wholes)
+    yield from reports.of_sequences(first)
     yield from reports.of_weights(first)
     yield from ranks.inferred
     yield from regroup.warnings(first, ranks.ranks[0])

@@ -14,6 +14,7 @@ parameter); it is not a format itself.
     tensors.py             parameters, buffers, aliases and replicas of a manifest
     of_files.py            what files of single ranks hold beside tensors
     manifest.py            the manifest of it all
+    schedulers.py          which state the scheduler of the next run loads
     engine.py              which engine a target is written for
     estimates.py           hyper-parameters that each rank has estimated of its own
     hyper.py               what its optimizer needs and a source may lack

@@ -10,7 +10,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from ...core import sources
-from ...core.filenames import by_counting, file_names, number_of
+from ...core.filenames import MOST_FOLDERS, by_counting, file_names, is_tag, number_of
 from ...core.inventory import known, role
 from ...core.siblings import SiblingList, leads_out
 from ...errors import (
@@ -105,14 +105,19 @@ class TagKind(Struct, frozen=True):
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
         """The tag that is meant; raises as `_folder`, and AmbiguousCheckpoint."""
+        if tag is not None and self.holds(path) and self.detect(path) == [tag]:
+            return TagDirectory(path, tag, None)
         if tag is not None:
             return self._folder(path, tag, "--tag names", is_stated=False)
-        tags = self.detect(path)
+        with sources.remembering():
+            tags = self.detect(path)
         pointer = os.path.join(path, self.pointer)
-        if not self.holds(path) and sources.is_file(pointer) and leads_out(pointer, path):
+        is_named = pointed(path, self.pointer) is not None
+        if not (self.holds(path) or is_named) and sources.is_file(pointer):
             raise UnsupportedCheckpoint(
                 "unsafe-name",
-                f"{pointer} is a link that leads out of {path}, which zckpt does not follow",
+                f"{pointer} is a link that leads out of {path}, to {os.path.realpath(pointer)}, "
+                "which names no folder there",
                 hint="choose the tag with --tag, or put a file there",
                 file=path,
             )
@@ -127,8 +132,20 @@ class TagKind(Struct, frozen=True):
                 file=path,
             )
         if self.holds(path):
-            return TagDirectory(path, tags[0], None)
+            return TagDirectory(path, self._own_tag(path), None)
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
+
+    def _own_tag(self, path: str) -> str:
+        """What a run calls the tag's folder `path`: `epoch_1/step_3` has as many folders as the tag
+        that the run's pointer names."""
+        run, names = os.path.abspath(path), list[str]()
+        while len(names) < MOST_FOLDERS:
+            run, name = os.path.split(run)
+            names.insert(0, name)
+            pointer = pointed(run, self.pointer) if sources.is_folder(run) else None
+            if pointer is not None and is_tag(pointer) and pointer.count("/") + 1 == len(names):
+                return "/".join(names)
+        return os.path.basename(os.path.abspath(path))
 
     def _folder(self, path: str, tag: str, statement: str, is_stated: bool = True) -> TagDirectory:
         """The folder `tag` of `path`, which `statement` names.
@@ -136,7 +153,7 @@ class TagKind(Struct, frozen=True):
         Raises IncompleteCheckpoint if the file that states the tag is wrong, else NotACheckpoint.
         """
         directory = os.path.join(path, tag)
-        if not tag or tag in (".", "..") or not {*tag}.isdisjoint("/\\\0"):
+        if not is_tag(tag):
             why = "which cannot be a folder's name"
         elif not sources.is_folder(directory):
             why = f"but {path} has no such folder"
@@ -157,17 +174,17 @@ class TagKind(Struct, frozen=True):
 def holds_states(path: str) -> bool:
     """Whether `path` holds files of ranks; beside zero/ they are a universal directory's copies."""
     try:
-        names = [] if holds_universal(path) else os.listdir(path)
+        names = [] if holds_universal(path) else sources.names(path)
     except PermissionError:  # lost+found
         return False
-    return any(known(FILES, whole_name(name)) for name in names)
+    return any(known(FILES, whole_name(name)) for name in names if ENDING in name)
 
 
 def holds_universal(path: str) -> bool:
     """Whether model files lie beside a folder `zero`, without any rank's optimizer file."""
     if not sources.is_folder(os.path.join(path, "zero")):
         return False
-    names = os.listdir(path)
+    names = sources.names(path)
     roles = {own.role for name in names if (own := known(FILES, name)) is not None}
     return bool(roles) and OPTIMIZER not in roles
 
@@ -177,12 +194,13 @@ def _folders(path: str) -> list[str]:
 
     Nor of a link to one of the others, as a `latest` may be.
     """
-    with os.scandir(path) as items:
-        folders = [item.path for item in items if sources.is_folder(item.path)]
+    folders = ((name, os.path.join(path, name)) for name in sources.names_but_of_files(path))
     return by_counting(
-        os.path.basename(folder)
-        for folder in folders
-        if not sources.is_denied(folder) and sources.beside(folder) is None
+        name
+        for name, folder in folders
+        if sources.is_folder(folder)
+        and not sources.is_denied(folder)
+        and sources.beside(folder) is None
     )
 
 
@@ -192,32 +210,45 @@ def _of_models(tags: list[str]) -> list[str]:
 
 def tags_of(path: str) -> list[str]:
     universal = pointed(path, "latest_universal")  # even if its zero/ is lost
-    return [
-        name
-        for name in _folders(path)
-        if name != universal and holds_states(os.path.join(path, name))
-    ]
+    names = _tag_folders(path, "latest", holds_states)
+    return [name for name in names if name != universal]
 
 
 def universal_tags(path: str) -> list[str]:
     """Folders of `path` that hold a universal checkpoint of DeepSpeed's own."""
-    return [name for name in _folders(path) if holds_universal(os.path.join(path, name))]
+    return _tag_folders(path, "latest_universal", holds_universal)
+
+
+def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[str]:
+    """The folders that are tags, also inside of others if the pointer names such a one.
+
+    A program that saves with `tag="epoch_1/step_3"` does so each time.
+    """
+    stated = pointed(path, pointer) or ""
+    level, tags = _folders(path), list[str]()
+    for _ in range(1 + stated.count("/") if is_tag(stated) else 1):
+        tags += [name for name in level if holds(os.path.join(path, name))]
+        others = [name for name in level if name not in tags]
+        level = [f"{each}/{name}" for each in others for name in _folders(os.path.join(path, each))]
+    return tags
 
 
 def pointed(path: str, pointer: str) -> str | None:
     """The tag that a file `latest` or `latest_universal` names; None if there is no such file.
 
-    The file may be a link to the tag's folder, too. A link to a file outside of the directory is
-    not followed: errors print what it names.
+    The file may be a link to the tag's folder, too. What a file outside of the directory says is
+    taken only if it names a folder here: errors print what it names.
     """
     full = os.path.join(path, pointer)
     if sources.is_folder(full):  # of any program's run
-        is_tag = holds_states(full) or holds_universal(full)
-        return sources.beside(full) if is_tag else None
-    if not sources.is_file(full) or leads_out(full, path):
+        has_tag = holds_states(full) or holds_universal(full)
+        return sources.beside(full) if has_tag else None
+    if not sources.is_file(full):
         return None
     with sources.opened(full) as file:
-        return file.read(4096).decode("utf-8", "replace").strip()
+        name: str = file.read(4096).decode("utf-8", "replace").strip()
+    is_known = is_tag(name) and sources.is_folder(os.path.join(path, name))
+    return None if not is_known and leads_out(full, path) else name
 
 
 def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoReturn:
@@ -235,9 +266,12 @@ def siblings(directory: TagDirectory) -> SiblingList:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
     run = directory.run
     files = SiblingList(run or directory.path, OPEN_FOLDERS)
-    if run is None or not any(map(TRAINER.fullmatch, os.listdir(run))):
-        return files
-    own = {directory.tag, *tags_of(run), *universal_tags(run), *OWN}
+    with sources.remembering():
+        if run is None or not is_of_trainer(run):
+            return files
+        found = tags_of(run)
+        tags = {directory.tag, *found, *universal_tags(run)}
+    own = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
         """Tags, and directories that zckpt has written, or was writing, here."""
@@ -247,10 +281,15 @@ def siblings(directory: TagDirectory) -> SiblingList:
         return name.endswith(".partial") or sources.is_file(stated)
 
     files.add_below(run, is_other)
-    if len(models := _of_models(tags_of(run))) > 1 and directory.tag in models:
+    if len(models := _of_models(found)) > 1 and directory.tag in models:
         files.files, others = of_model(files.files, number_of(directory.tag))
         files.refuse(others, f"--tag takes {directory.tag}")
     return files
+
+
+def is_of_trainer(run: str) -> bool:
+    """Whether a trainer's program has put its files into a run's directory."""
+    return any(map(TRAINER.fullmatch, sources.names(run)))
 
 
 def trainer_around(directory: TagDirectory) -> str | None:

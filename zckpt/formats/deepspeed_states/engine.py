@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.facts import FlatBufferEngine
+from ...core.facts import FlatBufferEngine, layers_of
 from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...errors import WrongOption
-from ...training.options import DP, Options
-from .options import CONFIG, STAGE
+from ...training.options import DP, LIKE, SP, Options
+from .options import CONFIG, NAMES, OLDER_NAMES, STAGE
 from .states import version_numbers
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default
@@ -61,6 +61,8 @@ class TargetEngine:
         self.stage = self._stage(source, config or {})
         self.dtype = self._dtype(source, config or {})
         self.config = self._config(config or {})
+        self.sp = self._sequence_ranks(source)
+        self.has_older_names = self._has_older_names(source)
 
     @property
     def partitioned(self) -> bool:
@@ -210,6 +212,41 @@ class TargetEngine:
         # of another engine, which may have computed in 16 bits and stored none of that
         dtypes.append(str(source.run.engine.dtype if source.run.engine else None))
         return next((dtype for dtype in dtypes if dtype in ("BF16", "F16")), "F32")
+
+    def _sequence_ranks(self, source: Manifest) -> int:
+        """How many of the data-parallel ranks share each sequence."""
+        asked, place = self.options[SP], source.place
+        is_shared = place is not None and place.grid.pp * place.grid.tp > 1
+        if asked is None:
+            return 1 if is_shared else source.run.origin.sequence_ranks(self.dp)
+        if self.dp % asked:
+            raise WrongOption(
+                "sizes-do-not-fit",
+                f"{self.dp} data-parallel ranks cannot be divided by --sp {asked}",
+                hint="--dp counts all ranks, also those that share a sequence: give a multiple of "
+                "--sp",
+            )
+        if asked > 1 and (is_shared or layers_of(source.run.engine)):
+            raise WrongOption(
+                "options-conflict",
+                f"--sp {asked} does not go with pipelines, tensor ranks and experts",
+                hint="leave out --sp: zckpt does not know how these share their ranks",
+            )
+        return asked
+
+    def _has_older_names(self, source: Manifest) -> bool:
+        """Whether names of files have the rank in the sequence."""
+        asked = self.options[NAMES]
+        is_asked, has_them = asked == OLDER_NAMES, self.sp > 1 and not self.whole
+        if is_asked and not has_them:
+            raise WrongOption(
+                "option-not-applicable",
+                f"--dialect {asked} does not apply to a run without ranks that share a sequence, "
+                "or without ZeRO: its files have the same names in all releases",
+                hint="leave it out, or say how many ranks share a sequence: --sp",
+            )
+        of_run = source.run.origin.dialect if asked is None and self.options[LIKE] else None
+        return has_them and OLDER_NAMES in (asked, of_run)
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The ds_config with the target's stage and type, as the files will state it."""

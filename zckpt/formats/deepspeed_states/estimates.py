@@ -33,7 +33,7 @@ def estimates_of(ranks: EngineStates) -> Estimates:
     result: list[dict[str, list[Any]]] = []
     for groups in zip(*by_rank, strict=True):
         result.append({})
-        for key in KEYS & groups[0].keys():
+        for key in (each for each in groups[0] if each in KEYS):
             pairs = zip(groups, ranks.optimizers, strict=True)
             values = [file.number(group.get(key)) for group, file in pairs]
             if any(repr(value) != repr(values[0]) for value in values):  # a NaN equals itself

@@ -78,6 +78,18 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
     return FLAT if is_adam and is_fused else UNFLATTENED
 
 
+def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
+    """Whether the target keeps one step for all parameters of a group.
+
+    ZeRO and FP16_Optimizer do, in flat buffers, and so do optimizers without them that count in
+    groups, or in the state of a group's last parameter (DeepSpeed's FusedAdam, 0.19.8).
+    """
+    if not engine.whole or wrapper(engine, source) == FLAT:
+        return True
+    name, place = adam_class(engine, source), kept_place(source)
+    return name in FUSED or place.where == "group" or place.stale is not None
+
+
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
     """Whether groups are as an engine's optimizer wrote them."""
     stored = source.groups is not None and not are_inferred(source)
@@ -170,7 +182,8 @@ def _refuse_given(source: Manifest, options: Options) -> None:
             raise WrongOption(
                 "option-not-applicable",
                 f"--group-defaults gives {', '.join(twice)}, which the source has",
-                hint="leave these out, and change them in the program that resumes",
+                hint="leave these out; to replace what the source has: "
+                f"--set-group {','.join(f'{key}=...' for key in twice)}",
             )
 
 

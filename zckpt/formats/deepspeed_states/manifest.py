@@ -14,7 +14,7 @@ from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Foreign, nested
 from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
-from ...core.optimizer_states import OTHER, States, of_parameters
+from ...core.optimizer_states import States
 from ...core.origin import Origin
 from ...errors import Notice, listed, note, warning
 from ...files.torchfile import TorchFile
@@ -67,9 +67,8 @@ def manifest_of(
     beside, around = siblings(ranks.directory), trainer_around(ranks.directory)
     place = step_place(ranks, buffers)
     of_partitions = states_of_partitions(ranks, buffers, tensors.entries)
+    others = tensors.others(buffers)
     state = _state(ranks, tensors)
-    others = state["optimizer"].pop(OTHER, None)
-    is_by_parameter = isinstance(others, dict) and all(type(v) is dict for v in others.values())
     estimated = estimates.estimates_of(ranks)
     differing_values = of_ranks(ranks)
     return Manifest(
@@ -81,7 +80,7 @@ def manifest_of(
         states=States(
             (
                 *tensors.numbers,
-                *of_parameters("other", others if is_by_parameter else {}),
+                *others,
                 *of_partitions,
                 *optimizer_states.estimates(estimated),
                 *strangers_of(ranks),
@@ -104,7 +103,7 @@ def manifest_of(
             ),
             step_place=place,
             steps=(*dict.fromkeys(sightings), *counters(ranks)),
-            weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
+            weights_differ=has_zenflow(ranks.config) or _is_quantized(ranks.config),
         ),
         files=Files(
             of_ranks=differing_values,
@@ -132,11 +131,13 @@ def manifest_of(
                 *_scaler_warnings(ranks.first),
                 *(
                     []
-                    if _has_zenflow(ranks.config)
+                    if has_zenflow(ranks.config)
                     else ahead_of_counters(ranks, tensors.parameters, place)
                 ),
             ),
-            inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
+            inferred=tuple(
+                name for file in ranks.optimizers[:1] for name in file.value.get(INFERRED) or ()
+            ),
         ),
     )
 
@@ -164,6 +165,8 @@ CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 
 def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, Any], ...] | None:
     """Hyper-parameters per group, without `params` and `step`."""
+    if not ranks.bases:
+        return None
     groups = ranks.bases[0].get("param_groups")
     if groups is None:
         return _elastic_groups(ranks, tensors)
@@ -267,7 +270,7 @@ def _trainer_warnings(around: str | None) -> list[Notice]:
     return [warning("file-omitted", message, file=around)]
 
 
-def _has_zenflow(config: object) -> bool:
+def has_zenflow(config: object) -> bool:
     """DeepSpeed 0.19.8, runtime/zenflow: its own Adam updates 16-bit weights alone."""
     return bool(nested(config, "zero_optimization", "zenflow"))
 
@@ -285,7 +288,7 @@ def _is_quantized(config: object) -> bool:
 def _config_warnings(ranks: EngineStates) -> list[Notice]:
     if _is_quantized(ranks.config):
         return [warning("weights-differ-by-design", QUANTIZED.message)]
-    if _has_zenflow(ranks.config):
+    if has_zenflow(ranks.config):
         message = (
             "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "
             "and moments are older than the weights of the module. DeepSpeed resumes from the "
@@ -349,9 +352,8 @@ def stated_optimizer(
     states: dict[int, set[str]] = {group: set() for group, _ in enumerate(groups or ())}
     for buffer in buffers:
         slots = {slot.name for slot in buffer.slots} - {"master"}
-        states.setdefault(buffer.group, set()).update(slots, buffer.scalars, map(str, buffer.own))
-        for name in buffer.shapes:
-            states[buffer.group].update((ranks.first.get("other") or {}).get(name, ()))
+        keys = map(str, (*buffer.own, *buffer.other))
+        states.setdefault(buffer.group, set()).update(slots, buffer.scalars, keys)
     return name_of_groups([*states.values()], groups)
 
 
@@ -413,9 +415,9 @@ def ahead_of_counters(
     last = max(step_of, key=lambda name: step_of[name], default="")
     model, counted = ranks.models[0], ranks.model.get("global_steps")
     times = 1 if place is None else place.times
-    if model is ranks.optimizers[0] or not isinstance(counted, int):
+    if not last or model is ranks.optimizers[0] or not isinstance(counted, int):
         return []
-    if not last or step_of[last] <= (counted + 1) * times:
+    if step_of[last] <= (counted + 1) * times:
         return []
     message = (
         f"{model.path} counts {counted} steps, but {last} in "

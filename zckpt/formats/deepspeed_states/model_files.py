@@ -8,6 +8,8 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import FLOATS
+from ...core.facts import ExpertLayer
+from ...core.fragments import row_major
 from ...core.grid import Grid, Place
 from ...core.inert import Size
 from ...core.layout import Shell
@@ -30,14 +32,14 @@ def model_files(
     `derives` casts module weights that the source lacks from the masters; without it only what the
     source holds is written. `optimizer` gives the optimizer's state in stage 0.
     """
-    contents, end = _contents(target, derives, 0, optimizer), f"{target.mp_rank}_model_states.pt"
-    if not target.engine.partitioned:
-        yield contents.shell(f"{target.tag}/{end}")
-        return
-    for rank in range(target.dp):
-        if rank == 1:  # rank 0's alone have the aliases
-            contents = _contents(target, derives, rank)
-        yield contents.shell(f"{target.tag}/zero_pp_rank_{rank}_{end}")
+    for rank in range(target.dp if target.engine.partitioned else 1):
+        first = 1 if rank and target.aliases else 0  # second names are in rank 0's file alone
+        if first not in target.model_contents:
+            target.model_contents[first] = _contents(target, derives, rank, optimizer)
+        name = f"{target.mp_rank_of(rank)}_model_states.pt"
+        if target.engine.partitioned:
+            name = f"zero_pp_rank_{rank}_{name}"
+        yield target.model_contents[first].shell(f"{target.tag}/{name}")
 
 
 def _contents(
@@ -63,6 +65,7 @@ def _contents(
     if metadata is not None:
         module._metadata = metadata  # type: ignore[attr-defined]
     frozen_shapes, frozen_fragments = _frozen(target, weights, storages)
+    state = {**state, "lr_scheduler": target.scheduler.state}
     value = {
         "module": None if staged else module,
         "buffer_names": buffers,
@@ -79,7 +82,8 @@ def _contents(
         **target.counters,
         "dp_world_size": target.dp,
         "mp_world_size": pp * tp,
-        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
+        # the mpu of sequence parallelism calls its ranks tensor ranks
+        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp * target.engine.sp},
         "ds_config": target.engine.config,
         "ds_version": target.version,
         **target.thawed(target.client_state, storages),
@@ -112,7 +116,8 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
     if not target.experts:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
-    stated = _auto_ep_layers(target.experts, target.source.parameters)
+    shapes = {name: own.shape for name, own in target.source.parameters.items()}
+    stated = _auto_ep_layers(target.experts, shapes, target.dp)
     info = target.client_state.get(INFO) or {}
     return {
         "num_experts": counts,
@@ -185,17 +190,24 @@ def _frozen(
 # -- layers whose experts AutoEP spreads over ranks
 
 
-def _auto_ep_layers(experts: ExpertLayers, names: Iterable[str]) -> list[dict[str, Any]]:
+def _auto_ep_layers(
+    experts: ExpertLayers, shapes: Mapping[str, tuple[int, ...]], dp: int
+) -> list[dict[str, Any]]:
     """The layers of AutoEP, as rank 0 states them; none for other layers of experts.
 
-    DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint` and checkpoint/autoep_affine.py.
+    `shapes` are those of all parameters: of stacked ones those of each expert's slice. DeepSpeed
+    0.19.8, engine.py `_save_moe_checkpoint`.
     """
-    parts = filter(None, map(expert_name, names))
-    spread = {part.layer for part in parts if part.is_slice}
+    slices: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        part = expert_name(name)
+        if part is not None and part.is_slice:
+            slices.setdefault(part.layer, {})[part.parameter] = shape
     stated = []
     for number, layer in enumerate(experts.listed):
-        if layer.name not in spread:
+        if layer.name not in slices:
             continue
+        maps = {name: _affine_map(layer, own) for name, own in slices[layer.name].items()}
         ranks = [
             {"rank": rank, "experts": [*range(rank * layer.local, (rank + 1) * layer.local)]}
             for rank in range(layer.ep)
@@ -213,17 +225,46 @@ def _auto_ep_layers(experts: ExpertLayers, names: Iterable[str]) -> list[dict[st
                     "ep_size": layer.ep,
                     "ranks": ranks,
                 },
+                "affine_maps": {"version": 1, "params": maps},
                 "expert_key_prefix": f"{layer.name}.experts",
                 "checkpoint_format": "per_expert_files",
                 "checkpoint_format_version": None,
                 "ep_group_name": f"ep_size_{layer.ep}",
                 "ep_rank": 0,
                 "expert_data_parallel_rank": 0,
+                "expert_data_parallel_world_size": dp // layer.ep,
                 "global_expert_start": 0,
                 "global_expert_end": layer.local,
             }
         )
     return stated
+
+
+def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Which elements of a stacked parameter each ep rank has; `shape` is that of one expert.
+
+    Every rank has one block, which begins at an offset of the whole and at 0 of its own (0.19.8,
+    checkpoint/autoep_affine.py and affine.py).
+    """
+    own = (layer.local, *shape)
+    steps, elements = [*row_major(own)], prod(own)
+    return {
+        "logical_shape": [layer.experts, *shape],
+        "ranks": {
+            rank: {
+                "shard_shape": [*own],
+                "pieces": [
+                    {
+                        "shape": [*own],
+                        "source": [rank * elements, [*steps]],
+                        "dest": [0, [*steps]],
+                        "locations": [rank],
+                    }
+                ],
+            }
+            for rank in range(layer.ep)
+        },
+    }
 
 
 def _auto_ep_info(stated: Sequence[dict[str, Any]]) -> dict[str, Any]:

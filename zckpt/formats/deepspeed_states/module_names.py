@@ -21,6 +21,8 @@ def as_in_module(model: dict[str, Any]) -> dict[str, Any]:
     listed = [name for group in groups for name in group]
     listed += [name for key in SHAPES for name in model.get(key) or ()]
     listed += model.get("buffer_names") or ()
+    if all(name in module for name in listed):
+        return model
     names = respelled([name for name in listed if isinstance(name, str)], [*module])
     if all(old == new for old, new in names.items()):
         return model

@@ -47,7 +47,7 @@ CLIENT = "client_state."
 def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """What an optimizer file holds beside tensors and hyper-parameters."""
     scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
-    keys = (*scaling, *SCALING, "members", "other")
+    keys = (*scaling, *SCALING)
     return {f"optimizer.{key}": state[key] for key in keys if key in state}
 
 
@@ -82,7 +82,11 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """What each file states of the run's sizes and of its partitions; the reader computes them."""
+    """What each file states of the run's sizes and of its partitions; the reader computes them.
+
+    Under `round_robin_gradients` DeepSpeed's own slices are not those of its buffers, and zckpt's
+    are: nothing reads them.
+    """
     stated: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
         own = {key: to_json(file.value[key]) for key in OF_SIZES if key in file.value}
@@ -90,7 +94,7 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     for file, state in zip(ranks.optimizers, ranks.states, strict=True):
         own = stated.setdefault(os.path.basename(file.path), {})
         own |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
-        if SLICES in state:
+        if SLICES in state and not ranks.round_robin:
             own[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
     return stated
 
@@ -148,14 +152,13 @@ OF_ENGINE = OF_BASE | {
     *("param_shapes", "ds_config", "ds_version"),
 }
 """What the engine's wrappers of optimizers write (0.5.10 to 0.19.8); a converter leaves some."""
-OF_ZCKPT = frozenset(("members", "other"))
-"""What the reader adds in stage 0; keys that begin with `zckpt` are in files of zckpt's."""
 
 
 def strangers_of(ranks: EngineStates) -> list[StateRow]:
     """The numbers of no parameter, and the states that are not read.
 
-    Each has the values of all ranks, unless they are one number.
+    Each has the values of all ranks, unless they are one number. Keys that begin with `zckpt` are
+    what files of zckpt's have.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:
@@ -168,6 +171,8 @@ def strangers_of(ranks: EngineStates) -> list[StateRow]:
 
 
 def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
+    if not ranks.optimizers:
+        return
     known = set(range(len(ranks.param_shapes())))
     for group in ranks.bases[0].get("param_groups") or ():
         known |= {*(group.get("params") or ())}
@@ -182,7 +187,7 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
         (files if has_files else (), OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
-            if key in own or key in OF_ZCKPT or str(key).startswith("zckpt"):
+            if key in own or str(key).startswith("zckpt"):
                 continue
             values = [each.get(key) for each in dictionaries]
             is_one = all(is_plain(value) and alike(value, values[0]) for value in values)

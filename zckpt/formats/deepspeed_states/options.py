@@ -7,19 +7,25 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+from msgspec.structs import replace
+
 from ...errors import WrongOption
 from ...training.options import (
     ALLOW_OBJECT,
     BUFFERS,
+    DIALECT,
     DP,
     DTYPE,
     EP,
     FROZEN,
     GROUP_DEFAULTS,
+    GROUPS_FROM,
     LIKE,
     OPTIMIZER,
     PP,
+    SET_GROUP,
     SIZES,
+    SP,
     TP,
     VOCAB_SIZE,
     WEIGHTS_ONLY,
@@ -86,10 +92,14 @@ CONFIG: Option[dict[str, Any] | None] = Option(
     flag="--ds-config",
 )
 OPTIONS = (
-    DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT, FROZEN, BUFFERS
+    DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUPS_FROM, SET_GROUP, GROUP_DEFAULTS,
+    ALLOW_OBJECT, FROZEN, BUFFERS,
 )  # fmt: skip
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (TP, PP, EP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, LIKE)
+OLDER_NAMES, LATER_NAMES = "deepspeed-0.18", "deepspeed-0.19"
+"""The dialects of files: with the rank in the sequence in their names (to 0.19.5), and without."""
+NAMES = replace(DIALECT, choices=(LATER_NAMES, OLDER_NAMES), usual=LATER_NAMES)
+OF_RANKS = (TP, PP, EP, SP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, LIKE, NAMES)
 """What only the writer of ranks' files understands."""
 
 
@@ -99,4 +109,5 @@ class Keywords(TypedDict, total=False):
     stage: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None
+    sp: int | None
     config: dict[str, Any] | None

@@ -23,12 +23,12 @@ TRAINED_ALONE = (
 
 
 def of_config(target: DeepSpeedTarget) -> list[Notice]:
-    """The source's warnings, and whether a ds_config is known."""
+    """The source's warnings, and whether a ds_config is known and what its scheduler gets."""
     warnings = list(target.source.notices.warnings)
     if not target.engine.known:
         message = "no ds_config is known: DeepSpeed's defaults are assumed"
         warnings.append(warning("value-assumed", message, subject="ds_config"))
-    return warnings
+    return [*warnings, *target.scheduler.notices]
 
 
 def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
@@ -78,6 +78,32 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
     return warnings
 
 
+def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
+    """What differs where ranks share sequences: gradients by stage, and loading by release.
+
+    Stage 3 divides gradients by all ranks (0.19.8, runtime/comm/coalesced_collectives.py), stages 1
+    and 2 by the number of sequences (stage_1_and_2.py). Releases whose names have the rank in the
+    sequence (0.18.2 to 0.19.5) load no file in such a run.
+    """
+    engine, origin = target.engine, target.source.run.origin
+    warnings = []
+    if engine.sp > 1 and origin.sp and (origin.zero_stage == 3) != engine.partitioned:
+        message = (
+            f"where {engine.sp} ranks share a sequence, DeepSpeed (0.19.8) makes gradients of "
+            f"stages 1 and 2 {engine.sp} times as large as those of stage 3: the moments are of "
+            "the others until the first updates have passed"
+        )
+        warnings.append(warning("not-exact", message, subject="--stage"))
+    if not engine.has_older_names:
+        return warnings
+    message = (
+        "DeepSpeed before 0.19.6 loads no checkpoint in a run whose ranks share sequences: "
+        "load_checkpoint ends in IndexError (list index out of range), unless the program patches "
+        "it; 0.19.6 needs the other names (without --dialect)"
+    )
+    return [*warnings, warning("engine-fault", message, subject="--dialect")]
+
+
 def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
     """State dicts do not tell buffers from frozen weights; stage 3 keeps these in other places.
 
@@ -106,7 +132,12 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
-    """Batch sizes that no longer fit are for the user to choose, in the program's own words."""
+    """Batch sizes that no longer fit are for the user to choose, in the program's own words.
+
+    The ranks of a sequence share their samples.
+    """
+    before, sp = target.source.run.origin.sp or 1, target.engine.sp
+    ranks = target.dp // sp
     config = target.engine.config
     total = config.get("train_batch_size")
     micro = config.get("train_micro_batch_size_per_gpu")
@@ -115,21 +146,22 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
     if type(accumulation) is not int or accumulation < 1:
         return []
     if total is None and type(micro) is int and of_trainer:
-        total = micro * accumulation * target.source.dp
+        total = micro * accumulation * (target.source.dp // before)
     if type(total) is not int or not 0 < total <= MAX_BATCH:
         return []
     word = "per_device_train_batch_size" if of_trainer else "train_micro_batch_size_per_gpu"
-    fitting, rest = divmod(total, accumulation * target.dp)
+    fitting, rest = divmod(total, accumulation * ranks)
     if type(micro) is int and fitting == micro and not rest:
         return []
     if fitting and not rest and (type(micro) is int or of_trainer):
         also = " (and the numbers in your ds_config, if they are not auto)" if of_trainer else ""
         message = f"set {word}={fitting}{also} to keep a global batch of {total}"
         return [warning("batch-size-changes", message, subject=word)]
-    own, rest_of_ranks = divmod(total, target.dp)
+    own, rest_of_ranks = divmod(total, ranks)
+    shared = f", of which {sp} share a sequence" if sp > 1 else ""
     if rest_of_ranks:
         message = (
-            f"a global batch of {total} cannot be divided among {target.dp} ranks: choose "
+            f"a global batch of {total} cannot be divided among {target.dp} ranks{shared}: choose "
             f"another with {word} and gradient_accumulation_steps"
         )
         return [warning("batch-size-changes", message, subject=word)]

@@ -56,7 +56,7 @@ class EngineStates(Struct, frozen=True):
 
     `model` is what the first model file holds, and `found` what counts instead. `states` and
     `bases` have one item for each file in `optimizers`: the engine's optimizer state, and in it the
-    base optimizer's state and param_groups.
+    base optimizer's state and param_groups. All three are empty if the optimizer is not read.
     """
 
     directory: TagDirectory
@@ -114,7 +114,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def first(self) -> dict[str, Any]:
-        return self.states[0]
+        return self.states[0] if self.states else {}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -130,12 +130,16 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def _stated_config(self) -> Any:
-        return stated_config(self.model, self.optimizers[0].value)
+        return stated_config(self.model, self.optimizers[0].value if self.optimizers else {})
 
     @property
-    def stage(self) -> int:
+    def stage(self) -> int | None:
+        """The ZeRO stage; without the optimizer's files that of the ds_config, if it states one."""
         if self.whole:
             return 0
+        if not self.optimizers:
+            configured = nested(self.config, "zero_optimization", "stage")
+            return configured if isinstance(configured, int) else None
         stated = stated_stage(self.first)
         if isinstance(stated, int):
             configured = nested(self.config, "zero_optimization", "stage")
@@ -146,9 +150,11 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def engine_class(self) -> str | None:
-        """The class of the engine's optimizer wrapper; None for fp32 in stage 0, which has none."""
+        """The class of the engine's wrapper around the optimizer; None for none, or a lost one."""
         if self.whole:
             return wrapper_of(self.first)
+        if not self.optimizers:
+            return None
         if self.partitioned:
             return "DeepSpeedZeroOptimizer_Stage3"
         return "DeepSpeedZeroOptimizer" if "zero_stage" in self.first else "BF16_Optimizer"
@@ -165,7 +171,7 @@ class EngineStates(Struct, frozen=True):
         None if the files do not show it: stage 0 and 1, and DeepSpeed before 0.9.1. Empty shapes
         without fragments are zckpt's, of a source that did not show it (model_files.py).
         """
-        if self.stage < 2 or "frozen_param_fragments" not in self.model:
+        if (self.stage or 0) < 2 or "frozen_param_fragments" not in self.model:
             return None
         omitted = self.model["frozen_param_fragments"] is None
         return None if omitted and self.frozen_shapes is not None else omitted
@@ -320,7 +326,7 @@ def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
     rest = paths[FIRST:]
     if not rest or waited < LONG_WAIT * len(files):
         return files + [TorchFile(path, parsed) for path in rest]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         return files + list(pool.map(lambda path: TorchFile(path, parsed), rest))
 
 
@@ -393,6 +399,7 @@ class FlatBuffer(Struct, frozen=True):
     `step_place` is where the true step stands; `sightings` are all places that state one. `own` are
     states that have no part for each parameter, by key, with the value of every rank, which lies in
     its one of the `files`; `starts` say where the parameters lie, by their names in that order.
+    `other` are the first parameter's states that are neither slots nor numbers.
     """
 
     group: int
@@ -406,6 +413,7 @@ class FlatBuffer(Struct, frozen=True):
     own: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     files: Sequence[TorchFile] = ()
+    other: Mapping[Any, Any] = field(default_factory=dict)
 
 
 def states_of_partitions(

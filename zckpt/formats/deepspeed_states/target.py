@@ -33,13 +33,14 @@ from ...errors import (
     listed,
     note,
 )
-from ...files.torchshell import Storages, thawed
+from ...files.torchshell import Contents, Storages, thawed
 from ...training import lightning, steps
 from ...training.optimizers import is_of_axis, known_optimizer
-from ...training.options import Options
+from ...training.options import GROUPS_FROM, Options
 from ...training.trainers import ACCELERATE, program_of
 from ...training.trainers_steps import counted_updates
 from .. import zero
+from . import schedulers
 from .directories import OF_MODELS, POINTERS
 from .engine import TargetEngine
 from .estimates import need_same_ranks
@@ -91,8 +92,8 @@ def _refuse_untouched(source: Manifest) -> None:
             f"{'it' if len(names) == 1 else 'them'}: ZeRO keeps states of all that is trained",
             hint="if the program does not train them (requires_grad=False): "
             f"{' '.join(f'--frozen {quote(name)}' for name in names[:4])}"
-            f"{' and so on (a GLOB names several)' if len(names) > 4 else ''}; --stage 0 and --to "
-            "dcp keep them as they are",
+            f"{' and so on (a GLOB names several)' if len(names) > 4 else ''}; if it trains them "
+            "from now on: --groups-from RUN; --stage 0 and --to dcp keep them as they are",
         )
 
 
@@ -120,15 +121,24 @@ class DeepSpeedTarget:
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
         self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
         self.aliases = source.owners
-        if not (self.engine.whole or options.weights_only):
+        # with --groups-from, groups of new parameters alone have no states
+        if not (self.engine.whole or options.weights_only or options[GROUPS_FROM]):
             _refuse_untouched(source)
         self.groups, self.assumed = complete_groups(self.engine, source)
         self.buffers = list(self._buffers())
         self.client_state = self._client_state()
+        self.model_contents: dict[int, Contents] = {}
+        """Of the model files, by the first rank that has them; they are laid out once."""
 
     @property
     def mp_rank(self) -> str:
         """The model rank as names of files have it."""
+        return self.mp_rank_of(0)
+
+    def mp_rank_of(self, rank: int) -> str:
+        """The same in the files of a data rank: older names have its rank in the sequence there."""
+        if self.engine.has_older_names:
+            return f"mp_rank_{rank % self.engine.sp:02d}"
         place = self.source.place
         return f"mp_rank_{0 if place is None else place.number:02d}"
 
@@ -365,14 +375,14 @@ class DeepSpeedTarget:
         Files of single ranks have no meaning at another data-parallel size: they are left out. So
         are files that the target writes itself, as a universal checkpoint may have them.
         """
-        taken = []
-        of_ranks = [
+        taken, own = [], f"{self.tag}/"
+        of_ranks = {
             item.name for item in self.source.files.siblings if PER_RANK.fullmatch(item.name)
-        ]
+        }
         # a source of whole tensors states no size
         ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
         for sibling in self.source.files.siblings:
-            if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
+            if sibling.name in POINTERS or sibling.name.startswith(own):
                 message = f"{sibling.name}: the target has its own"
                 self.omitted.append(note("file-omitted", message, file=sibling.path))
             elif sibling.name in of_ranks and self.dp != ranks:
@@ -419,9 +429,20 @@ class DeepSpeedTarget:
         name = adam_class(self.engine, self.source)
         return steps.WRITTEN[name] if name else steps.kept_place(self.source)
 
+    @cached_property
+    def scheduler(self) -> schedulers.Decided:
+        """The state of the scheduler that the engine makes, or that the program gives to it."""
+        return schedulers.decide(self.source, schedulers.named_in(self.engine.config))
+
     def counts(self, buffer: TargetBuffer) -> bool:
-        """Whether the state of a buffer has the step; without ZeRO, only a group's last may."""
-        alone = self._by_itself and self.step_place.last_only
+        """Whether the state of a buffer has the step; without ZeRO, only a group's last may.
+
+        A source without ZeRO keeps its form, and others get that of the engine.
+        """
+        alone = self._by_itself and steps.counts_by_last(self.step_place)
+        before = steps.kept_place(self.source)
+        if self.source.run.origin.zero_stage == 0 and steps.counts_by_last(before):
+            alone = alone and before.last_only
         return not alone or self._last_stepped[buffer.group] is buffer
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from ...core.entries import Entry, Key
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import inside, map_values
 from ...core.manifest import Parameter
-from ...core.optimizer_states import StateRow, of_parameters
+from ...core.optimizer_states import OF_OTHERS, StateRow, of_parameters
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from .states import EngineStates, FlatBuffer
@@ -197,6 +197,13 @@ class ManifestTensors:
             return
         if copy.place != first.place:
             self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
+
+    def others(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
+        """States of parameters that are neither slots nor numbers."""
+        values = {next(iter(each.shapes)): each.other for each in buffers if each.other}
+        if not values:
+            return []
+        return of_parameters("other", self.kept(values, OF_OTHERS, self.ranks.optimizers[0]))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

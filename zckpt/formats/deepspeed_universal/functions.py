@@ -11,4 +11,5 @@ FUNCTIONS = Functions(
     lay_out=lay_out,
     seal=seal_records,
     groups=of_trained,
+    begins=lambda _source, _options: "group",  # its loader asks for every state
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
     Notice,
+    ZckptError,
     listed,
     not_understood,
     note,
@@ -32,6 +34,7 @@ from ...training.faults import LOST_STEPS
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of, with_files
 from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
+from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
 from .files import CUTS, KIND, MASTER, VIEW, ZERO, SliceInfo, is_name
 from .merged import MergedStates
@@ -47,14 +50,28 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """
     directory = KIND.locate(path, reading.tag)
     try:
-        return _manifest(directory, reading.step_policy)
+        try:
+            return _manifest(directory, reading.step_policy)
+        except ZckptError as error:
+            if not is_of_files(error, is_of_optimizer):
+                raise
+            rest = partial(_manifest, directory, reading.step_policy, weights_alone=True)
+            return weights_or_raise(error, lambda _: rest(), path, reading)
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
 
 
-def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
+def is_of_optimizer(file: str) -> bool:
+    """Whether a file below zero/ has a state of the optimizer; masters are the weights here."""
+    folder, name = os.path.split(file)
+    return os.path.basename(os.path.dirname(folder)) == ZERO and name != f"{MASTER}.pt"
+
+
+def _manifest(
+    directory: TagDirectory, step_policy: str | None, weights_alone: bool = False
+) -> Manifest:
     merged = MergedStates(directory)
-    folders = ParameterFolders(merged)
+    folders = ParameterFolders(merged, weights_alone)
     manifest = manifest_of(
         merged.states,
         folders.buffers(step_policy),
@@ -96,8 +113,8 @@ def _missing_steps(manifest: Manifest) -> list[Notice]:
 class ParameterFolders:
     """The tensors below zero/: a folder per parameter, a file per state."""
 
-    def __init__(self, merged: MergedStates) -> None:
-        self.merged = merged
+    def __init__(self, merged: MergedStates, weights_alone: bool) -> None:
+        self.merged, self.weights_alone = merged, weights_alone
         self.root = os.path.join(merged.states.directory.path, ZERO)
         self.shapes = merged.shapes()
         self.infos: dict[str, SliceInfo] = {}
@@ -133,7 +150,7 @@ class ParameterFolders:
                 master,
                 hint="the conversion did not finish, or model files of another save were copied",
             )
-        return [master, *(path for path in paths if path != master)]
+        return [master, *(path for path in paths if path != master and not self.weights_alone)]
 
     def _refuse_swapped(self, paths: Sequence[str]) -> None:
         """Raises InconsistentCheckpoint if files of one parameter have each other's name."""

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.facts import FlatBufferEngine
+from ...core.filenames import is_tag
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
 from ...errors import (
@@ -120,7 +121,8 @@ def _as_one_rank(source: Manifest) -> Manifest:
         config = dict(engine.config or {})
         config["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": 1}
         engine = replace(engine, config=config)
-    return source.replace(origin=replace(source.run.origin, tp=None, pp=None), engine=engine)
+    origin = replace(source.run.origin, tp=None, pp=None, sp=None)
+    return source.replace(origin=origin, engine=engine)
 
 
 def _is_auto(config: Mapping[str, Any] | None) -> bool:
@@ -138,7 +140,8 @@ def _check_names(target: DeepSpeedTarget) -> None:
         ("optimizer state", sorted(keys), (MASTER, "step")),
     ):
         for name in names:
-            if not is_name(name) or name in reserved:
+            can_be = is_tag if what == "tag" else is_name
+            if not can_be(name) or name in reserved:
                 raise UnsupportedCheckpoint(
                     "name-unsupported",
                     f"the {what} {name!r} cannot be the name of a folder or file here",

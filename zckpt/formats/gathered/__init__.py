@@ -23,7 +23,9 @@ from ...training.options import (
     DP,
     DTYPE,
     GROUP_DEFAULTS,
+    GROUPS_FROM,
     OPTIMIZER,
+    SET_GROUP,
     WEIGHTS_ONLY,
 )
 from ..format import Format
@@ -43,6 +45,8 @@ FORMAT = Format(
         DTYPE,
         OPTIMIZER,
         replace(DIALECT, choices=("safetensors", "accelerate")),
+        GROUPS_FROM,
+        SET_GROUP,
         GROUP_DEFAULTS,
         ALLOW_OBJECT,
     ),

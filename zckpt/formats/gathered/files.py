@@ -111,11 +111,27 @@ class StateDictFiles(Struct, eq=False):
                 warnings.append(warning("missing-file", message, file=file))
         return warnings
 
+    def is_of_optimizer(self, path: str) -> bool:
+        """Whether a file is that of an optimizer alone, beside those of a model."""
+        has_model = any(_is_of("model", key) for key in (*self.whole, *self.ranks))
+        return has_model and _is_of("optim", os.path.basename(path))
+
+    def without_optimizers(self) -> StateDictFiles:
+        """The other files."""
+        whole = {key: path for key, path in self.whole.items() if not _is_of("optim", key)}
+        ranks = {key: paths for key, paths in self.ranks.items() if not _is_of("optim", key)}
+        return StateDictFiles(whole, ranks, self.world, self.items)
+
     @property
     def of_torch(self) -> list[str]:
         """The paths of all files of torch.save that are named."""
         paths = [*self.whole.values(), *chain(*(paths.values() for paths in self.ranks.values()))]
         return [path for path in paths if not path.endswith((".json", ".safetensors"))]
+
+
+def _is_of(kind: str, key: str | None) -> bool:
+    """Whether a key is of a model, or of an optimizer."""
+    return key is not None and _kind(key) == kind
 
 
 def detect(path: str) -> list[str]:
@@ -220,7 +236,8 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
     # the first optimizer's file may be lost, and further ones not
     first = {"optim": ACCELERATES, **whole} if "model" in whole else whole
     for kind, name in [(kind, name) for kind, name in first.items() if name in NUMBERED]:
-        further = [other for other in names if other != name and _without_number(other) == name]
+        alike = [other for other in names if other.startswith(name.partition(".")[0])]
+        further = [other for other in alike if other != name and _without_number(other) == name]
         by_number = {number_of(other): other for other in further}
         if 0 not in by_number:  # then the numbers are those of ranks
             whole |= {f"{kind}_{number}": by_number[number] for number in sorted(by_number)}
@@ -261,8 +278,8 @@ def _of_rank(name: str) -> Known | None:
 
 def _is_part(folder: str, name: str) -> bool:
     """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
-    own, path = _of_rank(name), os.path.join(folder, name)
-    if own is None or not is_torch(path):
+    own = _of_rank(name)
+    if own is None or not is_torch(path := os.path.join(folder, name)):
         return False
     if _kind(own.stem):
         return True

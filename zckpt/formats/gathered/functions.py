@@ -5,7 +5,7 @@ from ...core.manifest import Manifest
 from ...errors import Notice
 from ...training.options import DP, Options
 from ..format import Functions, other_dp
-from ..groups import with_trainers_groups
+from ..groups import in_torch, with_trainers_groups
 from . import write, write_ranks
 from .gather import partitions
 from .read import read
@@ -30,5 +30,6 @@ FUNCTIONS = Functions(
     seal=write.seal,
     partitions=partitions,
     groups=with_trainers_groups,
+    begins=in_torch,
     obstacles=obstacles,
 )

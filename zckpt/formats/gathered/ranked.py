@@ -35,11 +35,12 @@ from ..statedict.tree import (
     TreePath,
     assembled,
     dotted,
-    identities,
     leads_to_step,
     leaf,
     leaves,
+    memory_of,
     piece_of,
+    twin_of,
 )
 from .distributed import (
     OF_ITEMS,
@@ -349,10 +350,10 @@ def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> L
 
     fragments = assembled(name, whole.dtype, whole.shape, pieces)
     views = [(part.offsets, part.tensor, part.file) for part in parts]
-    memory, twin = identities(whole.dtype, whole.shape, views)
+    twin = partial(twin_of, whole.dtype, whole.shape, views)
     shapes = frozenset(part.sizes for part in parts)
     return Leaf(
-        whole.dtype, whole.shape, fragments, number, memory, twin, sharded=True, parts=shapes
+        whole.dtype, whole.shape, fragments, number, memory_of(views), twin, True, parts=shapes
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from ...errors import (
     IncompleteCheckpoint,
     MissingData,
     NotACheckpoint,
+    ZckptError,
     listed,
     not_understood,
     note,
@@ -27,6 +29,7 @@ from ...errors import (
 )
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
+from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.own_facts import checked
@@ -70,36 +73,50 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
     InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
     CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
     """
+    whole = path
     if reading.tag:
         path = os.path.join(path, reading.tag)
     try:
         files = _slices(path, reading)
-        first = files[0] if files and sources.is_folder(path) else path
-        reader = _TreeReader(path, locate(first), reading)
-        if files:
-            reader.saved.origin = replace(reader.saved.origin, slices=len(files))
-            message = f"{said_of(files)}; shown is {os.path.basename(first)}"
-            reader.saved.warnings.append(warning("rank-slices", message, file=first))
+        located = locate(files[0] if files and sources.is_folder(path) else path)
         try:
-            result = manifest(reader.saved, reading)
-        except MissingData as error:
-            if whole := whole_of(path):
-                hint = f"give {whole}, which has both"
-                raise error.again(code="other-folder-needed", hint=hint) from error
-            raise
-        if (mesh := reader.rows_mesh(result)) is not None:
-            result = result.replace(origin=replace(result.run.origin, mesh=mesh))
-        if reader.has_local_states:
-            _refuse_missing(result, reading.param_names)
-        if reader.saved.orders is not None:
-            result = _in_order(result, reading.param_names)
-        engine = replace(keys_of(result.run.engine), whole=True, dialect=reader.dialect)
-        if not is_kept(engine):
-            engine = replace(engine, layout=None, file=None)
-        result = result.replace(engine=engine, notes=(*result.notices.notes, *reader.notes))
-        return result, reader.copies
+            return _read_located(path, located, files, reading)
+        except ZckptError as error:
+            if not is_of_files(error, located.is_of_optimizer):
+                raise
+            rest = partial(_read_located, path, located.without_optimizers(), files)
+            return weights_or_raise(error, lambda own: rest(own)[0], whole, reading), ()
     except MALFORMED as error:
         raise not_understood(path, error) from error
+
+
+def _read_located(
+    path: str, located: StateDictFiles, files: Sequence[str], reading: Reading
+) -> tuple[Manifest, Sequence[ranked.Copies]]:
+    """The same, of the files that were `located`; of `files`, which are slices, one is shown."""
+    reader = _TreeReader(path, located, reading)
+    if files:
+        reader.saved.origin = replace(reader.saved.origin, slices=len(files))
+        message = f"{said_of(files)}; shown is {os.path.basename(files[0])}"
+        reader.saved.warnings.append(warning("rank-slices", message, file=files[0]))
+    try:
+        result = manifest(reader.saved, reading)
+    except MissingData as error:
+        if whole := whole_of(path):
+            hint = f"give {whole}, which has both"
+            raise error.again(code="other-folder-needed", hint=hint) from error
+        raise
+    if (mesh := reader.rows_mesh(result)) is not None:
+        result = result.replace(origin=replace(result.run.origin, mesh=mesh))
+    if reader.has_local_states:
+        _refuse_missing(result, reading.param_names)
+    if reader.saved.orders is not None:
+        result = _in_order(result, reading.param_names)
+    engine = replace(keys_of(result.run.engine), whole=True, dialect=reader.dialect)
+    if not is_kept(engine):
+        engine = replace(engine, layout=None, file=None)
+    result = result.replace(engine=engine, notes=(*result.notices.notes, *reader.notes))
+    return result, reader.copies
 
 
 def _slices(path: str, reading: Reading) -> list[str]:

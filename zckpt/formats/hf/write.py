@@ -31,7 +31,7 @@ from ...core.manifest import Manifest, Parameter, Sibling
 from ...core.masters import results_of
 from ...core.optimizer_states import NO_STATES
 from ...core.plan import Match
-from ...core.siblings import SiblingList
+from ...core.siblings import FOLLOW, SiblingList
 from ...core.weights import agreement, weight_of
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files import safefile
@@ -150,12 +150,14 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         """The model's (or adapter's) configuration; raises MissingData."""
         config = json_of(self.files, self._config_name)
         if config is None:
+            is_linked = any(each.subject == FOLLOW for each in self.source.notices.omitted)
             raise MissingData(
                 "model-config-wrong",
                 f"{self.source.root} has no {self._config_name}, without which from_pretrained "
                 "cannot load the weights",
                 hint="give the file, or the folder that has it and the tokenizer: --config "
-                + ("ADAPTER_FOLDER" if self.adapter else "BASE_MODEL_FOLDER"),
+                + ("ADAPTER_FOLDER" if self.adapter else "BASE_MODEL_FOLDER")
+                + (f"; or take it through a link: {FOLLOW}" if is_linked else ""),
                 file=self.source.root,
             )
         return config

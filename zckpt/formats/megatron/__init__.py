@@ -56,6 +56,10 @@ FORMAT = Format(
     compares="all",
     fits_any_dp=True,
     overrides_groups=True,
+    reasons={
+        "groups_from": "Megatron-Core makes groups by a rule of its own, and no file lists members",
+        "set_group": "here --group-defaults lr=... replaces what the source has",
+    },
     states="Megatron-Core's optimizer keeps exp_avg and exp_avg_sq",
     roles=ROLES,
     objects=frozenset(

@@ -14,8 +14,8 @@ from typing import Any
 from ...core import sources
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
-from ...files.dcpfile import ItemTable
 from ...files.dcpitems import ItemFiles
+from ...files.dcptable import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.options import DP, EP, PP, TP
 

@@ -67,7 +67,8 @@ def iterations(path: str) -> list[str]:
     """The folders of a run that have a checkpoint each, the oldest first."""
     if not sources.is_folder(path) or kind_of(path):
         return []
-    names = (name for name in os.listdir(path) if not name.startswith("."))
+    inside = sources.names_but_of_files(path)
+    names = (name for name in inside if not name.startswith("."))
     return by_counting(name for name in names if _is_one_of_run(path, name))
 
 
@@ -94,7 +95,7 @@ def is_iteration(name: str) -> bool:
 
 def is_of_rank(name: str) -> bool:
     """Whether a folder of this name has the older kind's files of a rank: mp_rank_TT_PPP_EEE."""
-    return known((MODEL,), f"{name}/{LEGACY}") is not None
+    return name.startswith("mp_rank_") and known((MODEL,), f"{name}/{LEGACY}") is not None
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
@@ -116,7 +117,7 @@ def kind_of(path: str) -> str | None:
     """
     if not sources.is_folder(path):
         return None
-    ranks = filter(is_of_rank, os.listdir(path))
+    ranks = filter(is_of_rank, sources.names(path))
     if any(sources.is_file(os.path.join(path, rank, LEGACY)) for rank in ranks):
         return OF_RANKS
     marker = _marker(path)

@@ -36,11 +36,13 @@ from ...errors import (
     counted,
     safe,
 )
-from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table
+from ...files.dcpfile import read_table
 from ...files.dcpitems import ItemFiles
+from ...files.dcptable import ItemLocation, ItemTable, KeyPath
 from ...files.torchfile import TorchFile
 from ...training import steps
 from ...training.faults import LOCAL_LAYERS
+from ..reading import Reading
 from ..statedict.tree import MAX_LIST, TensorPiece, assembled, piece_of, put
 from .common_state import FSDP, WEIGHTS_ONLY, arguments
 from .groups import FileStep, agreed_step
@@ -71,10 +73,10 @@ class FsdpReader:
     name, `metas` by name and by the name of a group's value, `others` by path.
     """
 
-    def __init__(self, folder: str, weights_only: bool) -> None:
+    def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
-        self.table: ItemTable = read_table(folder)
-        self.files = ItemFiles()
+        self.table: ItemTable = read_table(folder, reading.laid)
+        self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
         self.file: TorchFile | None = None  # the last one of a value
         self.entries: dict[Key, Entry] = {}
         self.weights: Keys = {}
@@ -92,7 +94,7 @@ class FsdpReader:
                 )
         for key, path in self.table.paths.items():
             if key in self.table.items:
-                self._sort(key, path, weights_only)
+                self._sort(key, path, reading.weights_only)
         self.args = arguments({"args": self.tree("megatron.common.args", "args")})
         self.places = self._places()
         self.tp = self._require_known()

@@ -9,9 +9,9 @@ Why a run does not load them as they are (`obstacles`):
 """
 
 from ...core.manifest import Manifest
-from ...errors import Notice, problem
+from ...errors import Notice
 from ...training.options import DP, EP, PP, TP, Option, Options
-from ..format import Functions
+from ..format import Functions, differs
 from .common_state import FLAT, SIZES_OF_RUN, arguments
 from .files import OF_RANKS, kind_of
 from .fsdp2 import is_interleaved
@@ -36,11 +36,7 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
         return []
     own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in cutting}
     return [
-        problem(
-            "size-differs",
-            f"{option.name} {size} of {form}, and not {options[option]}",
-            subject=option.name,
-        )
+        differs(f"{option.name}, in {form}", size, options[option])
         for option, size in own.items()
         if options[option] not in (None, size)
     ]

@@ -17,7 +17,8 @@ from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sibling, 
 from ...core.merge import tensor
 from ...core.origin import OF_ANY_ENGINE, Origin
 from ...core.placement import TENSOR_RANK, Sliced, Table
-from ...core.siblings import BESIDE
+from ...core.sequences import Joined
+from ...core.siblings import BESIDE, FOLLOW
 from ...core.unfinished import UNFINISHED
 from ...core.weights import is_optimizers
 from ...errors import (
@@ -30,7 +31,7 @@ from ...errors import (
     note,
     warning,
 )
-from ...files.dcpfile import ItemTable
+from ...files.dcptable import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
@@ -68,7 +69,7 @@ class Content(Struct, eq=False):
     frozen: set[str] = field(default_factory=set)
     sharding: str | None = None
     files: list[str] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    records: Joined[Record] = field(default_factory=Joined)
     replicas: list[Entry] = field(default_factory=list)
     keys: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -178,7 +179,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             steps=tuple(sightings) if slots else (),
         ),
         files=Files(
-            records=tuple(content.records),
+            records=content.records,
             paths=tuple(dict.fromkeys(content.files)),
             siblings=tuple(content.siblings),
         ),
@@ -190,7 +191,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
 def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[Notice]:
     """Notes on what is in a directory beside its items and its `own` files."""
-    known = {*table.files, *(location.file for location in table.locations.values()), *own}
+    known = {*table.files, *table.locations.paths, *own}
     of_zckpt = (BESIDE, UNFINISHED)
     with os.scandir(table.folder) as items:
         names = sorted(i.name for i in items if i.path not in known and i.name not in of_zckpt)
@@ -204,8 +205,8 @@ def stranger(folder: str, name: str) -> Notice:
 
 
 def is_stranger(notice: Notice) -> bool:
-    """Whether a note is one of `stranger`: those on a trainer's files have no subject."""
-    return notice.code == "file-omitted" and notice.subject is not None
+    """Whether a note is one of `stranger`: those on a trainer's files name no key."""
+    return notice.code == "file-omitted" and notice.subject not in (None, FOLLOW)
 
 
 def _other_iteration(content: Content) -> list[Notice]:

@@ -32,8 +32,9 @@ from ...errors import (
     not_understood,
     warning,
 )
-from ...files.dcpfile import ItemTable, TensorItem, read_table
+from ...files.dcpfile import read_table
 from ...files.dcpitems import ItemFiles
+from ...files.dcptable import ItemTable, TensorItem
 from ...files.torchfile import Tensor
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
@@ -97,9 +98,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             why_unused = "" if legacy.tp > 1 else "has no tensor ranks"
             manifest = legacy.manifest(step_policy, weights_only)
         elif kind == OF_FSDP:
-            manifest = FsdpReader(folder, weights_only).manifest(step_policy)
+            manifest = FsdpReader(folder, reading).manifest(step_policy)
         else:
-            manifest = _Reader(folder, weights_only).manifest(step_policy)
+            manifest = _Reader(folder, reading).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
     if reading.tp_rules is None or not why_unused:
@@ -112,11 +113,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 class _Reader:
     """One directory, item by item."""
 
-    def __init__(self, folder: str, weights_only: bool) -> None:
+    def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
-        self.weights_only = weights_only
-        self.table: ItemTable = read_table(folder)
-        self.files = ItemFiles()
+        self.weights_only = reading.weights_only
+        self.table: ItemTable = read_table(folder, reading.laid)
+        self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
         file, common = read_common(self.table, self.files)
         self.args = arguments(common) or arguments_of(folder)
         self.content = Content(folder, file, common, self.args)

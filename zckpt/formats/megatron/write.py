@@ -35,7 +35,7 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal, note
-from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
+from ...files.dcpfile import sealed
 from ...files.dcpshell import (
     ItemShell,
     SavedItem,
@@ -46,6 +46,7 @@ from ...files.dcpshell import (
     seal_items,
     tensor_shell,
 )
+from ...files.dcptable import ItemBox, Items, TensorItem
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
 from ...training.optimizers import MOMENTS

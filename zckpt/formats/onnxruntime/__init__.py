@@ -20,19 +20,23 @@ from msgspec.structs import replace
 
 from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
-from .files import ROLES, detect
+from .files import ROLES, detect, detect_weak
 
 FORMAT = Format(
     name="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, .ort.pt and HDF5, 1.3 to 1.16 (real files of 1.16.3)",
     family="onnxruntime",
     detect=detect,
+    detect_weak=detect_weak,
     options=(
         DP,
         WEIGHTS_ONLY,
         DTYPE,
         replace(DIALECT, choices=("hdf5", "l2"), usual="hdf5"),
         ALLOW_OBJECT,
+    ),
+    reasons=dict.fromkeys(
+        ("groups_from", "set_group"), "ONNX Runtime's files store no groups of the optimizer"
     ),
     compares="all",
     keeps_steps=True,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
 from ...core import sources
 from ...core.filenames import by_counting
+from ...core.grouping import by_key
 from ...core.inventory import known, role
 from ...errors import (
     AmbiguousCheckpoint,
@@ -21,9 +23,12 @@ from ..ranks import require_all
 from . import hdf5, legacy
 from .ranks import Save
 
-# files of other kinds, of which there may be thousands: they are not opened
-OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
-
+OTHER_FILES = (".safetensors", ".json", ".jsonl", ".distcp", "_states.pt", ".py")
+"""Files of other programs: they are not opened to see whether they are HDF5."""
+MOST_OPENED = 32
+"""Files of one ending that are opened at either end of their order, since a folder may have 50,000
+samples or logs. All are, if no format recognizes the folder by these."""
+NUMBERS = re.compile("[0-9]+")
 
 ROLES = (
     legacy.OF_RANK,
@@ -54,8 +59,32 @@ def detect(path: str) -> list[str]:
         names = _candidates(path)
     except PermissionError:  # lost+found
         return []
-    files = filter(sources.is_file, [os.path.join(path, name) for name in names])
-    return [""] if any(file.endswith(legacy.SUFFIX) or _may_be_hdf5(file) for file in files) else []
+    return [""] if _hold_one(path, _some_of_each_kind(names)) else []
+
+
+def detect_weak(path: str) -> list[str]:
+    """As `detect`, by the files that it has not opened."""
+    if not sources.is_folder(path) or sources.is_denied(path):
+        return []
+    names = _candidates(path)
+    opened = {*_some_of_each_kind(names)}
+    return [""] if _hold_one(path, (name for name in names if name not in opened)) else []
+
+
+def _hold_one(folder: str, names: Iterable[str]) -> bool:
+    files = filter(sources.is_file, (os.path.join(folder, name) for name in names))
+    return any(file.endswith(legacy.SUFFIX) or _may_be_hdf5(file) for file in files)
+
+
+def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
+    """All files that have few others of their ending, and of many the first and the last ones."""
+    endings = ((name[name.rfind(".") + 1 :], name) for name in names)
+    kinds = by_key((end if end.isalpha() else NUMBERS.sub("#", end), name) for end, name in endings)
+    for alike in kinds.values():
+        if len(alike) <= 2 * MOST_OPENED:
+            yield from alike
+        else:
+            yield from (*alike[:MOST_OPENED], *alike[-MOST_OPENED:])
 
 
 def _may_be_hdf5(path: str) -> bool:
@@ -71,7 +100,7 @@ def _may_be_hdf5(path: str) -> bool:
 
 def _candidates(folder: str) -> list[str]:
     """Names of the files in a folder that may belong to a checkpoint."""
-    return sorted(name for name in os.listdir(folder) if not name.endswith(OTHER_FILES))
+    return sorted(name for name in sources.names(folder) if not name.endswith(OTHER_FILES))
 
 
 def locate(path: str) -> CheckpointFiles:

@@ -26,15 +26,12 @@ from ...training.lightning import place_of
 from ...training.optimizers import name_of_groups
 from ...training.trainers import config_of
 from ..reading import Reading
+from ..schedulers import KEYS, LISTED
 from ..strangers import Stranger, sorted_out
 from .equal_tensors import second_names
 from .finding import OptimizerState, is_buffer, is_extra, matches_any, merged, value_at, without
 from .roots import Root
 from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, missing_number
-
-SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
-LISTED = "lr_schedulers"
-"""The key of a list of schedulers, which stay in the program's own state."""
 
 
 class ManifestBuilder:
@@ -110,7 +107,7 @@ class ManifestBuilder:
                 steps=tuple(self.sightings),
             ),
             files=Files(
-                records=tuple(saved.records),
+                records=saved.records,
                 paths=tuple(saved.files),
                 siblings=tuple(saved.siblings),
                 omitted_files=tuple(saved.omitted_files),
@@ -359,7 +356,7 @@ class ManifestBuilder:
         }
         if () in models:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
-        scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
+        scheduler = next((key for key in KEYS if isinstance(rest.get(key), dict)), None)
         dtypes = Counter(self.entries[name, "param"].dtype for name in self.parameters)
         folders = None if self._are_several() else self.saved.folders
         optimizers = list(self.optimizers) or self.ignored

@@ -41,16 +41,21 @@ def second_names(
     frozen copy, such as a teacher, has equal bytes too. It is not an alias if the file shows that
     its memory is another; the second result are the names for which no file shows that.
     """
-    by_memory = {leaf.memory: name for name in reversed(trained) if (leaf := model[name]).memory}
-    by_twin = {leaf.twin: name for name in reversed(trained) if (leaf := model[name]).twin}
     owned = set(trained)
+    others = {name: leaf for name, leaf in model.items() if name not in owned}
+    alike = {(leaf.dtype, leaf.shape) for leaf in others.values()}
+    by_memory = {leaf.memory: name for name in reversed(trained) if (leaf := model[name]).memory}
+    by_twin = {
+        twin: name
+        for name in reversed(trained)
+        if ((leaf := model[name]).dtype, leaf.shape) in alike and (twin := leaf.twin)
+    }
     aliases: dict[str, str] = {}
     doubtful: list[str] = []
-    for name in [name for name in model if name not in owned]:
-        leaf = model[name]
+    for name, leaf in others.items():
         owner = by_memory.get(leaf.memory)
-        if owner is None and leaf.twin in by_twin and is_distinctive(leaf):
-            owner = by_twin[leaf.twin]
+        if owner is None and by_twin and (twin := leaf.twin) in by_twin and is_distinctive(leaf):
+            owner = by_twin[twin]
         if owner is None:  # among weights of no optimizer, only the same memory is proof
             by_memory |= {leaf.memory: name} if leaf.memory else {}
             continue

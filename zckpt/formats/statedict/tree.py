@@ -7,7 +7,9 @@ file or in many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,10 +20,23 @@ from msgspec.structs import replace
 from ...core import sources
 from ...core.dtypes import SIZES, decode
 from ...core.entries import Entry
-from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, row_major, tile
+from ...core.fragments import (
+    Box,
+    Boxes,
+    Extent,
+    Fragment,
+    Fragments,
+    Record,
+    RunColumns,
+    Runs,
+    boxes,
+    row_major,
+    tile,
+)
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Sibling
 from ...core.origin import Origin
+from ...core.sequences import Joined, Made
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -29,7 +44,7 @@ from ...errors import (
     Notice,
     UnsupportedCheckpoint,
 )
-from ...files.dcpfile import METADATA
+from ...files.dcptable import METADATA, ItemBox
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 from ..strangers import Stranger
@@ -77,14 +92,18 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
     return room
 
 
+def no_twin() -> None:
+    """The twin of a leaf whose checksums are not all known."""
+
+
 class Leaf(Struct, frozen=True, eq=False):
     """One whole tensor.
 
     `memory` is equal for leaves that are views of the same bytes. `twin` is equal for leaves that
-    are cut alike and have equal checksums. Both are None if that is not known. `number` reads the
-    value of a 0-d tensor. `sharded` says whether ranks hold parts of it, of the shapes in `parts`;
-    None if the files do not show that. `name` is the manifest's, if zckpt wrote the files and
-    stated it.
+    are cut alike and have equal checksums; to find it may open items. Both are None if that is not
+    known. `number` reads the value of a 0-d tensor. `sharded` says whether ranks hold parts of it,
+    of the shapes in `parts`; None if the files do not show that. `name` is the manifest's, if zckpt
+    wrote the files and stated it.
     """
 
     dtype: str
@@ -92,7 +111,7 @@ class Leaf(Struct, frozen=True, eq=False):
     fragments: Fragments
     number: Callable[[], Scalar]
     memory: Any = None
-    twin: Any = None
+    find_twin: Callable[[], Any] = no_twin
     sharded: bool | None = None
     name: str | None = None
     parts: frozenset[tuple[int, ...]] = frozenset()
@@ -100,6 +119,10 @@ class Leaf(Struct, frozen=True, eq=False):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def twin(self) -> Any:
+        return self.find_twin()
 
     def entry(self, parameter: str, slot: str) -> Entry:
         return Entry(parameter, slot, self.dtype, self.shape, self.fragments)
@@ -158,7 +181,7 @@ class SavedTree(Struct, eq=False):
     root: str
     origin: Origin
     tree: dict[Any, Any]
-    records: list[Record] = field(default_factory=list)
+    records: Joined[Record] = field(default_factory=Joined)
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     omitted_files: list[Sibling] = field(default_factory=list)
@@ -222,27 +245,39 @@ def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
         tensor.shape,
         file.fragments(tensor),
         lambda: file.scalar(tensor),
-        *identities(tensor.dtype, tensor.shape, [part]),
+        memory_of([part]),
+        partial(twin_of, tensor.dtype, tensor.shape, [part]),
     )
 
 
-def identities(
-    dtype: str,
-    shape: tuple[int, ...],
-    parts: Sequence[tuple[tuple[int, ...], Tensor, TorchFile]],
-) -> tuple[Any, Any]:
-    """`memory` and `twin` of a leaf whose parts are tensors of files, each at its offsets."""
-    nonempty = [part for part in parts if part[1].numel]
-    views, crcs = [], []
-    for offsets, tensor, file in nonempty:
-        storage = file.crc(tensor)
-        view = offsets, tensor.place[1], tensor.shape, tensor.strides
-        views.append((*view, file.path, tensor.place[0]))
-        if storage[1] is not None:  # equal storages, viewed alike
-            crcs.append((*view, storage))
-    complete = nonempty and len(crcs) == len(nonempty)
-    twin = (dtype, shape, tuple(sorted(crcs))) if complete else None
-    return (tuple(sorted(views)) or None), twin
+LeafPart = tuple[tuple[int, ...], Tensor, TorchFile]
+"""A tensor of a file that is a part of a leaf, at its offsets there."""
+
+
+def memory_of(parts: Sequence[LeafPart]) -> Any:
+    """The `memory` of a leaf."""
+    views = [
+        (*_view(offsets, tensor), file.path, tensor.place[0])
+        for offsets, tensor, file in parts
+        if tensor.numel
+    ]
+    return tuple(sorted(views)) or None
+
+
+def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
+    """The `twin` of a leaf: equal storages, viewed alike."""
+    crcs = []
+    for offsets, tensor, file in parts:
+        if tensor.numel:
+            storage = file.crc(tensor)
+            if storage[1] is None:
+                return None
+            crcs.append((*_view(offsets, tensor), storage))
+    return (dtype, shape, tuple(sorted(crcs))) if crcs else None
+
+
+def _view(offsets: tuple[int, ...], tensor: Tensor) -> tuple[Any, ...]:
+    return offsets, tensor.place[1], tensor.shape, tensor.strides
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
@@ -290,6 +325,14 @@ def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
     return TensorPiece(offsets, stored.shape, row_major(stored.shape), 0, stored.extent)
 
 
+_strides = lru_cache(1024)(row_major)  # of rows, which are alike
+
+
+def whole_piece(extent: Extent, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> TensorPiece:
+    """A piece that has all bytes of its extent, row by row."""
+    return TensorPiece(offsets, sizes, _strides(sizes), 0, extent)
+
+
 def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> TensorPiece:
     """A piece in a file of torch.save."""
     extent = file.whole(tensor)
@@ -301,10 +344,12 @@ def assembled(
 ) -> Fragments:
     """The fragments of a tensor, of whose elements `pieces` must have each one exactly once.
 
-    Empty pieces are ignored. Raises IncompleteCheckpoint and InconsistentCheckpoint, which say the
-    `name`.
+    Empty pieces are ignored. Of pieces that are made when they are asked for, none is kept. Raises
+    IncompleteCheckpoint and InconsistentCheckpoint, which say the `name`.
     """
     nonempty = [piece for piece in pieces if piece.numel]
+    if (rows := _rows(dtype, shape, nonempty)) is not None:
+        return rows
     for piece in nonempty:
         fits = len(piece.offsets) == len(piece.sizes) == len(piece.strides) == len(shape)
         if not fits or any(
@@ -318,18 +363,8 @@ def assembled(
                 file=piece.extent.file,
                 subject=name,
             )
-    fragments = boxes(
-        Box(
-            whole=shape,
-            offsets=p.offsets,
-            sizes=p.sizes,
-            strides=p.strides,
-            first=p.first,
-            size=SIZES[dtype],
-            extent=p.extent,
-        )
-        for p in nonempty
-    )
+    made = partial(_box, shape, SIZES[dtype])
+    fragments = boxes(map(made, nonempty))
     total = sum(piece.numel for piece in nonempty)
     if total < prod(shape):
         raise IncompleteCheckpoint(
@@ -340,7 +375,65 @@ def assembled(
         )
     if total > prod(shape) or _overlap(fragments, nonempty, shape):
         raise InconsistentCheckpoint("elements-overlap", f"pieces of {name} overlap", subject=name)
+    if isinstance(fragments, Boxes) and isinstance(pieces, Made):
+        return Boxes(Made(made, pieces))
     return fragments
+
+
+def _box(whole: Sequence[int], size: int, piece: TensorPiece) -> Box:
+    return Box(
+        whole=whole,
+        offsets=piece.offsets,
+        sizes=piece.sizes,
+        strides=piece.strides,
+        first=piece.first,
+        size=size,
+        extent=piece.extent,
+    )
+
+
+def assembled_rows(
+    shape: Sequence[int], boxes: Iterable[ItemBox], extents: Sequence[Extent]
+) -> RunColumns | None:
+    """The same of boxes that are whole rows which follow each other; their bytes are in `extents`.
+
+    None if they are anything else.
+    """
+    inner, starts, stop = tuple(shape[1:]), array("q"), 0
+    row, length = prod(inner), shape[0] if shape else 0
+    for box in boxes:
+        offsets, sizes = box.offsets, box.sizes
+        if not shape or offsets[0] * row != stop or sizes[1:] != inner or any(offsets[1:]):
+            return None
+        starts.append(stop)
+        stop += sizes[0] * row
+    return RunColumns(starts, stop, extents) if starts and stop == length * row else None
+
+
+def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Runs | None:
+    """The fragments of a tensor whose pieces are whole rows that follow each other.
+
+    None if they are anything else, which may be right.
+    """
+    inner, size, stop = tuple(shape[1:]), SIZES[dtype], 0
+    row = prod(inner)
+    runs = []
+    for piece in pieces:
+        sizes, numel = piece.sizes, piece.numel
+        is_next = not any(piece.offsets) if not stop else piece.offsets[0] * row == stop
+        if sizes[1:] != inner or not is_next or any(piece.offsets[1:]):
+            return None
+        if len(piece.offsets) != len(shape) or piece.strides != _strides(sizes):
+            return None
+        first = piece.first * size
+        extent = (
+            piece.extent
+            if not first and piece.extent.length == numel * size
+            else (piece.extent.part(first, first + numel * size))
+        )
+        runs.append(Fragment(stop, stop + numel, extent))
+        stop += numel
+    return Runs(runs) if runs and stop == prod(shape) else None
 
 
 def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:

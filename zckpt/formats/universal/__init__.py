@@ -7,7 +7,14 @@ write.py      the files for `convert --to universal`
 functions.py  what zckpt does with them
 """
 
-from ...training.options import DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, WEIGHTS_ONLY
+from ...training.options import (
+    DTYPE,
+    GROUP_DEFAULTS,
+    GROUPS_FROM,
+    MAX_FILE_SIZE,
+    SET_GROUP,
+    WEIGHTS_ONLY,
+)
 from ..format import Format
 from .files import ROLES, detect
 
@@ -17,7 +24,7 @@ FORMAT = Format(
     family="universal",
     detect=detect,
     roles=ROLES,
-    options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE),
+    options=(WEIGHTS_ONLY, DTYPE, GROUPS_FROM, SET_GROUP, GROUP_DEFAULTS, MAX_FILE_SIZE),
     reasons={"dp": "a universal checkpoint has no ranks"},
     is_neutral=True,
     keeps_estimates=True,

@@ -6,6 +6,7 @@
     OUT/exp_avg.safetensors ...   one per optimizer state
     OUT/state.safetensors         tensors inside the rest of the state
     OUT/siblings/                 other files of a trainer's directory
+    OUT/around/                   other files of a numbered folder around it
 
 There is no pickle in it. The version of the format is 1; keys are added, never changed.
 """
@@ -26,7 +27,7 @@ ROLES = (
 """What its files are for."""
 VERSION = 1
 MANIFEST = "manifest.json"
-SIBLINGS = "siblings"
+SIBLINGS, AROUND = "siblings", "around"
 # Bytes. A tensor takes 150 to 300, its parameter as much: 100 MB for the 50,000 parameters of a
 # large model with three states each. What a program saved beside them has the rest.
 MAX_MANIFEST = 1 << 29
@@ -46,5 +47,5 @@ def detect(path: str) -> list[str]:
             head = file.read(4096)
         if sum(key in head for key in KEYS) > 1:
             return [""]
-    names = os.listdir(path) if sources.is_folder(path) else ()
+    names = sources.names(path) if sources.is_folder(path) else ()
     return [""] if any(map(OF_OPTIMIZERS.fullmatch, names)) else []

@@ -5,7 +5,7 @@ from ...errors import Notice, problem
 from ...training.options import Options
 from ..format import Functions
 from .read import check, read
-from .write import lay_out, seal
+from .write import lay_out, seal, with_mended
 
 
 def obstacles(_source: Manifest, _options: Options) -> list[Notice]:
@@ -19,4 +19,5 @@ FUNCTIONS = Functions(
     seal=seal,
     check=check,
     obstacles=obstacles,
+    with_mended=with_mended,
 )

@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from ...core.dtypes import SIZES
 from ...core.entries import Entry, Key, key_of, name_of
 from ...core.facts import MAX_DP, facts_of
 from ...core.fileio import crc_of
-from ...core.filenames import path_inside
+from ...core.filenames import is_tag, path_inside
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
@@ -23,6 +23,7 @@ from ...core.manifest import (
     Manifest,
     Notices,
     Run,
+    Sibling,
     Sighting,
     crc_from_json,
     parameters_from_json,
@@ -30,9 +31,10 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
+from ...core.mended import from_json as mended_from_json
 from ...core.optimizer_states import States
 from ...core.origin import Origin
-from ...core.siblings import SiblingList, leads_out
+from ...core.siblings import SiblingList
 from ...core.states import tensors_in
 from ...errors import (
     MALFORMED,
@@ -40,16 +42,20 @@ from ...errors import (
     IncompleteCheckpoint,
     Notice,
     UnsupportedCheckpoint,
+    ZckptError,
     brief,
     cause,
     listed,
     warning,
 )
 from ...files import safefile
-from ...training.trainers import LOADED, OPEN_FOLDERS
+from ...training.trainers import LOADED, OPEN_FILES, OPEN_FOLDERS
+from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
 from .agreement import checksum, contradictions
-from .files import MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
+from .files import AROUND, MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
+
+ENDING = ".safetensors"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -67,22 +73,49 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             file=path,
         )
     try:
-        document = json.loads(_text_of(name))
-        version = document["zckpt"]
-        if version != VERSION:
-            raise UnsupportedCheckpoint(
-                "version-unsupported",
-                f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
-                hint="install a newer zckpt",
-                file=name,
-            )
-        manifest = _manifest(path, document)
-        _require_agreement(manifest, document.get("step", manifest.step))
+        try:
+            return _read(path, name)
+        except ZckptError as error:
+            lost = {_slot_of(notice.file or "") for notice in error.notices}
+            if not is_of_files(error, _is_of_optimizer):
+                raise
+            kept = {"param", "master", "state"} - lost
+            rest = partial(_read, path, name, kept)
+            return weights_or_raise(error, lambda _: rest(), path, reading, "master" in lost)
     except MALFORMED as error:
         raise CorruptCheckpoint(
             "file-damaged", f"{name} is malformed: {cause(error)}", file=name
         ) from error
+
+
+def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
+    """The manifest in the file `name`; with `kept` of the tensors in these slots alone.
+
+    Raises CorruptCheckpoint if a weight is in none of them.
+    """
+    document = json.loads(_text_of(name))
+    version = document["zckpt"]
+    if version != VERSION:
+        raise UnsupportedCheckpoint(
+            "version-unsupported",
+            f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
+            hint="install a newer zckpt",
+            file=name,
+        )
+    manifest = _manifest(path, document, kept)
+    _require_agreement(manifest, document.get("step", manifest.step))
     return manifest
+
+
+def _is_of_optimizer(file: str) -> bool:
+    """Whether a file has masters or a state of the optimizer alone, by its name."""
+    return file.endswith(ENDING) and _slot_of(file) not in ("param", "state")
+
+
+def _slot_of(file: str) -> str:
+    """The slot whose tensors a file has, by its name."""
+    stem = os.path.basename(file).removesuffix(ENDING).split("-")[0]
+    return "param" if stem == "model" else stem
 
 
 def shells_of(path: str, chosen: Manifest) -> Manifest:
@@ -111,11 +144,20 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
         chosen.optimizer,
         chosen.states,
         chosen.state,
-        files=Files((os.path.join(path, MANIFEST), *files)),
-        notices=Notices(told.warnings, omitted=told.omitted, inferred=told.inferred),
+        files=Files((os.path.join(path, MANIFEST), *files), siblings=_laid_out(path, chosen)),
+        notices=Notices(
+            told.warnings, omitted=told.omitted, inferred=told.inferred, mended=told.mended
+        ),
     )
     _require_agreement(shells, chosen.step)
     return shells
+
+
+def _laid_out(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
+    """The files of a trainer that are not copied, since they have another content."""
+    changed = [item.name for item in chosen.files.siblings if item.content is not None]
+    paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
+    return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
 
 
 def _require_agreement(manifest: Manifest, step: Any) -> None:
@@ -142,19 +184,23 @@ def _text_of(name: str) -> str:
         return text
 
 
-def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
+def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | None) -> Manifest:
     warnings = (*_notices(document, "warnings"), *_check_checksum(path, document))
     members = [item["group"] for item in document["parameters"].values()]
     origin = _origin(path, document["source"], document["groups"], members)
-    stored, files = _stored(path, document.get("files") or ())
-    entries = _entries(path, document["entries"], stored)
+    stated, tensors = document.get("files") or {}, document["entries"]
+    if kept is not None:
+        stated = {name: own for name, own in stated.items() if _slot_of(name) in kept}
+        tensors = {name: own for name, own in tensors.items() if key_of(name)[1] in kept}
+    stored, files = _stored(path, stated)
+    entries = _entries(path, tensors, stored)
     _require_room(path, entries, [*files, *_listed_files(entries)])
-    records = _records(path, document.get("files", {}))
+    records = _records(path, stated)
     facts = facts_of(from_json(document["state"]))
     values = [facts.state, *(row.value for row in facts.states)]
     if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
         raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
-    siblings = _siblings(path)
+    siblings, around = _siblings(path), _below(path, AROUND)
     parameters, numbers = parameters_from_json(document["parameters"])
     facts = facts._replace(states=States((*numbers, *facts.states)))
     return Manifest(
@@ -176,11 +222,13 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
             records=records,
             paths=(os.path.join(path, MANIFEST), *files),
             siblings=tuple(siblings.files),
+            around=tuple(around.files),
         ),
         notices=Notices(
-            omitted=(*_notices(document, "left_out"), *siblings.omitted),
+            omitted=(*_notices(document, "left_out"), *siblings.omitted, *around.omitted),
             warnings=warnings,
             inferred=texts_from_json(document.get("inferred", [])),
+            mended=mended_from_json(document.get("mended", [])),
         ),
     ).replace(**facts._asdict())
 
@@ -254,15 +302,16 @@ def _stored_as(
     path: str, key: Key, dtype: Any, shape: Any, stored: Mapping[Key, safefile.SavedTensor]
 ) -> safefile.SavedTensor:
     """The tensor in a file; raises CorruptCheckpoint unless it has this type, and the shape."""
-    tensor, name = stored.get(key), name_of(key)
+    tensor = stored.get(key)
     if tensor is None:
         raise CorruptCheckpoint(
             "missing-file",
-            f"{path} lacks {brief(name)}, which its manifest lists",
+            f"{path} lacks {brief(name_of(key))}, which its manifest lists",
             hint="a file of the checkpoint is missing",
-            file=path,
+            file=os.path.join(path, f"{key[1]}{ENDING}"),
         )
     if tensor.dtype != dtype or [*tensor.shape] != shape:
+        name = name_of(key)
         raise CorruptCheckpoint(
             "file-damaged",
             f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
@@ -347,9 +396,9 @@ def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Itera
     stage, tag = origin.zero_stage, origin.tag
     count = len(groups) if groups is not None else None
     valid = (
-        all(size is None or 0 < size <= MAX_DP for size in (origin.dp, origin.ep))
+        all(size is None or 0 < size <= MAX_DP for size in (origin.dp, origin.ep, origin.sp))
         and (stage is None or 0 <= stage <= 3)
-        and (tag is None or not re.search(r"[/\\\0]|^\.*$", tag))
+        and (tag is None or is_tag(tag))
         and all(
             group is None
             or (type(group) is int and group >= 0 and (count is None or group < count))
@@ -359,7 +408,7 @@ def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Itera
     if not valid:
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{os.path.join(path, MANIFEST)} states a dp, ep, stage, tag or group that is not "
+            f"{os.path.join(path, MANIFEST)} states a dp, ep, sp, stage, tag or group that is not "
             "possible",
             file=os.path.join(path, MANIFEST),
         )
@@ -376,12 +425,11 @@ def _stored(
     tensors: dict[Key, safefile.SavedTensor] = {}
     files = []
     for name in sorted(os.listdir(path)):
-        if not name.endswith(".safetensors") or (listed and name not in listed):
+        if not name.endswith(ENDING) or (listed and name not in listed):
             continue
         full = os.path.join(path, name)
         files.append(full)
-        stem = name.removesuffix(".safetensors").split("-")[0]
-        slot = "param" if stem == "model" else stem
+        slot = _slot_of(name)
         for stored in safefile.read(full):
             tensors[stored.name, slot] = stored
     return tensors, files
@@ -415,7 +463,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
     Called before a conversion writes anything. Raises CorruptCheckpoint.
     """
-    siblings = {sibling.path for sibling in manifest.files.siblings}
+    beside = (*manifest.files.siblings, *manifest.files.around)
+    siblings = {sibling.path for sibling in beside}
     for record in manifest.files.records:
         if record.extent.file in siblings and crc_of([record.extent]) != record.crc:
             raise CorruptCheckpoint(
@@ -427,14 +476,20 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
     return []
 
 
-def _siblings(path: str) -> SiblingList:
-    root = os.path.join(path, SIBLINGS)
-    siblings = SiblingList(path, OPEN_FOLDERS)
+def _below(path: str, folder: str) -> SiblingList:
+    """The files in a folder of files that are only carried."""
+    root = os.path.join(path, folder)
+    files = SiblingList(path, OPEN_FOLDERS | OPEN_FILES)
     if sources.is_folder(root):
-        if leads_out(root, path):
-            siblings.add(SIBLINGS, root)
+        if files.is_out(root):
+            files.add(folder, root)
         else:
-            siblings.add_below(root)
+            files.add_below(root)
+    return files
+
+
+def _siblings(path: str) -> SiblingList:
+    siblings = _below(path, SIBLINGS)
     if not siblings.files:  # beside weights that were written alone
         for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
             siblings.add(name, os.path.join(path, name))

@@ -2,6 +2,7 @@
 
     html.py      the page: what is there without a script, and the document for the script
     charts.py    where the bars of a chart stand
+    curves.py    where the lines of a run's charts stand
     markdown.py  twenty lines of Markdown, and the heat map as SVG
     words.py     numbers and names of a document as a reader can see them
     page.html    the frame of the page; sections/ has one template per section

@@ -72,7 +72,8 @@ def chart(
     powers = not linear and high > DECADES * low
     bottom = math.floor(math.log10(low)) if powers else 0
     top = max(math.ceil(math.log10(high)), bottom + 1) if powers else high
-    step = min(max(1000 / max(len(values), 1), 9), 72)
+    long = 6.8 * max(map(len, labels), default=0) + 8  # of names, if there are few
+    step = min(max(1000 / max(len(values), 1), 9), max(72, min(long, 160)))
     base = TOP + HEIGHT
 
     def tall(value: float) -> float:

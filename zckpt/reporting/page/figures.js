@@ -48,6 +48,9 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** The name of a layer: `h.0` for the row 0. */
+const layerName = (row) => (Object.hasOwn(report.layers ?? {}, row) ? report.layers[row] : row);
+
 const name = (text) => make("bdi", {}, shown(text));
 
 /* ---- colors */

@@ -6,12 +6,14 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import MissingExtra, sized
 from . import words
 from .charts import PALETTE, SIGNS, Chart, chart
+from .curves import curves
 
 FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page
@@ -53,17 +55,25 @@ def render(document: Mapping[str, Any]) -> str:
         sized=words.size,
         cut=words.cut,
         listed=_listed,
+        time=words.time,
+        alone=words.alone,
+        layer=partial(words.layer, document),
     )
     style, script = _text("page.css"), "".join(map(_text, SCRIPTS))
-    line = document.get("line") or {}
+    line, run = document.get("line") or {}, document.get("run") or {"checkpoints": []}
     return environment.get_template("page.html").render(
         document=document,
         line=line,
-        facts=words.facts(line),
+        name=words.title(document),
+        facts=words.facts(document),
+        advice=words.advice(document.get("next") or {}),
         verdict=words.verdict(document),
-        faults=document.get("faults") or [],
+        faults=words.of_this(document),
+        of_run=words.of_run(document),
+        curves=curves(document["run"]) if document.get("run") else [],
+        target=partial(_target, document),
         signs=SIGNS,
-        settings={"signs": SIGNS, "palette": PALETTE},
+        settings={"signs": SIGNS, "palette": PALETTE, "steps": words.run_labels(run)},
         most=MOST_LINES,
         few=FEW,
         sections=[name for name, part in SECTIONS.items() if _has(document.get(name), part)],
@@ -75,6 +85,23 @@ def render(document: Mapping[str, Any]) -> str:
         script=Markup(script),
         data=Markup(packed(document)),
     )
+
+
+SHOWN_IN = {
+    **dict.fromkeys(("missing", "unreadable", "checksum"), ("map",)),
+    **dict.fromkeys(("NaN", "infinite", "dead", "constant", "denormal"), ("numbers",)),
+    "impossible": ("numbers", "steps"),
+    "stale": ("masters", "numbers"),
+    "step": ("steps",),
+}
+"""In which sections one sees what a fault is about, by its kind."""
+
+
+def _target(document: Mapping[str, Any], fault: Mapping[str, Any]) -> str:
+    """The section that a fault leads to; empty for none."""
+    sections = SHOWN_IN.get(fault["kind"], ())
+    there = (name for name in sections if _has(document.get(name), SECTIONS[name]))
+    return next(there, "")
 
 
 def _has(section: Mapping[str, Any] | None, part: str) -> bool:
@@ -119,14 +146,14 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
     if run := document.get("run"):
         points = run["checkpoints"]
         found["run"] = chart(
-            [words.short(point["step"]) for point in points],
+            words.run_labels(run),
             [point["bytes"] or 0 for point in points],
             [
                 f"{point['name']}: step {words.short(point['step'])}, {words.size(point['bytes'])}"
                 + (", whole" if point["whole"] else f", not whole: {point.get('why') or 'unknown'}")
                 for point in points
             ],
-            signs=[not point["whole"] for point in points],
+            signs=[not point["whole"] or bool(point.get("faults")) for point in points],
             ticks=("0", sized(max((point["bytes"] or 0 for point in points), default=0))),
             linear=True,
         )
@@ -134,10 +161,11 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
     layers = against.get("layers") or []
     if any(row["relative"] for row in layers):
         found["layers"] = chart(
-            [words.cut(words.shown(row["layer"]), 12) for row in layers],
+            [words.cut(words.shown(words.layer(document, row["layer"])), 12) for row in layers],
             [row["relative"] for row in layers],
             [
-                f"{row['layer']}: {words.short(row['relative'])} of the weights' RMS"
+                f"{words.layer(document, row['layer'])}: {words.short(row['relative'])} "
+                "of the weights' RMS"
                 for row in layers
             ],
         )

@@ -18,25 +18,37 @@ ROWS, COLUMNS = 64, 40  # of the picture: beyond, neighbors become one cell with
 TALL, WIDE = 20, 26  # pixels of a cell
 LEVELS = 16  # colors
 TEXT = "font-family='ui-sans-serif,-apple-system,Segoe UI,Arial,sans-serif'"
-LEFT_OUT = ("weights", "versions")  # of the table: so much has room in twenty lines
+LEFT_OUT = ("weights", "versions", "optimizer")  # of the table: so much has room
+SHARED = {
+    "training": ("loss", "learning rate", "epoch", "global batch"),
+    "written by": ("ranks",),
+    "saved": ("size",),
+    "checksums": ("digest",),
+}
+"""Lines of the table with further facts, which have none of their own there."""
 
 
 def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") -> tuple[str, str]:
     """Markdown that shows the picture beside it, and the picture: SVG, for light and dark pages."""
-    line = document.get("line") or {}
     path = _plain(document["path"])
-    name = line.get("name") or document["path"]
-    faults = document.get("faults") or []
-    kind, judged = words.verdict(document)
-    facts = [(key, value) for key, value in words.facts(line) if key not in LEFT_OUT]
-    listed = [f"{_sign(fault)} **{fault['kind']}**: {_plain(fault['message'])}" for fault in faults]
+    name = " of ".join(filter(None, words.title(document)))
+    faults = sorted(document.get("faults") or [], key=lambda fault: bool(fault.get("checkpoint")))
+    advice = words.advice(document.get("next") or {})
+    state, judged = words.verdict(document)
+    facts = _facts(document)
+    listed = [
+        f"{_sign(fault)} **{kind}**: {_plain(words.alone(fault['message'], kind))}"
+        for fault in faults
+        for kind in [fault["kind"]]
+    ]
     if len(listed) > LINES:
         listed[LINES - 1 :] = [f"and {len(listed) - LINES + 1:,} more lines"]
     return "\n".join(
         [
             f"# {_plain(name)}",
             "",
-            f"{MARKS[kind]} {judged}, by `zckpt {document['command']}` of {path}",
+            f"{MARKS[state]} {judged}, by `zckpt {document['command']}` of {path}"
+            + f". {_plain(advice, 1000)}" * bool(advice),
             "",
             "| what | value |",
             "|---|---|",
@@ -50,6 +62,18 @@ def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") ->
     ), "\n".join([*_picture(document, name), ""])
 
 
+def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the table has: some facts share a line."""
+    known = dict(words.facts(document))
+    rows: dict[str, str] = {}
+    owner = {key: line for line, others in SHARED.items() for key in (line, *others)}
+    for key, value in known.items():
+        line = owner.get(key, key)
+        text = value if line == key else f"{key} {value}"
+        rows[line] = f"{rows[line]}, {text}" if line in rows else text
+    return [(key, value) for key, value in rows.items() if key not in LEFT_OUT]
+
+
 MARKS = {"bad": "✕", "odd": "!", "good": "✓"}
 
 
@@ -57,9 +81,9 @@ def _sign(fault: Mapping[str, Any]) -> str:
     return SIGNS.get(fault["kind"], "!")
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, most: int = 200) -> str:
     """A text in which Markdown sees no sign of its own."""
-    text = words.cut(words.shown(text), 200)
+    text = words.cut(words.shown(text), most)
     return re.sub(r"[\\`*\[\]<>|~&$@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
 
@@ -73,7 +97,7 @@ def _picture(document: Mapping[str, Any], name: str) -> Iterator[str]:
     measures = numbers.get("measures") or [{"title": "", "cells": []}]
     marked = _marked(document)
     measure = max(measures, key=lambda one: sum(cell[3] in marked for cell in one["cells"]))
-    rows, columns, cells = _fitting(numbers, measure["cells"], marked)
+    rows, columns, cells = _fitting(document, measure["cells"], marked)
     left, slant = 24 + _long(rows, 6.6), 14 + _long(columns, 4.9)
     top = 84 + slant
     width = max(left + WIDE * len(columns) + slant, 560)
@@ -111,7 +135,7 @@ def _picture(document: Mapping[str, Any], name: str) -> Iterator[str]:
 def _head(document: Mapping[str, Any], name: str, width: int, height: int) -> Iterator[str]:
     """The card, its style and its first two lines."""
     kind, judged = words.verdict(document)
-    known = dict(words.facts(document.get("line") or {}))
+    known = dict(words.facts(document))
     said = (
         f"step {known['step']}" if "step" in known else "",
         *(known.get(key, "") for key in ("written by", "ranks")),
@@ -159,10 +183,12 @@ def _marked(document: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _fitting(
-    numbers: Mapping[str, Any], cells: list[list[Any]], marked: Mapping[int, str]
+    document: Mapping[str, Any], cells: list[list[Any]], marked: Mapping[int, str]
 ) -> tuple[list[str], list[str], dict[tuple[int, int], tuple[float | None, str]]]:
     """Names of rows and columns, and the largest value and a sign for each cell."""
-    tall, rows = _merged(numbers.get("rows") or [], ROWS)
+    numbers = document.get("numbers") or {}
+    names = [words.layer(document, row) for row in numbers.get("rows") or []]
+    tall, rows = _merged(names, ROWS)
     wide, columns = _merged(numbers.get("columns") or [], COLUMNS)
     found: dict[tuple[int, int], tuple[float | None, str]] = {}
     for row, column, value, tensor in cells:

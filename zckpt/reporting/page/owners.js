@@ -6,7 +6,8 @@ const lost = (file) => file.state === "missing";
 
 /** Where the pieces of files lie in the columns of a level: `{group, parameter}`, or less. */
 function placed({ group, parameter }) {
-  const { files, groups, of_tensor: owner, pieces } = report.map;
+  const { files, of_tensor: owner, pieces } = report.map;
+  const groups = report.map.groups.map(layerName);
   const { slot: slots = [], shape: shapes = [], parameter: names = [] } = report.tensors ?? {};
   const used = new Set(pieces.slot);
   const lanes = [...new Set([...SLOTS, ...used])].filter((slot) => used.has(slot));
@@ -54,7 +55,8 @@ function damages(bars) {
 
 /** The view of a level; Enter goes a level down, Escape a level up. */
 function owners(level = {}) {
-  const { files, groups, pieces } = report.map;
+  const { files, pieces } = report.map;
+  const groups = report.map.groups.map(layerName);
   const { columns, lanes, bars } = placed(level);
   const marks = damages(bars), damaged = new Set(marks.map(({ bar }) => bar));
   const cells = new Map();
@@ -151,7 +153,7 @@ function paintOwners(context, box, { files, columns, lanes, bars, marks }) {
 /** The way back: a button for each level above the one that is shown. */
 function crumbs(level, go) {
   const steps = [["whole model", {}]];
-  if (level.group !== undefined) steps.push([report.map.groups[level.group], { group: level.group }]);
+  if (level.group !== undefined) steps.push([layerName(report.map.groups[level.group]), { group: level.group }]);
   if (level.parameter !== undefined) steps.push([level.parameter, level]);
   const [here] = steps.pop();
   const button = ([text, to]) => make("button", {

@@ -14,7 +14,8 @@ const field = (key, tensor) => report.tensors?.[key]?.[tensor];
 const FIELDS = ["name", "dtype", "shape", "bytes", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal"];
 
 function numbers({ numbers: key, apart: relative }) {
-  const { rows, columns, measures } = report.numbers;
+  const { columns, measures } = report.numbers;
+  const rows = report.numbers.rows.map(layerName);
   const measure = measures.find((one) => one.key === key) ?? measures[0];
   const title = measure.unit ? `${measure.title} (${measure.unit})` : measure.title;
   const known = FIELDS.filter((key) => report.tensors?.[key]);
@@ -55,11 +56,11 @@ const counts = (rows, columns, count, title, says) => heat(rows, columns,
 
 function masters() {
   const { rows, bins } = report.masters;
-  const names = rows.map(({ worst, layer }) => (worst ? `≠ ${layer}` : layer));
+  const names = rows.map(({ worst, layer }) => (worst ? `≠ ${layerName(layer)}` : layerName(layer)));
   return counts(names, bins, (row, bin) => rows[row].counts[bin], "elements by distance in ULP", (row, bin, cell) => {
     const { layer, worst, tensor } = rows[row];
     const farthest = worst ? [`farthest: ${short(worst)} ULP in ${field("name", tensor) ?? "?"}`] : [];
-    return [`layer ${layer}`, `${number(cell[2])} elements are ${bins[bin]} ULP away`, ...farthest];
+    return [`layer ${layerName(layer)}`, `${number(cell[2])} elements are ${bins[bin]} ULP away`, ...farthest];
   });
 }
 
@@ -70,7 +71,7 @@ function changes() {
   const size = Math.max(...known.map((each) => each.first + each.counts.length)) - first;
   const powers = Array.from({ length: size }, (_, place) => `2${superscript(first + place)}`);
   const count = (row, place) => histograms[row]?.counts[first + place - histograms[row].first] ?? 0;
-  const rows = layers.map(({ layer }) => layer);
+  const rows = layers.map(({ layer }) => layerName(layer));
   tables.changes = () => ({
     columns: ["layer", ...powers],
     rows: rows.map((layer, row) => [layer, ...powers.map((_, place) => count(row, place))]),
@@ -81,22 +82,28 @@ function changes() {
   ]);
 }
 
+const MEASURES = {
+  norms: "norm of weights", updates: "RMS of Adam's update", moments: "RMS of exp_avg",
+  seconds: "root of the mean of exp_avg_sq",
+};
+let steps; // short names of the checkpoints of a run
+
 function overTime({ run: key }) {
   const { rows, checkpoints } = report.run;
-  const title = key === "norms" ? "norm of weights" : "RMS of Adam's update";
+  const title = MEASURES[key];
   const value = (point, row) => point[key]?.[row] ?? null;
   tables.run = () => ({
-    columns: ["layer", ...checkpoints.map(({ step }) => `step ${step}`)],
-    rows: rows.map((row) => [row, ...checkpoints.map((point) => value(point, row))]),
+    columns: ["layer", ...checkpoints.map(({ name: checkpoint, step }) => `${checkpoint}, step ${step}`)],
+    rows: rows.map((row) => [layerName(row), ...checkpoints.map((point) => value(point, row))]),
   });
   const cells = checkpoints.flatMap((point, column) =>
     rows.map((row, place) => [place, column, value(point, row), null]));
-  const names = checkpoints.map(({ whole, step }) => `${whole ? "" : "✕ "}${step ?? "?"}`);
-  return heat(rows, names, cells, title, {
+  const names = checkpoints.map(({ whole, faults }, place) => `${whole && !faults ? "" : "✕ "}${steps[place]}`);
+  return heat(rows.map(layerName), names, cells, title, {
     says(row, column, cell) {
-      const { name: checkpoint, whole, why } = checkpoints[column];
-      return [`${checkpoint}, layer ${rows[row]}`, `${title}: ${short(cell[2])}`,
-        ...(whole ? [] : [`✕ not whole: ${why ?? "unknown"}`])];
+      const { name: checkpoint, why } = checkpoints[column];
+      return [`${checkpoint}, layer ${layerName(rows[row])}`, `${title}: ${short(cell[2])}`,
+        ...(why ? [`✕ ${why}`] : [])];
     },
   });
 }
@@ -107,13 +114,32 @@ tables.faults = () => ({
     [kind, message, file ?? null, offset ?? null, length ?? null]),
 });
 
+/** Shows what a fault is about: its tensor among the numbers, or its file on the map. */
+function lead({ tensor, file }, section) {
+  if (section === "map" && grids.map) {
+    const row = report.map.files.findIndex((each) => each.name === file);
+    if (row >= 0) grids.map.point([row, 0], true);
+  } else if (section === "numbers" && grids.numbers) {
+    const place = report.tensors.name.indexOf(tensor);
+    const has = ({ cells }) => cells.find((cell) => cell[3] === place);
+    const measure = place < 0 ? undefined : report.numbers.measures.find(has);
+    if (!measure) return;
+    const button = all("input[name=numbers]").find(({ value }) => value === measure.key);
+    button.checked = true;
+    button.dispatchEvent(new Event("change", { bubbles: true }));
+    const cell = has(measure).slice(0, 2);
+    grids.numbers.point(cell, true);
+    grids.numbers.enter(cell);
+  }
+}
+
 /* ---- start */
 
 const VIEWS = { run: overTime, numbers, map: () => owners(), masters, changes };
 
 async function start() {
   const source = one("#document");
-  ({ signs: kinds, palette: PALETTE } = JSON.parse(source.dataset.settings));
+  ({ signs: kinds, palette: PALETTE, steps } = JSON.parse(source.dataset.settings));
   const bytes = Uint8Array.from(atob(source.textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   report = await new Response(stream).json();
@@ -135,6 +161,10 @@ async function start() {
       grids[key].show(chosen());
       setTimeout(() => refresh(key)); // the figure answers first
     });
+  }
+  const own = (report.faults ?? []).filter(({ checkpoint }) => !(report.run && checkpoint));
+  for (const link of all("a[data-fault]")) {
+    link.addEventListener("click", () => lead(own[link.dataset.fault], link.hash.slice(1)));
   }
   for (const details of all("details[data-table]")) {
     details.addEventListener("toggle", () => refresh(details.dataset.table));

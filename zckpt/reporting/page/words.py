@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -66,15 +67,84 @@ def sizes(line: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in larger.items())
 
 
-def facts(line: Mapping[str, Any]) -> list[tuple[str, str]]:
+def title(document: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of a checkpoint as people know it, and that of its run; empty if it is not known.
+
+    `checkpoint-500` and `run5`, also where the path is `run5/checkpoint-500/global_step500`.
+    """
+    path, line = str(document["path"]), document.get("line") or {}
+    name = (document.get("about") or {}).get("name")
+    if not name:
+        return line.get("name") or path, ""
+    parts = (path if "://" in path else os.path.abspath(path)).split("/")
+    places = [place for place, part in enumerate(parts) if part == name]
+    return name, parts[places[-1] - 1 if places else -1]
+
+
+def layer(document: Mapping[str, Any], row: str) -> str:
+    """The name of a layer: `h.0` for the row 0."""
+    return str((document.get("layers") or {}).get(row, row))
+
+
+def alone(message: str, kind: str) -> str:
+    """A sentence about a fault without the kind, which stands beside it."""
+    return message.removeprefix(f"{kind}: ")
+
+
+def is_by_step(run: Mapping[str, Any]) -> bool:
+    """Whether the steps of a run's checkpoints are known, and differ."""
+    steps = [point["step"] for point in run["checkpoints"]]
+    return None not in steps and len({*steps}) == len(steps)
+
+
+def run_labels(run: Mapping[str, Any]) -> list[str]:
+    """Short names of checkpoints: the steps, or their own names where steps are equal."""
+    points = run["checkpoints"]
+    return [short(point["step"]) if is_by_step(run) else point["name"] for point in points]
+
+
+def of_this(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The faults of the checkpoint that is shown; those of others stand at these."""
+    faults = document.get("faults") or []
+    return [line for line in faults if not (document.get("run") and line.get("checkpoint"))]
+
+
+def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Faults of others that no row of the run's table has: a missing one, warnings."""
+    run = document.get("run")
+    names = {point["name"] for point in run["checkpoints"] if point.get("faults")} if run else {}
+    return [
+        line
+        for line in document.get("faults") or []
+        if run and line.get("checkpoint") and not (line["fault"] and line["checkpoint"] in names)
+    ]
+
+
+def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the first section says: name and value; what is not known is left out."""
-    versions = ", ".join(f"{key} {value}" for key, value in (line.get("versions") or {}).items())
+    line, about = document.get("line") or {}, document.get("about") or {}
+    engine = line.get("engine") or line.get("format")
+    versions = ", ".join(
+        f"{key} {value}"
+        for key, value in (line.get("versions") or {}).items()
+        if str(value) not in str(engine)
+    )
     parameters, trainable = line.get("parameters"), line.get("trainable")
     of_them = "" if trainable in (None, parameters) else f", {rounded(trainable)} trained"
     files = line.get("files")
+    step, planned = line.get("steps") or line.get("step"), about.get("planned")
+    if planned is not None and step is not None:
+        step = f"{step}, {planned:,} planned"
+    model = [about.get("model"), about.get("model_class")]
     rows = [
-        ("step", line.get("steps") or line.get("step")),
-        ("written by", line.get("engine") or line.get("format")),
+        ("model", ", ".join(filter(None, model))),
+        ("step", step),
+        ("loss", loss(about, line.get("step"))),
+        ("learning rate", learning_rate(document)),
+        ("epoch", _known(about.get("epoch"))),
+        ("saved", time(about.get("saved"))),
+        ("global batch", about.get("global_batch") and f"{about['global_batch']:,}"),
+        ("written by", engine),
         ("ranks", sizes(line)),
         ("parameters", None if parameters is None else f"{rounded(parameters)}{of_them}"),
         ("weights", line.get("dtype")),
@@ -87,9 +157,53 @@ def facts(line: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in rows if value not in (None, "")]
 
 
+def learning_rate(document: Mapping[str, Any]) -> str | None:
+    """The rate of the trainer's log; that of the optimizer too, if it is another one.
+
+    The Trainer logs the rate of the step that was made (transformers 5.24), while the groups of the
+    optimizer have that of the next one.
+    """
+    logged = (document.get("about") or {}).get("learning_rate")
+    groups = (document.get("steps") or {}).get("groups") or ()
+    stated = [group["values"].get("lr") for group in groups]
+    rates = {rate for rate in stated if isinstance(rate, (int, float))} - {logged}
+    if logged is None or not rates:
+        return _known(logged)
+    own = " and ".join(map(short, sorted(rates)))
+    return f"{short(logged)} in the trainer's log, {own} in the optimizer"
+
+
+def loss(about: Mapping[str, Any], step: Any) -> str:
+    """The loss that was logged last, at which step, and that of the last evaluation."""
+    if about.get("loss") is None:
+        return ""
+    at = about.get("loss_step")
+    where = "" if at in (None, step) else f" at step {short(at)}"
+    other = about.get("evaluation_loss")
+    return f"{short(about['loss'])}{where}" + ("" if other is None else f", eval {short(other)}")
+
+
+def _known(value: Any) -> str | None:
+    return None if value is None else short(value)
+
+
+def time(saved: Any) -> str:
+    """2026-11-29 10:32 UTC"""
+    return f"{saved[:10]} {saved[11:16]} UTC" if isinstance(saved, str) else ""
+
+
+def advice(following: Mapping[str, Any]) -> str:
+    """What is lost, what is left and what to do, as one sentence."""
+    parts = [*(following.get("lost") or []), following.get("left") or ""]
+    steps = following.get("do") or []
+    parts.append(", or ".join(step["what"] for step in steps if step["command"]))
+    text = "; ".join(filter(None, parts))
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     """Whether a fault is shown: `bad`, `odd` or `good`, and a few words."""
-    faults = document.get("faults") or []
+    faults = of_this(document)
     wrong = sum(bool(fault["fault"]) for fault in faults)
     if wrong:
         return "bad", f"{wrong:,} fault{'s' * (wrong != 1)}"

@@ -58,11 +58,11 @@ def groups_of(result: Manifest) -> list[list[str]]:
 
 
 def test_experts_of_one_rank_are_one_group() -> None:
-    result, shells = over_ranks(manifest([3, 2], [2]), options(2))
+    result = over_ranks(manifest([3, 2], [2]), options(2))
     assert result.groups == (DENSE, {**OF_EXPERTS, "name": "ep_size_2"})
     assert groups_of(result)[0] == ["dense"]
     assert sorted(groups_of(result)[1]) == sorted(f"{n}.w{p}" for n in range(4) for p in (0, 1))
-    assert (result.source["ep"], shells) == (2, [])
+    assert result.source["ep"] == 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_group_is_cut_where_it_has_too_many_elements(
 ) -> None:
     """The elements of one rank count; every rank's parts are in the same group."""
     monkeypatch.setattr(regroup, "GROUP_SIZE", limit)
-    result, _ = over_ranks(manifest([3, 2], [2]), options(ep))
+    result = over_ranks(manifest([3, 2], [2]), options(ep))
     assert [len(names) // ep for names in groups_of(result)[1:]] == expected
 
 
@@ -92,13 +92,13 @@ def test_cuts_become_one_group_again(monkeypatch: pytest.MonkeyPatch) -> None:
         over_ranks(source, options(2))
     assert "--ep 1" in (caught.value.hint or "")
     monkeypatch.setattr(regroup, "GROUP_SIZE", 120)
-    result, _ = over_ranks(source, options(2))
+    result = over_ranks(source, options(2))
     assert [len(names) for names in groups_of(result)] == [1, 8]
 
 
 def test_the_same_size_changes_nothing() -> None:
     source = manifest([3], [1])
-    result, _ = over_ranks(source, options(None))
+    result = over_ranks(source, options(None))
     assert result.parameters == source.parameters
     assert isinstance(result.run.engine, StateDictEngine)
     assert result.run.engine.experts == EXPERTS
@@ -121,7 +121,7 @@ def test_sizes_that_do_not_fit(ep: int, dp: int, said: str, hint: str) -> None:
 
 def test_a_size_without_experts() -> None:
     source = manifest([], [])
-    assert over_ranks(source, options(1)) == (source, [])
+    assert over_ranks(source, options(1)) == source
     with pytest.raises(WrongOption, match="has no experts"):
         over_ranks(source, options(2))
 

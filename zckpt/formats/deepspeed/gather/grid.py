@@ -23,7 +23,7 @@ from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
 from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from .model_rank import ModelRank
+from .model_rank import OPTIMIZER, ModelRank
 from .tensor import Cut, Piece, Rules, rules_of
 
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
@@ -81,6 +81,10 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     if not any(map(SEVERAL.search, names)):
         return list(ModelRank(directory).partitions())
     numbers = {int(match[1]) for name in names if (match := MODEL_RANK.search(name))}
+    data_ranks = [match["rank"] for name in names if (match := OPTIMIZER.fullmatch(name))]
+    if len(numbers) > 1 and 0 < len(data_ranks) == len({*data_ranks}):
+        # to 0.19.5 rank r loads mp_rank_{r % sp} of a run in which sp ranks share a sequence
+        return list(ModelRank(directory, None).partitions())
     ranks = [ModelRank(directory, number) for number in sorted(numbers)]
     if not ranks[0].optimizers:
         raise MissingData(

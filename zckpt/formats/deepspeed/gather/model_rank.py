@@ -56,20 +56,20 @@ FLATS = "fp32_groups_flat"
 
 
 class ModelRank:
-    """The files of one model rank, as each data rank loads its own."""
+    """The files of one model rank, as each data rank loads its own; without a number of all."""
 
-    def __init__(self, directory: str, number: int = 0) -> None:
+    def __init__(self, directory: str, number: int | None = 0) -> None:
         names, parsed = os.listdir(directory), Parsed()
 
         def opened(pattern: re.Pattern[str]) -> list[TorchFile]:
             matches = [m for name in names if (m := pattern.fullmatch(name))]
-            own = [m for m in matches if int(m["number"]) == number]
+            own = [m for m in matches if number in (None, int(m["number"]))]
             own.sort(key=lambda m: (int(m.groupdict().get("rank", 0)), m[0]))
             return [TorchFile(os.path.join(directory, m[0]), parsed) for m in own]
 
         self.optimizers, self.models = opened(OPTIMIZER), opened(MODEL)
         if not self.models:  # but for stage 3, one file for all data ranks
-            path = os.path.join(directory, f"mp_rank_{number:02d}_model_states.pt")
+            path = os.path.join(directory, f"mp_rank_{number or 0:02d}_model_states.pt")
             self.models = [TorchFile(path, parsed)]
         self.experts, self.of_ep_ranks = opened(EXPERT), opened(OF_EP_RANK)
         self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]

@@ -215,4 +215,4 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
             engine=replace(own.run.engine, experts=layers),
             state=state,
         )
-    )[0]
+    )

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
 from ....core.grouping import by_key
-from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....errors import (
     InconsistentCheckpoint,
@@ -37,12 +36,12 @@ from ...groups import regrouped
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
 
 
-def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell]]:
+def over_ranks(source: Manifest, options: Options) -> Manifest:
     """The source with the groups that its experts have at the target's expert-parallel size.
 
-    The shells are trainer's files that change with the groups. Raises WrongOption (sizes that do
-    not divide, groups that may be cuts of one), MissingData (the source does not state its layers
-    or groups), InconsistentCheckpoint (an order of parameters that another size does not have).
+    Raises WrongOption (sizes that do not divide, groups that may be cuts of one), MissingData (the
+    source does not state its layers or groups), InconsistentCheckpoint (an order of parameters that
+    another size does not have).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     if strangers := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
@@ -55,7 +54,7 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
                 f"--ep {ep}, but {source.root} has no experts",
                 hint="leave it out",
             )
-        return source, []
+        return source
     _check_sizes(layers, ep, options[DP], source.dp)
     if source.groups is None:
         raise MissingData(
@@ -65,7 +64,7 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
             file=source.root,
         )
     if ep is None or layers.sizes == [ep]:
-        return source, []
+        return source
     return _regrouped(source, layers, ep)
 
 
@@ -131,7 +130,7 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
     return [warning("program-must-set", message, subject="ep_size")]
 
 
-def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifest, list[Shell]]:
+def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
     """The source at another size, which the ds_config of AutoEP states too."""
     assert source.groups is not None
     assert isinstance(source.run.engine, FlatBufferEngine | StateDictEngine)

@@ -26,7 +26,6 @@ from ....core.grouping import by_key
 from ....core.inert import Scalar, is_number
 from ....core.layout import Shell
 from ....core.manifest import Manifest, slot_key, slot_name
-from ....core.optimizer_states import OTHER
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -223,11 +222,10 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
     return BufferSlot(name, tensor.dtype, fragments)
 
 
-def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, list[FlatBuffer]]:
+def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
     """What the optimizer knows by each number, as the record of a flat buffer.
 
-    The engine's states have as `other` what is neither a number nor of a parameter's shape, by the
-    parameter's name. What is called a step and is none is a state like any other.
+    What is called a step and is none is a state like any other.
     """
     states, file, numbers = whole.states, whole.file, list(_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
@@ -250,11 +248,11 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         for key, value in number.state.items()
         if isinstance(key, str) and is_number(value, Tensor) and not _is_slot(number, key, value)
     }
-    other: dict[str, dict[str, Any]] = {}
     buffers: list[FlatBuffer] = []
     for number in numbers:
         slots = [_slot(number, file, "master", number.master.tensor)] if number.master else []
         scalars: dict[str, Scalar] = {}
+        other: dict[Any, Any] = {}
         for key, value in number.state.items():
             if key == "step" and steps.step_of(states.number(0, value)) is not None:
                 continue
@@ -264,14 +262,14 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
             elif _is_slot(number, key, value):
                 slots.append(_slot(number, file, slot_name(key), value))
             else:
-                other.setdefault(number.first, {})[key] = value
-        step = completed.get(number.owner)
-        buffers.append(FlatBuffer(number.group, number.shapes, slots, step, place, scalars, (), ()))
+                other[key] = value
+        shown = (slots, completed.get(number.owner), place, scalars)
+        buffers.append(FlatBuffer(number.group, number.shapes, *shown, (), (), other=other))
     if buffers:
         seen = [*chain(*(steps.sightings_of(each, believed) for each in (in_states, in_groups)))]
         sightings, warnings = [line for line, _ in seen], [line for _, line in seen if line]
         buffers[0] = replace(buffers[0], sightings=sightings, warnings=warnings)
-    return replace(states, states=[states.first | ({OTHER: other} if other else {})]), buffers
+    return buffers
 
 
 def _is_slot(number: Number, key: Any, value: Any) -> bool:
@@ -280,7 +278,7 @@ def _is_slot(number: Number, key: Any, value: Any) -> bool:
 
 def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
     """The manifest; its warnings name the parameters whose names only an order shows."""
-    states, buffers = kept(whole, step_policy)
+    states, buffers = whole.states, kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
     warnings = manifest.notices.warnings
     if whole.inferred:

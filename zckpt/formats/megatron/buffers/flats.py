@@ -30,8 +30,8 @@ from ....core.inert import Global, inside
 from ....core.manifest import slot_name
 from ....core.slicing import Piece, Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
-from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles
+from ....files.dcptable import ItemTable
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchtensors import TORCH_DTYPES
 from ...statedict.tree import TensorPiece

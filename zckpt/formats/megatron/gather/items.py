@@ -16,8 +16,9 @@ from ....core.fragments import Fragment, Runs
 from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Partition
 from ....errors import MALFORMED, not_understood
-from ....files.dcpfile import ItemTable, TensorItem, read_table
+from ....files.dcpfile import read_table
 from ....files.dcpitems import ItemFiles
+from ....files.dcptable import ItemTable, TensorItem
 from ....files.torchfile import TorchFile
 from ....files.torchtensors import TORCH_DTYPES
 from .. import saving_program as programs

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from tempfile import TemporaryDirectory
@@ -23,9 +23,10 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ..api import read
 from ..core.description import Report, line_of
+from ..core.dtypes import SIZES
 from ..core.entries import Entry
+from ..core.fragments import Fragment, Runs
 from ..core.grouping import by_key
 from ..core.inventory import MOST
 from ..core.layers import Places, places_of
@@ -40,12 +41,12 @@ from ..errors import (
     SourceChanged,
     WrongOption,
     ZckptError,
-    listed,
     notice_of,
-    problem,
     warning,
 )
-from ..judging.inventory import files_below, stand_in, states_in
+from . import verdict
+from .inventory import files_below, stand_in, states_in
+from .verdict import Verdict
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
 NO_FAULT = (WrongOption, MissingExtra, SourceChanged)
@@ -91,6 +92,11 @@ class Found(Struct, eq=False, dict=True):
         """Layers and kinds of all tensors."""
         return places_of(entry.parameter for entry in self.entries)
 
+    @cached_property
+    def judged(self) -> Verdict:
+        """Whether it is whole, and of one save."""
+        return verdict.of(self.known)
+
     @property
     def root(self) -> str:
         """The checkpoint's own folder or file, not that of links."""
@@ -109,8 +115,10 @@ class Found(Struct, eq=False, dict=True):
 
 
 @contextmanager
-def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
-    """The checkpoint at `path`; `source` are the arguments of `zckpt.read`.
+def what_is_there(
+    path: str, source: Mapping[str, Any], read: Callable[..., Manifest]
+) -> Iterator[Found]:
+    """The checkpoint at `path`; `source` are arguments of `read`, as `zckpt.read` has them.
 
     Whatever is wrong with it is a fault. Raises the ZckptError of what is no checkpoint, or not one
     alone.
@@ -121,7 +129,7 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
             try:
                 with standing_in(found.lost):
                     where, words = found.shadow or path, {"weights_only": weights_only, **source}
-                    found.manifest = read(where, nameless=True, **words)
+                    found.manifest = read(where, nameless=True, opens_items=True, **words)
                 break
             except NO_FAULT:
                 raise
@@ -160,21 +168,39 @@ def _omitted() -> Report:
     return line_of(left, kind="warning", fault=False)
 
 
+def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
+    """The elements of a tensor that are not in lost files, one range after the other; and these."""
+    size, parts = SIZES[entry.dtype], []
+    if not any(fragment.extent.file in lost for fragment in entry.fragments):
+        return entry, ((0, entry.numel),)
+    runs = sorted(
+        (run for run in entry.fragments.runs(0, entry.numel, size) if run.extent.file not in lost),
+        key=lambda run: run.start,
+    )
+    ranges: list[tuple[int, int]] = []
+    first = 0
+    for run in runs:
+        parts.append(Fragment(first, first + run.stop - run.start, run.extent))
+        first += run.stop - run.start
+        if ranges and ranges[-1][1] == run.start:
+            ranges[-1] = ranges[-1][0], run.stop
+        else:
+            ranges.append((run.start, run.stop))
+    return replace(entry, shape=(first,), fragments=Runs(parts)), tuple(ranges)
+
+
 # -- steps that differ
 
 
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
     """The step that most places state, as a policy; the others become faults."""
     found.stated = error.steps
-    (most, count), *_ = Counter(step for _, step in error.steps).most_common()
-    others = "another place states" if count == 1 else f"{count:,} other places state"
+    (most, _), *_ = Counter(step for _, step in error.steps).most_common()
     odd = by_key(
         ((file_in(where, found.path), step), where) for where, step in error.steps if step != most
     )
-    for (file, step), places in odd.items():
-        message = f"{listed(places, 2)}: step {step:g}, but {others} {most:g}"
-        wrong = problem("steps-disagree", found.real(message), subject=places[0], file=file)
-        found.faults.append(line_of(wrong, kind="step", fault=True))
+    for (file, _), places in odd.items():
+        found.faults.append(_fault(found, error, "step", file) | {"subject": places[0]})
     return f"{most:.0f}"
 
 

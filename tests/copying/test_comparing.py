@@ -1,0 +1,220 @@
+"""Masters are compared with their weights in regions that processes, parts and later runs share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zckpt.copying import filling
+from zckpt.copying.comparing import MASTERS, MasterRow
+from zckpt.copying.convert import convert
+from zckpt.copying.journal import Identity, regions_in
+from zckpt.copying.sharing import ALONE, Part, Sharing
+from zckpt.copying.staging import Staging
+from zckpt.core.entries import Entry
+from zckpt.core.fileio import Writer
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.layout import CopyOutcome, Layout, Shell
+from zckpt.core.manifest import Files, Manifest, Run
+from zckpt.core.marks import lines_in
+from zckpt.core.masters import Rounding
+from zckpt.core.resources import Copying
+from zckpt.errors import InconsistentCheckpoint
+
+from ..conftest import fork
+
+MIB = 1 << 20
+SHAPES = {"a": 700_001, "b": 3, "c": 1_000_000, "d": 1 << 17}
+COPYING = Copying(2, 4 * MIB)
+BYTES = sum(SHAPES.values()) * 6
+HINT = "another one"
+
+
+class Conversion:
+    """Fp32 masters in one file, and their weights in bf16 in another one."""
+
+    def __init__(self, root: Path, accepted: bool = False) -> None:
+        self.run, self.target, self.accepted = root / "run", root / "out", accepted
+        self.run.mkdir()
+        torch.manual_seed(3)
+        self.masters = {name: torch.randn(numel) for name, numel in SHAPES.items()}
+        self.weights = {name: tensor.bfloat16() for name, tensor in self.masters.items()}
+        self.begun: list[int] = []
+
+    def save(self) -> None:
+        for name, tensors in (("masters", self.masters), ("weights", self.weights)):
+            data = (tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+            (self.run / name).write_bytes(b"".join(data))
+
+    def manifest(self, root: str) -> Manifest:
+        entries = []
+        for slot, dtype, size in (("master", "F32", 4), ("param", "BF16", 2)):
+            file, offset = os.path.join(root, "weights" if size == 2 else "masters"), 0
+            for name, numel in SHAPES.items():
+                extent = Extent(file, offset, numel * size)
+                entries.append(Entry(name, slot, dtype, (numel,), solid(numel, extent)))
+                offset += numel * size
+        paths = tuple(os.path.join(root, name) for name in ("masters", "weights"))
+        return Manifest(root, "x", Run(), {e.key: e for e in entries}, {}, files=Files(paths=paths))
+
+    def rounding(self) -> Rounding:
+        return Rounding(self.manifest(str(self.run)), HINT, self.accepted)
+
+    def convert(
+        self, sharing: Sharing = ALONE, seal: Callable[..., None] = lambda *_: None
+    ) -> CopyOutcome | None:
+        numel = sum(SHAPES.values())
+        sizes = {"masters": 4 * numel, "weights": 2 * numel}
+        layout = Layout(lambda: (Shell(name, size, ()) for name, size in sizes.items()), (), (), ())
+        about = Identity(files=sizes), MIB, True, None, sharing
+        staged, source = Staging(str(self.target), *about), self.manifest(str(self.run))
+
+        def begin(size: int) -> Callable[[int], None]:
+            self.begun = [size]
+            return self.begun.append
+
+        return convert(
+            source, staged, layout, BYTES, self.manifest, seal, COPYING, begin, self.rounding()
+        )
+
+    def noted(self, journal: str) -> set[int]:
+        """The regions of masters in a journal, by where they begin."""
+        data = (self.target.parent / "out.partial" / journal).read_bytes()
+        return {region.start for region in regions_in(lines_in(data)) if region.file == MASTERS}
+
+
+@pytest.fixture
+def conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conversion:
+    monkeypatch.setattr(filling, "REGION", MIB)
+    return Conversion(tmp_path)
+
+
+@pytest.mark.parametrize("memory", [3 << 10, 3 << 15, 3 << 20])
+@pytest.mark.parametrize("region", [7, 4099, 1 << 19, 1 << 30])
+def test_parts_have_each_element_once(
+    memory: int, region: int, conversion: Conversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However regions cut it, also inside of an element."""
+    monkeypatch.setattr(filling, "REGION", region)
+    monkeypatch.setitem(SHAPES, "c", 5001)
+    monkeypatch.setitem(SHAPES, "a", 1)
+    monkeypatch.setitem(SHAPES, "d", 0)
+    row = MasterRow(conversion.rounding(), memory)
+    portions = [*row.portions(set())]
+    assert [(one.stop, one.file) for one in portions][:-1] == [
+        (n.start, MASTERS) for n in portions[1:]
+    ]
+    parts = [*row.parts(portions)]
+    for number, numel in enumerate(SHAPES.values()):
+        own = [(part.start, part.stop) for part in parts if part.number == number]
+        assert all(one[1] == other[0] for one, other in pairwise(own))
+        assert not own if numel == 0 else (own[0][0], own[-1][1]) == (0, numel)
+    assert sum(part.length for part in parts) == row.length == sum(SHAPES.values()) * 6
+    assert max(part.stop - part.start for part in parts) * 4 * 3 <= memory
+
+
+def test_right_masters_are_compared_once(conversion: Conversion) -> None:
+    conversion.save()
+    outcome = conversion.convert()
+    assert outcome is not None
+    assert outcome.differing == {}
+    assert conversion.begun[0] == sum(conversion.begun[1:]) == 2 * BYTES
+    assert (conversion.target / "masters").read_bytes() == (conversion.run / "masters").read_bytes()
+
+
+@pytest.mark.parametrize("place", [128, 600_000, 700_000])
+def test_a_wrong_element_anywhere_ends_the_run(place: int, conversion: Conversion) -> None:
+    conversion.weights["a"][place] += 1
+    conversion.save()
+    conversion.rounding().begin()
+    with pytest.raises(
+        InconsistentCheckpoint, match=r"is not its rounded master: a\. The"
+    ) as raised:
+        conversion.convert()
+    assert raised.value.hint == HINT
+    assert os.listdir(conversion.target.parent) == ["run"]
+
+
+def test_the_first_elements_are_compared_before_anything_is_written(conversion: Conversion) -> None:
+    conversion.weights["c"][127] += 1
+    conversion.save()
+    with pytest.raises(InconsistentCheckpoint, match=r"is not its rounded master: c\. The"):
+        conversion.rounding().begin()
+
+
+def test_accepted_masters_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that an earlier part has found; the files are those of the first difference."""
+    monkeypatch.setattr(filling, "REGION", MIB)
+    conversion = Conversion(tmp_path, accepted=True)
+    for name, place in (("d", -1), ("a", 3), ("a", 699_999), ("c", 500_000)):
+        conversion.weights[name][place] += 1
+    conversion.save()
+    conversion.rounding().begin()
+    lines: list[str] = []
+
+    def seal(_root: Any, _shells: Any, outcome: CopyOutcome) -> None:
+        lines.extend(each.message for each in conversion.rounding().conclude(outcome.differing))
+
+    for number in (1, 2, 3):
+        outcome = conversion.convert(Part(number, 3), seal)
+    assert outcome is not None
+    assert outcome.differing == {0: 3, 2: 500_000, 3: (1 << 17) - 1}
+    (line,) = lines
+    assert "are not the rounded masters: a, c, d. The masters are in masters, the wei" in line
+
+
+def test_parts_share_the_masters(conversion: Conversion) -> None:
+    conversion.save()
+    assert conversion.convert(Part(1, 3)) is None
+    assert conversion.convert(Part(3, 3)) is None
+    first, last = (conversion.noted(f"journal-{number}-of-3") for number in (1, 3))
+    assert first
+    assert last
+    assert not first & last
+    assert conversion.convert(Part(2, 3)) is not None
+    assert conversion.target.exists()
+
+
+def test_no_part_completes_what_another_one_has_refused(conversion: Conversion) -> None:
+    """Part 1 has the first region; the others end, and the target does not appear."""
+    conversion.weights["a"][200] += 1
+    conversion.save()
+    refused = []
+    for number in (1, 2, 3, 1):
+        try:
+            assert conversion.convert(Part(number, 3)) is None
+        except InconsistentCheckpoint:
+            refused.append(number)
+    assert len(refused) in (1, 2)
+    assert len({*refused}) == 1
+    assert not conversion.target.exists()
+
+
+def test_a_run_that_goes_on_does_not_compare_again(conversion: Conversion) -> None:
+    """A child dies in the end, when all regions are noted; then no weight need be read."""
+    conversion.save()
+    child = fork()
+    if not child:
+        try:
+            conversion.convert(seal=lambda *_: os._exit(9))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert conversion.noted("journal") == {*range(0, BYTES, MIB)}
+    left: list[int] = []
+    read, write = MasterRow.first, Writer.write
+    MasterRow.first = lambda *rest: left.append(1)  # type: ignore[method-assign, assignment]
+    Writer.write = lambda *rest: left.append(2)  # type: ignore[method-assign, assignment]
+    try:
+        outcome = conversion.convert()
+    finally:
+        MasterRow.first, Writer.write = read, write  # type: ignore[method-assign]
+    assert left == []
+    assert outcome is not None
+    assert conversion.target.exists()

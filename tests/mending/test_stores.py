@@ -1,0 +1,34 @@
+"""A damaged checkpoint in an object store is mended into the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zckpt
+
+from ..conftest import EXAMPLE
+from ..remote.memory import Memory
+from .damaging import flip
+
+OPTIMIZER = "global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("place", [(9000, 3), (238, 1)], ids=["data", "pickle"])
+def test_a_store(
+    place: tuple[int, int], example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    flip(example / OPTIMIZER, *place)
+    store = Memory.of(example, "run")
+    report = zckpt.mend(zckpt.At(store, "run"), zckpt.At(store, "out/mended"))
+    (line,) = report["places"]
+    assert line["file"] == f"store://Memory/run/{OPTIMIZER}"
+    assert report["target"] == "store://Memory/out/mended"
+    assert report["sent"] == len(report["files"])
+    for path in (each for each in EXAMPLE.rglob("*") if each.is_file()):
+        assert store.objects[f"out/mended/{path.relative_to(EXAMPLE)}"] == path.read_bytes()
+    assert "out/mended/global_step7/zckpt-mended.json" in store.objects
+    assert store.objects[f"run/{OPTIMIZER}"] == (example / OPTIMIZER).read_bytes()

@@ -1,0 +1,115 @@
+"""The command that writes a mended copy of a damaged checkpoint, a thin layer over `zckpt.api`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from .. import display
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint
+from ..remote.anywhere import jobs_for
+from . import signals
+from .help import ExplainedCommand
+from .options import by_rank_0, common, copying_alone, grouped, source_and_target
+from .parameters import PATH
+
+WHOLE = "which is whole by its metadata"
+
+
+@click.command(
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt mend run/checkpoint-500 mended --dry-run",
+        "zckpt mend run/checkpoint-500 mended",
+        "zckpt mend run/checkpoint-500 mended --older run/checkpoint-400",
+    ),
+)
+@source_and_target
+@grouped(
+    "Source",
+    "--older",
+    type=PATH,
+    metavar="PATH",
+    help="An older checkpoint of the run, for tensors that have not changed since.",
+)
+@grouped(
+    "Source",
+    "--accept-chance",
+    is_flag=True,
+    help="Take the one bit that explains a checksum also where many bits could look like it.",
+)
+@grouped(
+    "Source",
+    "--rebuild",
+    multiple=True,
+    type=click.Choice(["masters", "moments=zero", "moments=older"]),
+    help="Make up what a lost file had: masters from 16-bit weights; moments as zeros, or as "
+    "--older has them.",
+)
+@copying_alone
+@by_rank_0
+@common
+def mend(
+    source: str,
+    target: str,
+    older: str | None,
+    accept_chance: bool,
+    rebuild: tuple[str, ...],
+    jobs: int | None,
+    memory: int,
+    io: str,
+    asked: bool,
+    as_json: bool,
+    quiet: bool,
+    dry_run: bool,
+    **words: Any,
+) -> int:
+    """Write a mended copy of a checkpoint with flipped bits or lost files.
+
+    mend reads all bytes, as verify does, and says which are damaged, and what was there before. The
+    checksum of a record shows one flipped bit. Damage of many bits can look like it: in a record of
+    256 KiB in 1 of 2,000 cases. So in a larger one other bytes must confirm it: a copy on another
+    rank, the same tensor in --older, or a 16-bit weight beside its master. Nothing else is written,
+    unless you type --accept-chance.
+
+    Of lost files, mend says what they had, and what of it is left elsewhere. It writes those that
+    all other ranks have with the same bytes, as the model's files of stage 3. Of an optimizer's
+    file of stage 1 or 2, --rebuild makes up masters and moments: the losses change.
+
+    DST has the same files, and a list of what was restored, zckpt-mended.json, which zckpt carries
+    into everything that is made of it. SRC is never changed.
+
+    Exit code 3: --dry-run found damage.
+    """
+    from .. import api
+    from ..resume.runs import instead_of
+
+    def tell(places: Sequence[dict[str, Any]]) -> None:
+        display.damaged(places, quiet or as_json)
+
+    about = f"{source} to {target}"
+    with display.progress("mend", about, quiet, as_json=as_json, asked=asked) as begin:
+        try:
+            report = api.mend(
+                source,
+                target,
+                older=older,
+                accept_chance=accept_chance,
+                rebuild=rebuild,
+                dry_run=dry_run,
+                copying=api.Copying(jobs or jobs_for(memory, source), memory, io),
+                begin=begin,
+                tell=tell,
+                before_rename=signals.ignore,
+                **words,
+            )
+        except (CorruptCheckpoint, IncompleteCheckpoint) as error:
+            if (instead := instead_of(source, words.get("tag"))) is None:
+                raise
+            raise error.with_way(f"go on from {instead}, {WHOLE}") from error
+    if report["problems"]:
+        report["instead"] = instead_of(source, words.get("tag"))
+    display.answer(report, as_json, quiet, display.mended)
+    return 3 if dry_run and (report["places"] or report["lost"] or report["problems"]) else 0

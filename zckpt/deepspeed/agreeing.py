@@ -1,0 +1,63 @@
+"""Have all ranks together read what the source's checksums state?
+
+A record of the source may be read in parts by several ranks. Each counts its own, and rank 0
+combines them. Damage ends no read: all ranks first have their file, and then raise the same error.
+A rank that raised alone would leave the others in a collective call of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ..copying.copy import counted
+from ..core.manifest import Manifest
+from ..core.plan import Pair
+from ..core.records import RecordChecker, damaged
+from ..core.streaming import finish
+from ..processes.ranks import Ranks, received, sent
+
+
+class Agreement:
+    """What all ranks read of `source`; `checker` counts what this one reads.
+
+    `checking` has the pairs, by identity, whose bytes count. If it `is_sparing`, no checksum is
+    looked at.
+    """
+
+    def __init__(
+        self, ranks: Ranks, source: Manifest, pairs: Sequence[Pair], is_sparing: bool
+    ) -> None:
+        self._ranks, self._source, self._pairs = ranks, source, pairs
+        self._records = () if is_sparing else source.files.records
+        self.checker = self._new_checker()
+        self.checking = counted(pairs, self.checker)
+
+    def _new_checker(self) -> RecordChecker:
+        return RecordChecker(
+            self._records, collect=True, fingerprints=self._source.files.fingerprints
+        )
+
+    def agree(self, error: Exception | None, is_last: bool, is_all: bool = True) -> None:
+        """Raises Told in all ranks if one of them failed, or if a record is damaged.
+
+        After the last file, the little that no rank has read of a record is read too. If the files
+        were all, that holds for records of which no rank can count its part.
+        """
+        values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
+        self._ranks.told(partial(self._judge, values, is_last, is_all))
+
+    def _judge(self, values: Sequence[Any], is_last: bool, is_all: bool) -> None:
+        checker = self._new_checker()
+        if is_last and is_all:
+            counted(self._pairs, checker)
+        for failure, parts in values:
+            if failure is not None:
+                raise received(failure)
+            for part in parts:  # of a record that has passed as a whole, no more is counted
+                checker.passed_before(*part)
+        if is_last and not checker.damage:
+            finish([checker])
+        for extent in checker.damage:
+            raise damaged(extent)

@@ -1,0 +1,119 @@
+"""A file of the target that is in no filesystem: torch.load reads it.
+
+torch.load asks a file for the parts of its zip, and for each storage's bytes into the memory that
+it has just allocated. The parts of the zip come from the shell; the bytes of a storage are
+assembled from the source, in that memory. So no second copy of a tensor exists at any time.
+
+Turned down: mapping the shell into memory (`torch.load(mmap=True)`) and filling the mapping. The
+page cache would hold as many zeros as the tensors have bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, cast
+
+import torch
+
+from ..copying.assembling import Assembler
+from ..copying.journal import Passed
+from ..core import plan
+from ..core.plan import TargetPiece
+from ..core.sources import close, open_file
+from ..errors import UnsupportedCheckpoint
+
+
+class FilledFile(io.RawIOBase):
+    """The file at `path`, whose shell lies there; `records` are its storages, lengths by offset.
+
+    `failure` is the first error of the source: torch has no way to hand it on.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        records: Mapping[int, int],
+        pieces: Sequence[TargetPiece],
+        assembler: Assembler,
+        chunk: int,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.failure: BaseException | None = None
+        self._shell = open_file(path)
+        self._size = os.fstat(self._shell).st_size
+        self._records, self._pieces = records, pieces
+        self._assembler, self._chunk = assembler, chunk
+        self._position = 0
+        self._empty = {piece.offset for piece in pieces}  # where nothing has been filled yet
+
+    @property
+    def file(self) -> int:
+        return self._shell
+
+    def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
+        """No part of the file has a checksum: nobody reads it again."""
+        return iter(())
+
+    def load(self, map_location: Any) -> Any:
+        """What torch.load gives; raises the error that ended it."""
+        try:
+            value = torch.load(cast(IO[bytes], self), map_location=map_location, weights_only=False)
+        except Exception:
+            if self.failure is not None:
+                raise self.failure from None
+            raise
+        if self._empty:
+            raise UnsupportedCheckpoint(
+                "target-unsupported",
+                f"torch {torch.__version__} reads the storages of a file in another way than zckpt "
+                "knows",
+                hint="zckpt.auto_resume(RUN) writes the checkpoint for this size",
+            )
+        return value
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        self._position = bases[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a storage; for other parts of the file, reads the shell."""
+        view = memoryview(buffer).cast("B")
+        start = self._position
+        count = max(0, min(len(view), self._size - start))
+        try:
+            if self.failure is not None:
+                return 0
+            if count and self._records.get(start) == count:
+                self._fill(start, view[:count])
+            else:
+                count = os.preadv(self._shell, [view[:count]], start)
+        except BaseException as error:
+            self.failure = error
+            return 0
+        self._position += count
+        return count
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        stop = start + len(view)
+        for chunk in plan.chunks(self.path, (start, stop), self._pieces, self._chunk):
+            at = chunk.offset - start
+            self._assembler.assemble(self, chunk, view[at : at + chunk.length])
+            self._empty.difference_update(piece.offset for piece in chunk.pieces)
+
+    def close(self) -> None:
+        if not self.closed:
+            close(self._shell)
+        super().close()

@@ -1,0 +1,68 @@
+"""How the places are printed that `mend` can restore, and those that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import counted, safe, sized
+from .terminal import checked, spoken, warn
+
+MOST = 20  # places of each kind
+HEADS = {
+    "restored": "can be restored exactly",
+    "accepted": "is taken as its checksum alone says (--accept-chance)",
+    "needs-consent": "can be restored by its checksum alone, which needs --accept-chance",
+    "lost": "is lost",
+    "elsewhere": "was in lost files, and is left elsewhere",
+    "rebuilt": "was in lost files, and is made up (--rebuild)",
+    "made-up": "was in lost files, and would have to be made up",
+    "gone": "was in lost files alone",
+}
+"""What is said of the places in each state."""
+
+
+def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
+    """What is damaged, before anything is written."""
+    if quiet:
+        return
+    for state, head in HEADS.items():
+        own = [line for line in places if line["state"] == state]
+        if own:
+            print(f"{head}:")
+        for line in own[:MOST]:
+            print(f"  {spoken(line)}")
+        if len(own) > MOST:
+            print(f"  and {counted(len(own) - MOST, 'other place')}; --json lists all")
+
+
+def mended(report: dict[str, Any], quiet: bool) -> None:
+    """What `mend` has written, or would write; `damaged` has printed the places."""
+    warn(report["warnings"], quiet)
+    where, source = safe(report["target"]), safe(report["source"]["path"])
+    for line in report["problems"]:
+        print(f"cannot be restored: {spoken(line)}")
+        if line["hint"]:
+            print(f"  {safe(line['hint'])}")
+    if quiet:
+        return
+    if report["dry_run"]:
+        if not (report["places"] or report["lost"] or report["problems"]):
+            print(f"nothing is damaged in {source}")
+        if instead := report.get("instead"):
+            print(f"next: go on from {safe(instead)}, which is whole by its metadata")
+        return
+    if report.get("already_complete"):
+        print(f"{where} is complete already; nothing was written")
+        return
+    files = counted(len(report["files"]), "file")
+    print(
+        f"{where}: a mended copy of {source}, {files}, {sized(report['bytes'])}, "
+        f"{report['seconds']:.1f} s" + checked(report)
+    )
+    if report.get("resumed"):
+        print(f"continued: an earlier run had written {sized(report['resumed'])}")
+    for line in report["left_out"]:
+        print(f"left out: {spoken(line)}")
+    if report["next"]:
+        print(f"next: {safe(report['next'])}")

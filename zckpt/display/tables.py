@@ -1,0 +1,176 @@
+"""How does a table fit? No number and no name is ever broken: a broken one is misread.
+
+On a terminal, numbers first get fewer digits, then the columns that tell least are left out, and at
+last each row becomes a block of lines. Without a terminal, or if all is asked for (`--wide`), rows
+have every column and digit: grep and awk read them. rich alone would break cells where they end.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+from ..errors import safe
+
+DIGITS = (6, 5, 4, 3)
+"""Of floats, the most that fit."""
+GAP = 2  # characters between two columns
+PROSE = 24  # characters that a column of sentences should have
+EVERYTHING = 1_000_000  # characters of a line that has no end
+Spare = Sequence[tuple[str, ...]]
+"""Columns that a narrow terminal does without, the first one first; those of a tuple together."""
+Style = Callable[[str, object], str]
+"""How a cell looks on a terminal, in rich's words, by its column and value."""
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    prose: bool = False,
+    spare: Spare = (),
+    style: Style | None = None,
+    right: Sequence[str] = (),
+    wide: bool = False,
+) -> None:
+    """Rows on stdout; numbers to the right, as the texts of the columns in `right`.
+
+    The last column may go on in the next line, between words, if it is `prose`.
+    """
+    whole = [[cell(value, DIGITS[0]) for value in row] for row in rows]
+    to_right = [
+        head in right or any(isinstance(row[i], (int, float)) for row in rows)
+        for i, head in enumerate(heads)
+    ]
+    if not sys.stdout.isatty():
+        plain_columns([heads, *whole], to_right)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    width = EVERYTHING if wide else Console().width
+    kept, cells, widths = _fitting(heads, rows, width, prose, spare)
+    if not kept:
+        blocks(heads, whole, width)
+        return
+    if prose:  # the last column has what the others leave
+        widths[-1] = width - sum(widths[i] + GAP for i in kept[:-1])
+        cells = [[*row[:-1], "\n".join(_folded(row[-1], widths[-1]))] for row in cells]
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for i in kept:
+        drawn.add_column(Text(heads[i]), justify="right" if to_right[i] else "left", no_wrap=True)
+    for values, row in zip(rows, cells, strict=True):
+        look = [style(heads[i], values[i]) if style else "" for i in kept]
+        drawn.add_row(*(Text(row[i], own) for i, own in zip(kept, look, strict=True)))
+    Console(highlight=False, width=width).print(drawn)
+    _print_left_out(heads, whole, kept, width)
+
+
+def _fitting(
+    heads: Sequence[str], rows: Sequence[Sequence[object]], width: int, prose: bool, spare: Spare
+) -> tuple[list[int], list[list[str]], list[int]]:
+    """The columns that fit, if any do; all cells with the most digits then, and their widths."""
+    from rich.cells import cell_len
+
+    shown = {n: [[cell(value, n) for value in row] for row in rows] for n in DIGITS}
+    widths: dict[int, list[int]] = {}
+    for n, cells in shown.items():
+        columns = [[head, *(row[i] for row in cells)] for i, head in enumerate(heads)]
+        widths[n] = [max(map(cell_len, column)) for column in columns]
+        if prose:
+            words = [cell_len(word) for text in columns[-1] for word in text.split()]
+            widths[n][-1] = min(widths[n][-1], max([PROSE, *words]))
+    for number in range(len(spare) + 1):
+        gone = {head for heads in spare[:number] for head in heads}
+        kept = [i for i, head in enumerate(heads) if head not in gone]
+        for n in DIGITS:
+            if sum(widths[n][i] + GAP for i in kept) - GAP <= width:
+                return kept, shown[n], widths[n]
+    return [], [], []
+
+
+def _print_left_out(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int
+) -> None:
+    """What a column says that is not there, if that is one thing; else its name."""
+    several = []
+    for i, head in enumerate(heads):
+        if i not in kept:
+            values = {row[i] for row in rows} - {"-"}
+            if len(values) == 1:
+                print(f"{head}: {values.pop()}")
+            else:
+                several.append(head)
+    if several:
+        text = f"left out: {', '.join(several)}; --wide shows all columns"
+        print(textwrap.fill(text, width, break_on_hyphens=False))
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> None:
+    """A line for each name and its value. A path is never broken: it is to be copied."""
+    cells = [[safe(text) for text in row] for row in rows]
+    if not sys.stdout.isatty():
+        plain_columns(cells, [False, False])
+        return
+    label = max(len(name) for name, _ in cells) + GAP
+    width = max(shutil.get_terminal_size().columns - label, PROSE)
+    for name, text in cells:
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        print(name.ljust(label) + f"\n{'':{label}}".join(lines))
+
+
+def blocks(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
+    """A line per cell, for a table of many columns on a narrow terminal."""
+    label = max(map(len, heads)) + GAP
+    for row in rows:
+        for head, text in zip(heads, row, strict=True):
+            lines = _folded(text, max(width - label, 1))
+            print((head.ljust(label) + f"\n{'':{label}}".join(lines)).rstrip())
+        print()
+
+
+PARTS = re.compile(r"[^/.:-]*[/.:-]*(?:(?<=[/.:-])(?=\d)[^/.:-]*[/.:-]*)*")
+"""Parts of a name, each with the mark behind it; a version or a fraction is one part."""
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of a text, broken between words. A word that has no place has several lines."""
+    from rich.cells import cell_len
+
+    lines = [""]
+    for word in text.split():
+        parts = [word] if cell_len(word) <= width else filter(None, PARTS.findall(word))
+        for place, part in enumerate(parts):
+            longer = f"{lines[-1]}{'' if place else ' '}{part}".lstrip()
+            if lines[-1] and cell_len(longer) > width:
+                lines.append(part)
+            else:
+                lines[-1] = longer
+    return lines
+
+
+def plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            text.rjust(width) if to_right else text.ljust(width)
+            for text, width, to_right in zip(line, widths, right, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def cell(value: object, digits: int | None = None) -> str:
+    """A value as its cell shows it; a float with so many digits, or all."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and digits is not None:
+        return f"{value:.{digits}g}"
+    return f"{value:,}" if isinstance(value, int) else safe(value)

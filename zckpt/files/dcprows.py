@@ -1,0 +1,423 @@
+"""What a pickle of `.metadata` has millions of, as columns: boxes of tensors, and places of items.
+
+    chunk            offsets, sizes                      of a tensor's box
+    index -> info    key, offsets -> file, offset, length    of an item
+
+Pickle has 25 instructions for each of the three, always the same ones. Here a form of them is
+recognized as a whole, and becomes a row: a few numbers instead of four to six objects, which take
+2 to 4 KB. What is written in any other way is left to the unpickler, instruction by instruction:
+both give the same. So a form ends where its object does, a row stands for just that object, and it
+goes into a column only when the pickle puts it into a list or a dictionary.
+
+Values that the pickle numbers within a form can be referred to later. Boxes, indices, and the sizes
+and texts in them are known by their numbers. If a pickle refers to another part, or numbers values
+in its own way, `Unusual` is raised, and whoever reads it begins anew without rows.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from ..core.inert import Foreign, Global, Size
+
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+CHUNK = f"{METADATA_MODULE}.ChunkStorageMetadata"
+INDEX = f"{METADATA_MODULE}.MetadataIndex"
+PROPERTIES = f"{METADATA_MODULE}.TensorProperties"
+INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+MOST_KNOWN = 1 << 20  # texts of sizes that are remembered
+
+# instructions: a reference to a numbered value, and an integer
+_REF = rb"(?:h.|j....)"
+_LONG = b"|".join(rb"\x8a\x%02x.{%d}" % (length, length) for length in range(1, 9))
+_INT = rb"(?:K.|M..|J....|%b)" % _LONG
+
+
+def _form(pattern: bytes) -> re.Pattern[bytes]:
+    return re.compile(pattern, re.DOTALL)
+
+
+_INTEGERS = _form(_INT)
+
+
+class _Forms:
+    """The forms, with `number` behind each value that can be referred to.
+
+    pickle numbers all of them in protocol 4 (MEMOIZE), and zckpt's own writer none.
+    """
+
+    def __init__(self, number: bytes) -> None:
+        words = {
+            b"REF": _REF, b"INT": _INT, b"#": number,
+            b"SHAPE": rb"(?:(REF)(TUPLE)ONE#R#|(TUPLE)|(REF))",
+            b"TUPLE": rb"(?:\)|INT\x85#|INTINT\x86#|INTINTINT\x87#|\((?:INT){4,64}t#)",
+            b"OBJECT": rb"\)\x81#\}#\(",  # with a dictionary, and the first of its items
+            b"ONE": rb"\x85",
+        }  # fmt: skip
+
+        def form(pattern: bytes) -> re.Pattern[bytes]:
+            for word in (b"SHAPE", b"TUPLE", b"OBJECT", b"ONE", b"INT", b"REF", b"#"):
+                pattern = pattern.replace(word, words[word])
+            return _form(pattern)
+
+        self.chunk = form(rb"OBJECT(REF)SHAPE(REF)SHAPEub")
+        self.index = form(rb"OBJECT(REF)(?:(REF)|\x8c(.))")
+        self.index_rest = form(rb"(?:(REF)(N|INT))?(?:(REF)SHAPE)?(?:(REF)(N|INT))?ub")
+        self.info = form(rb"OBJECT(REF)(REF)(REF)(INT)(REF)(INT)(?:(REF)N)?ub")
+        self.size = form(rb"(TUPLE)ONE#R#")
+        self.properties = form(rb"\)\x81#\((REF)(REF)([\x88\x89])(REF)([\x88\x89])t#b")
+
+
+NUMBERED, UNNUMBERED = _Forms(b"\x94"), _Forms(b"")
+PROTOCOL = 4  # that of pickles whose values are numbered
+
+
+class Unusual(Exception):
+    """A pickle does what the forms do not foresee; it is read without them."""
+
+
+class IndexRow(Struct, frozen=True, gc=False, eq=False):
+    """An item's key, and the number of its offsets; -1 without offsets."""
+
+    key: str
+    offsets: int
+
+
+class InfoRow(Struct, frozen=True, gc=False):
+    """Where an item lies."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Run(Struct, frozen=True, eq=False):
+    """Rows [start, stop) of a column: boxes, or places as a key of a dictionary."""
+
+    start: int
+    stop: int
+
+
+class Rows:
+    """The columns of one pickle, and the forms that fill them.
+
+    `shapes` are the different offsets and sizes. `box_offsets` and `box_sizes` are the numbers of
+    those of boxes. `keys` are the different keys of items; those of places are the numbers in
+    `place_keys`, with `place_offsets`, and their files, offsets in these, and lengths.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self.is_numbered = text[1:2] >= bytes([PROTOCOL])
+        self.forms = NUMBERED if self.is_numbered else UNNUMBERED
+        self.shapes: list[tuple[int, ...]] = []
+        self.box_offsets, self.box_sizes = array("i"), array("i")
+        self.names: list[str] = []
+        self.place_keys, self.place_offsets, self.place_files = array("i"), array("i"), array("i")
+        self.offsets, self.lengths = array("q"), array("q")
+        self.skipped = 0  # values of forms that the pickle has numbered
+        self._known_shapes: dict[bytes, int] = {}
+        self._number_of: dict[str, int] = {}
+        self._recalled, self._values = array("q"), array("q")  # numbers, and what they are of
+        self._box_numbers = array("q")
+        self._index_numbers, self._index_keys = array("q"), array("i")
+        self._index_offsets = array("i")
+        self._words: dict[bytes, Any] = {}  # what references mean that are always the same
+        self._forms = {
+            CHUNK: self._chunk,
+            INDEX: self._index,
+            INFO: self._info,
+            PROPERTIES: self._properties,
+            "torch.Size": self._size,
+        }
+
+    def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        """The row of a form behind the class, and where it ends; None if there is no such form."""
+        form = self._forms.get(cls)
+        return None if form is None else form(data, position, memo)
+
+    def _count(self, count: int) -> None:
+        """The pickle numbers so many values, which are not kept."""
+        if self.is_numbered:
+            self.skipped += count
+
+    def recall(self, number: int) -> Any:
+        """A value of a form by the number that the pickle gave it; raises Unusual."""
+        if (place := _place(self._recalled, number)) is not None:
+            value = self._values[place]
+            return self.shapes[value] if value >= 0 else self.names[-1 - value]
+        if (place := _place(self._box_numbers, number)) is not None:
+            return Run(place, place + 1)
+        if (place := _place(self._index_numbers, number)) is not None:
+            return IndexRow(self.names[self._index_keys[place]], self._index_offsets[place])
+        raise Unusual
+
+    def forget_numbers(self) -> None:
+        """The pickle is read, so that nothing is referred to any more."""
+        for numbers in (self._recalled, self._values, self._box_numbers, self._index_numbers):
+            del numbers[:]
+        del self._index_keys[:], self._index_offsets[:]
+
+    # -- columns
+
+    def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
+        """The numbers of the offsets and the sizes of boxes."""
+        rows = slice(run.start, run.stop)
+        yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
+
+    def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
+        """Keys, numbers of offsets, files, offsets and lengths of items."""
+        names = self.names
+        for row in range(run.start, run.stop):
+            key, file = names[self.place_keys[row]], names[self.place_files[row]]
+            yield key, self.place_offsets[row], file, self.offsets[row], self.lengths[row]
+
+    def extend(self, target: list[Any], items: list[Any]) -> None:
+        """Puts values into a list; boxes that follow each other become one run."""
+        for item in items:
+            if type(item) is Run and target:
+                last = target[-1]
+                if type(last) is Run and last.stop == item.start:
+                    target[-1] = Run(last.start, item.stop)
+                    continue
+            target.append(item)
+
+    def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
+        """Puts places into a dictionary, as a run of the columns; gives the other items."""
+        start, number_of = len(self.offsets), self._number_of
+        rest: list[Any] = []
+        for key, info in zip(flat[::2], flat[1::2], strict=False):
+            if type(key) is not IndexRow or type(info) is not InfoRow:
+                rest += (self._as_object(key), self._as_object(info))
+                continue
+            if info.file not in number_of:
+                number_of[info.file] = len(self.names)
+                self.names.append(info.file)
+            self.place_keys.append(number_of[key.key])
+            self.place_offsets.append(key.offsets)
+            self.place_files.append(number_of[info.file])
+            self.offsets.append(info.offset)
+            self.lengths.append(info.length)
+        if len(self.offsets) > start:
+            target[Run(start, len(self.offsets))] = None
+        return [*rest, *flat[len(flat) & ~1 :]]
+
+    def _as_object(self, value: Any) -> Any:
+        """A row as the record that the unpickler would have made of it."""
+        if type(value) is IndexRow:
+            offsets = {} if value.offsets < 0 else {"offset": self.shapes[value.offsets]}
+            return Foreign.instance(INDEX, fqn=value.key, **offsets)
+        if type(value) is InfoRow:
+            place = {"offset": value.offset, "length": value.length}
+            return Foreign.instance(INFO, relative_path=value.file, **place)
+        return value
+
+    # -- forms
+
+    def _size(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        match = self.forms.size.match(data, position)
+        if match is None:
+            return None
+        number = self._number_of_shape(match[1])
+        self._number(memo, number, b"", match[1], None)
+        return self.shapes[number], match.end()
+
+    def _properties(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        match = self.forms.properties.match(data, position)
+        if match is None:
+            return None
+        known = self._words.get(match[0])
+        if known is None:
+            values = [self._value(ref, memo) for ref in (match[1], match[2], match[4])]
+            dtype, layout, form = values
+            state = (dtype, layout, match[3] == b"\x88", form, match[5] == b"\x88")
+            known = self._words[match[0]] = Foreign(Global(PROPERTIES), (), state, "new")
+        if self.is_numbered:
+            memo[len(memo) + self.skipped] = known
+        self._count(1)
+        return known, match.end()
+
+    def _chunk(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        match = self.forms.chunk.match(data, position)
+        if match is None:
+            return None
+        word, *first, other, cls, text, plain, ref = match.groups()
+        own_cls, own_text, own_plain, own_ref = first
+        if self._word(word, memo) != "offsets" or self._word(other, memo) != "sizes":
+            return None
+        offsets = self._shape(own_cls, own_text, own_plain, own_ref, memo)
+        sizes = self._shape(cls, text, plain, ref, memo)
+        if offsets is None or sizes is None:
+            return None
+        row = len(self.box_sizes)
+        self.box_offsets.append(offsets)
+        self.box_sizes.append(sizes)
+        if self.is_numbered:
+            self._box_numbers.append(len(memo) + self.skipped)
+        self._count(2)  # the object and its dictionary
+        self._number(memo, offsets, own_cls, own_text, own_plain)
+        self._number(memo, sizes, cls, text, plain)
+        return Run(row, row + 1), match.end()
+
+    def _index(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        match = self.forms.index.match(data, position)
+        if match is None or self._word(match[1], memo) != "fqn":
+            return None
+        place, ref = match.end(), match[2]
+        if ref is not None:
+            key = self._value(ref, memo)
+        else:
+            stop = place + match[3][0]
+            key = str(data[place:stop], "utf-8", "surrogatepass")
+            if not self.is_numbered or data[stop : stop + 1] != b"\x94":
+                return None
+            place = stop + 1
+        rest = self.forms.index_rest.match(data, place)
+        if rest is None or type(key) is not str:
+            return None
+        before, one, word, cls, text, plain, size, behind, other = rest.groups()
+        for ref_of, value in ((before, one), (behind, other)):
+            name = self._word(ref_of, memo)
+            if name not in (None, "index") and (name != "offset" or value != b"N" or word):
+                return None
+        offsets: int | None = -1
+        if word is not None:
+            is_offset = self._word(word, memo) == "offset"
+            offsets = self._shape(cls, text, plain, size, memo) if is_offset else None
+        if offsets is None:
+            return None
+        if key not in self._number_of:
+            self._number_of[key] = len(self.names)
+            self.names.append(key)
+        if self.is_numbered:
+            self._index_numbers.append(len(memo) + self.skipped)
+            self._index_keys.append(self._number_of[key])
+            self._index_offsets.append(offsets)
+        self._count(2)
+        if ref is None:
+            self._recalled.append(len(memo) + self.skipped)
+            self._values.append(-1 - self._number_of[key])
+            self._count(1)
+        if word is not None:
+            self._number(memo, offsets, cls, text, plain)
+        return IndexRow(key, offsets), rest.end()
+
+    def _info(self, data: Any, position: int, memo: dict[int, Any]) -> Any:
+        match = self.forms.info.match(data, position)
+        if match is None:
+            return None
+        path, file, offset, begin, length, count, more = match.groups()
+        words = self._word(path, memo), self._word(offset, memo), self._word(length, memo)
+        if words != ("relative_path", "offset", "length"):
+            return None
+        name = self._word(file, memo)
+        is_known = more is None or self._word(more, memo) == "transform_descriptors"
+        if type(name) is not str or not is_known:
+            return None
+        self._count(2)
+        return InfoRow(name, _integer(begin), _integer(count)), match.end()
+
+    def _shape(
+        self,
+        cls: bytes | None,
+        text: bytes,
+        plain: bytes | None,
+        ref: bytes,
+        memo: dict[int, Any],
+    ) -> int | None:
+        """The number of offsets or sizes in `shapes`; None for anything else.
+
+        They are a new torch.Size, whose tuple is `text`, or a `plain` tuple, or a reference.
+        """
+        if plain is not None:
+            known = self._known_shapes.get(b"t" + plain)
+            if known is None:
+                known = self._entered(b"t" + plain, _integers(plain))
+            return known
+        if cls is not None:
+            function = self._word(cls, memo)
+            is_size = type(function) is Global and function.name == "torch.Size"
+            return self._number_of_shape(text) if is_size else None
+        size = self._value(ref, memo)
+        if type(size) not in (Size, tuple) or any(type(each) is not int for each in size):
+            return None
+        return self._entered(f"{type(size).__name__}{tuple(size)}".encode(), size)
+
+    def _number_of_shape(self, text: bytes) -> int:
+        known = self._known_shapes.get(text)
+        if known is None:
+            known = self._entered(text, Size(_integers(text)))
+        return known
+
+    def _number(
+        self,
+        memo: dict[int, Any],
+        shape: int,
+        cls: bytes | None,
+        text: bytes | None,
+        plain: bytes | None,
+    ) -> None:
+        """The pickle numbers a tuple, the tuple around it and the Size; () has no number."""
+        if not self.is_numbered:
+            return
+        if plain is not None:
+            if plain == b")":
+                return
+        elif cls is None:
+            return
+        else:
+            self.skipped += 2 if text != b")" else 1
+        self._recalled.append(len(memo) + self.skipped)
+        self._values.append(shape)
+        self.skipped += 1
+
+    def _entered(self, text: bytes, size: tuple[int, ...]) -> int:
+        known = self._known_shapes.get(text)
+        if known is None:
+            if len(self._known_shapes) >= MOST_KNOWN:
+                self._known_shapes.clear()
+            known = self._known_shapes[text] = len(self.shapes)
+            self.shapes.append(size)
+        return known
+
+    def _word(self, ref: bytes | None, memo: dict[int, Any]) -> Any:
+        """The value of a reference that many forms have."""
+        if ref is None:
+            return None
+        known = self._words.get(ref)
+        if known is None:
+            known = self._words[ref] = self._value(ref, memo)
+        return known
+
+    def _value(self, ref: bytes, memo: dict[int, Any]) -> Any:
+        """The value of a reference; raises as `recall`."""
+        number = ref[1] if len(ref) == 2 else int.from_bytes(ref[1:], "little")
+        return memo[number] if number in memo else self.recall(number)
+
+
+def _place(numbers: array[int], number: int) -> int | None:
+    """Where a number is in a column that grows."""
+    place = bisect_left(numbers, number)
+    return place if place < len(numbers) and numbers[place] == number else None
+
+
+def _integers(text: bytes) -> tuple[int, ...]:
+    """Those of a tuple."""
+    return tuple(map(_integer, _INTEGERS.findall(text)))
+
+
+def _integer(text: bytes) -> int:
+    """The number that an instruction puts on the stack."""
+    code = text[:1]
+    if code in b"KM":
+        return int.from_bytes(text[1:], "little")
+    return int.from_bytes(text[1:] if code == b"J" else text[2:], "little", signed=True)
+
+
+ROWS = frozenset({IndexRow, InfoRow})
+"""What stands in a dictionary for an object."""

@@ -1,0 +1,299 @@
+"""What `.metadata` says of items, once it is read: tensors, their boxes, and where they lie.
+
+A checkpoint of many ranks has millions of boxes, and an object for each takes hundreds of bytes. So
+boxes and places are columns of numbers. A tensor's boxes, and the place of one, are made of them
+when they are asked for:
+
+    boxes     offsets, sizes                              each the number of a tuple (`Shapes`)
+    places    key and offsets as one number, in order; file, offset, length
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+from msgspec import Struct, field
+
+from ..core.dtypes import FROM_TORCH
+from ..core.fragments import Extent
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint, safe
+
+METADATA = ".metadata"
+
+KeyPath = tuple[str | int, ...]
+"""Keys that lead to an item in the program's state dict."""
+
+ItemKey = tuple[str, tuple[int, ...] | None]
+"""A key with the offsets of one of its boxes; without offsets for a value."""
+
+
+class ItemBox(Struct, frozen=True):
+    """Elements [offset, offset + size) of a tensor along every axis; torch calls it a chunk."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.sizes
+
+
+class Shapes:
+    """Offsets and sizes, each of which is kept once; they are known by their numbers."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, ...]] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def number(self, values: tuple[int, ...]) -> int:
+        """The number of offsets or sizes, which get one if they are new."""
+        number = self._numbers.setdefault(values, len(self.values))
+        if number == len(self.values):
+            self.values.append(values)
+        return number
+
+    def known(self, values: tuple[int, ...]) -> int | None:
+        """The number of offsets or sizes; None if they have none."""
+        return self._numbers.get(values)
+
+
+class BoxColumns:
+    """The boxes of all tensors of a table."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.offsets, self.sizes = array("i"), array("i")
+
+    def since(self, start: int) -> BoxRows:
+        """Those that were entered from row `start` on."""
+        return BoxRows(self, start, len(self.sizes))
+
+
+class BoxRows(Sequence[ItemBox]):
+    """The boxes of one tensor: rows [start, stop) of the columns."""
+
+    __slots__ = ("columns", "start", "stop")
+
+    def __init__(self, columns: BoxColumns, start: int, stop: int) -> None:
+        self.columns, self.start, self.stop = columns, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        row = range(self.start, self.stop)[place]
+        columns, values = self.columns, self.columns.shapes.values
+        return ItemBox(values[columns.offsets[row]], values[columns.sizes[row]])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class TensorItem(Struct, frozen=True):
+    """A tensor under a key; `torch_dtype` is torch's name of its type, which zckpt may not know."""
+
+    torch_dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[ItemBox]
+
+    @property
+    def dtype(self) -> str:
+        """The type's name in a manifest; raises UnsupportedCheckpoint."""
+        dtype = FROM_TORCH.get(self.torch_dtype)
+        if dtype is None:
+            raise UnsupportedCheckpoint(
+                "type-unsupported",
+                f"zckpt does not read tensors of type torch.{self.torch_dtype}",
+                hint="cast them before saving, or leave them out of the checkpoint",
+            )
+        return dtype
+
+
+Items = dict[str, TensorItem | None]
+"""Items by key, in the order of `.metadata`; None for a value that is not a tensor."""
+
+
+class ItemLocation(Struct, frozen=True):
+    """The file and the bytes in which an item was saved."""
+
+    file: str
+    offset: int
+    length: int
+    shared: bool = False  # other tensors begin there too: it is one safetensors file
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.file, self.offset, self.length)
+
+
+class Places(Mapping[ItemKey, ItemLocation]):
+    """Where each item lies. Rows are in the order of keys, as `key_numbers` has them, and offsets.
+
+    `paths` are the files; `files` are their numbers, by row, with `offsets` and `lengths` in them.
+    """
+
+    def __init__(self, shapes: Shapes, keys: dict[str, int], paths: list[str]) -> None:
+        self.shapes, self.key_numbers, self.paths = shapes, keys, paths
+        self.base = 0  # of the numbers that stand for a key and offsets
+        self.codes, self.files = array("q"), array("i")
+        self.offsets, self.lengths = array("q"), array("q")
+        self.shared = bytearray()
+
+    @classmethod
+    def of(cls, locations: Mapping[ItemKey, ItemLocation]) -> Places:
+        """The same as columns."""
+        entered = EnteredPlaces(Shapes())
+        for (key, offsets), location in locations.items():
+            number = -1 if offsets is None else entered.shapes.number(offsets)
+            entered.enter(key, number, location.file, location.offset, location.length)
+        return entered.in_order()
+
+    def row(self, key: str, offsets: tuple[int, ...] | None) -> int | None:
+        """The row of an item; None if there is none."""
+        number = self.key_numbers.get(key)
+        of_offsets = -1 if offsets is None else self.shapes.known(offsets)
+        if number is None or of_offsets is None:
+            return None
+        code = number * self.base + of_offsets + 1
+        row = bisect_left(self.codes, code)
+        return row if row < len(self.codes) and self.codes[row] == code else None
+
+    def at(self, row: int) -> ItemLocation:
+        path = self.paths[self.files[row]]
+        return ItemLocation(path, self.offsets[row], self.lengths[row], bool(self.shared[row]))
+
+    def __getitem__(self, item: ItemKey) -> ItemLocation:
+        row = self.row(*item)
+        if row is None:
+            raise KeyError(item)
+        return self.at(row)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __iter__(self) -> Iterator[ItemKey]:
+        yield from self.named(range(len(self.codes)))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def named(self, rows: Sequence[int]) -> Iterator[ItemKey]:
+        """The items in some rows."""
+        names, values = [*self.key_numbers], self.shapes.values
+        for row in rows:
+            key, offsets = divmod(self.codes[row], self.base)
+            yield names[key], values[offsets - 1] if offsets else None
+
+    def by_file(self) -> Iterator[tuple[str, list[int]]]:
+        """The rows of each file, in the order of their bytes."""
+        in_file = [array("i") for _ in self.paths]
+        for row, file in enumerate(self.files):
+            in_file[file].append(row)
+        for path, rows in zip(self.paths, in_file, strict=True):
+            yield path, sorted(rows, key=self.offsets.__getitem__)
+
+
+class EnteredPlaces:
+    """Places in the order in which the metadata state them."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self._keys: dict[str, int] = {}
+        self._paths: dict[str, int] = {}
+        self._of_keys, self._of_offsets, self._files = array("i"), array("i"), array("i")
+        self._offsets, self._lengths = array("q"), array("q")
+
+    def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
+        """Enters an item; `offsets` is their number in `shapes`, or -1."""
+        self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
+        self._of_offsets.append(offsets)
+        self._files.append(self._paths.setdefault(path, len(self._paths)))
+        self._offsets.append(offset)
+        self._lengths.append(length)
+
+    def in_order(self) -> Places:
+        """All of them; raises CorruptCheckpoint if one item has two."""
+        places = Places(self.shapes, self._keys, [*self._paths])
+        base = places.base = len(self.shapes.values) + 1
+        pairs = zip(self._of_keys, self._of_offsets, strict=True)
+        codes = array("q", (key * base + offsets + 1 for key, offsets in pairs))
+        order = sorted(range(len(codes)), key=codes.__getitem__)
+        places.codes = array("q", map(codes.__getitem__, order))
+        places.files = array("i", map(self._files.__getitem__, order))
+        places.offsets = array("q", map(self._offsets.__getitem__, order))
+        places.lengths = array("q", map(self._lengths.__getitem__, order))
+        for row in range(1, len(codes)):
+            if places.codes[row] == places.codes[row - 1]:
+                twice = called(*next(places.named([row])))
+                raise CorruptCheckpoint("file-damaged", f"two files are stated for {twice}")
+        places.shared = bytearray(len(codes))
+        for _, rows in places.by_file():
+            for row, after in pairwise(rows):
+                if places.offsets[row] == places.offsets[after]:
+                    places.shared[row] = places.shared[after] = True
+        return places
+
+
+class ItemTable(Struct, frozen=True):
+    """What the metadata of one folder says; `files` are the metadata files themselves.
+
+    `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the
+    writer did not keep them. `copies` are further locations of items that several ranks saved.
+    `unsaved` are keys with a path of which no rank saved an item. `others` are the fields that
+    describe no item: `planner_data`, `version`, `storage_meta`, and what a writer has added.
+    """
+
+    folder: str
+    files: tuple[str, ...]
+    items: Items
+    locations: Places
+    others: dict[str, Any]
+    paths: dict[str, KeyPath]
+    copies: dict[ItemKey, list[ItemLocation]] = field(default_factory=dict)
+
+    @property
+    def unsaved(self) -> list[str]:
+        return [key for key in self.paths if key not in self.items]
+
+    def location(self, key: str, box: ItemBox | None = None) -> ItemLocation:
+        """Where a value or one box of a tensor lies; raises IncompleteCheckpoint."""
+        return self.locations.at(self.row(key, None if box is None else box.offsets))
+
+    def row(self, key: str, offsets: tuple[int, ...] | None) -> int:
+        """The row of its place; raises as `location`."""
+        row = self.locations.row(key, offsets)
+        if row is None:
+            raise IncompleteCheckpoint(
+                "elements-missing",
+                f"{self.folder}: {METADATA} does not say in which file {called(key, offsets)} is",
+                file=self.folder,
+            )
+        return row
+
+    def by_file(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Where items begin in each file, and how long they are; in the order of their bytes."""
+        places, copies = self.locations, dict[str, list[tuple[int, int]]]()
+        for copy in chain.from_iterable(self.copies.values()):
+            copies.setdefault(copy.file, []).append((copy.offset, copy.length))
+        for path, rows in places.by_file():
+            own = [(places.offsets[row], places.lengths[row]) for row in rows]
+            more = copies.pop(path, ())
+            yield path, sorted([*own, *more], key=lambda item: item[0]) if more else own
+        for path, of_copies in copies.items():
+            yield path, sorted(of_copies, key=lambda item: item[0])
+
+
+def called(key: str, offsets: tuple[int, ...] | None) -> str:
+    """An item's name in a message."""
+    return safe(key) if offsets is None else f"{safe(key)} at {list(offsets)}"

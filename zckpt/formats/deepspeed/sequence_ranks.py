@@ -1,0 +1,110 @@
+"""How many ranks share each sequence (Ulysses, ALST)?
+
+With the `mpu` of DeepSpeed's sequence parallelism (parallel_state_sp.py), ZeRO cuts over all ranks,
+of which `sp` share each sequence. No weight is cut. But this `mpu` gives the rank in the sequence
+for the model rank, so that files show it like a tensor rank:
+
+    to 0.19.5     zero_pp_rank_{r}_mp_rank_{r % sp}_...; in stages 1 and 2 mp_rank_00 is the one
+                  model file
+    since 0.19.5  `tp_degree` is sp, and `mp_world_size` is 1
+    since 0.19.6  zero_pp_rank_{r}_mp_rank_00_..., as without sequence parallelism
+
+With `mesh_param` ZeRO cuts over the data ranks alone. The ranks of a sequence write the same files,
+in which nothing shows them (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.grid import Grid
+from ...core.inventory import Numbers, Role
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ..deepspeed_states.directories import EXPERT, LAYER, MODEL, MODEL_3, OPTIMIZER
+
+Found = Mapping[Role, Mapping[Numbers, str]]
+"""The paths of all files by their roles, and by the numbers in their names."""
+DIMENSIONS, PP, TP = "checkpoint_parallel_dimensions", "pp_degree", "tp_degree"
+WORLDS = ("dp_world_size", "mp_world_size")
+
+
+def of_names(found: Found) -> int:
+    """How many ranks of a sequence the names count as model ranks; 1 if they count none.
+
+    Each data rank has the files of one model rank, which no grid of model ranks has.
+    """
+    places = {*found[MODEL_3], *found[OPTIMIZER]}
+    sp = 1 + max((model for _, model in places), default=0)
+    is_grid = found[LAYER] or found[EXPERT] or any(number for (number,) in found[MODEL])
+    return 1 if is_grid or any(model != rank % sp for rank, model in places) else sp
+
+
+def as_data_ranks(found: Found) -> Found:
+    """The same files, all of one model rank."""
+    of_ranks = (MODEL_3, OPTIMIZER)
+    return {
+        role: {(rank, 0): path for (rank, _), path in files.items()} if role in of_ranks else files
+        for role, files in found.items()
+    }
+
+
+def at(dp: int, sp: int) -> int:
+    """The number of `dp` ranks' sequence ranks, if names of some of them show at least `sp`."""
+    return next((size for size in range(sp, 2 * sp) if dp % size == 0), sp)
+
+
+def stated_sizes(model: Mapping[str, Any]) -> str:
+    """All sizes of the run that a model file states: "dp_world_size 2, mp_world_size 1"."""
+    dimensions = model.get(DIMENSIONS)
+    sizes = {key: model[key] for key in WORLDS if key in model}
+    sizes |= dimensions if isinstance(dimensions, dict) else {}
+    return ", ".join(f"{key} {brief(size)}" for key, size in sizes.items())
+
+
+def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: int) -> int:
+    """How many ranks share each sequence of a run, by one of its model files.
+
+    The names of files show `grid` and `dp` ranks, and `named` ranks of a sequence. Raises
+    UnsupportedCheckpoint for sizes that have no meaning here, InconsistentCheckpoint for those of
+    another grid.
+    """
+    stated = model.get(DIMENSIONS)
+    if not isinstance(stated, dict):  # before 0.19.5
+        return named
+    unknown = {key: size for key, size in stated.items() if key not in (PP, TP) and size != 1}
+    if unknown:
+        axes = ", ".join(f"{key} {brief(size)}" for key, size in unknown.items())
+        raise UnsupportedCheckpoint(
+            "grid-unsupported",
+            f"{path} states axes that this version of zckpt does not know: {axes} (it states "
+            f"{stated_sizes(model)})",
+            hint="they may share the model in another way than zckpt reads: try a newer version, "
+            "or save without this kind of parallelism",
+            file=path,
+        )
+    pp, tp = stated.get(PP), stated.get(TP)
+    ranks = model.get("mp_world_size")
+    is_plain = grid.pp * grid.tp == 1 and ranks in (1, None)
+    if (pp, tp) == (grid.pp, grid.tp) and named == 1:
+        return 1
+    if is_plain and pp == 1 and type(tp) is int and 1 < tp <= dp and dp % tp == 0:
+        if named in (1, tp):
+            return tp
+    elif named == 1 and type(pp) is type(tp) is type(ranks) is int and ranks != pp * tp:
+        raise UnsupportedCheckpoint(
+            "grid-unsupported",
+            f"{path} states sizes that this version of zckpt does not know together: "
+            f"{stated_sizes(model)}; its files are those of dp {dp}, pp {grid.pp} x tp {grid.tp}",
+            hint="an axis that is not known may have changed them: try a newer version, or save "
+            "without this kind of parallelism",
+            file=path,
+        )
+    of_sequence = f" with {named} ranks for each sequence" if named > 1 else ""
+    raise InconsistentCheckpoint(
+        "world-size-disagrees",
+        f"the names of files are those of pp {grid.pp} x tp {grid.tp}{of_sequence}, but {path} "
+        f"says that it was pp {brief(pp)} x tp {brief(tp)} (it states {stated_sizes(model)})",
+        hint="files of layers may be missing, or of another save: copy all files again",
+        file=path,
+    )

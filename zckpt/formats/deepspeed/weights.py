@@ -1,0 +1,121 @@
+"""Which weights are left of a run whose optimizer cannot be read: lost, damaged, or too old?
+
+    stage 1, 2   all weights are in mp_rank_00_model_states.pt, masters in the optimizer's files
+    stage 3      the weights are in the optimizer's files too: without these, nothing is left
+    stage 0      the model file has the optimizer; if there is none, the run had none
+
+One model rank is read so, without experts: further ones have weights in other files.
+"""
+
+from __future__ import annotations
+
+import os
+
+from msgspec.structs import replace
+
+from ...core.inventory import known
+from ...core.manifest import Manifest
+from ...errors import InconsistentCheckpoint, ZckptError
+from ...files.torchfile import Parsed, TorchFile
+from ..deepspeed_states.agreement import check_names
+from ..deepspeed_states.directories import MODEL, MODEL_3, OPTIMIZER, ROLES, TagDirectory
+from ..deepspeed_states.manifest import has_zenflow, manifest_of
+from ..deepspeed_states.module_names import as_in_module
+from ..deepspeed_states.states import (
+    EngineStates,
+    FlatBuffer,
+    Found,
+    dictionary,
+    open_files,
+    shapes_of_groups,
+)
+from ..lost import OF_FILES, weights_or_raise
+from ..reading import Reading
+from .stage_0.naming import shapes_of, weights_in
+
+IN_STAGE_3 = "in stage 3 the optimizer's files hold the weights too: without them nothing is left"
+
+
+def without_optimizer(
+    directory: TagDirectory, path: str, reading: Reading, error: ZckptError
+) -> Manifest:
+    """The weights of a checkpoint that cannot be read for an `error` of its optimizer.
+
+    Raises as `weights_or_raise`.
+    """
+    roles = {name: own.role for name in os.listdir(directory.path) if (own := known(ROLES, name))}
+    there = [*roles.values()]
+    if not _is_of_optimizer(error):
+        raise error
+    if MODEL_3 in there:
+        raise error.with_way(IN_STAGE_3) from error
+    if there.count(MODEL) != 1 or not {*there} <= {MODEL, OPTIMIZER}:
+        raise error
+    file = os.path.join(directory.path, next(name for name, own in roles.items() if own is MODEL))
+
+    def read_weights(_: Reading) -> Manifest:
+        return _manifest_of(directory, _opened(file, error))
+
+    def is_all(weights: Manifest) -> bool:
+        return OPTIMIZER not in there and bool(weights.run.origin.zero_stage)
+
+    weights = weights_or_raise(error, read_weights, path, reading, has_masters=True, is_all=is_all)
+    return weights.replace(lost=()) if _had_none(weights) else weights
+
+
+def _is_of_optimizer(error: ZckptError) -> bool:
+    """Whether an error may be of the optimizer's files alone.
+
+    Files that contradict each other are of another save: only one that is named is left aside.
+    """
+    if isinstance(error, OF_FILES):
+        return True
+    own = known(ROLES, error.file or "")
+    return isinstance(error, InconsistentCheckpoint) and own is not None and own.role is OPTIMIZER
+
+
+def _opened(path: str, error: ZckptError) -> TorchFile:
+    """The model file; raises the `error` unless it has all weights, as they were trained."""
+    (file,) = open_files([path], Parsed())
+    file.value = model = as_in_module(dictionary(file, file.value))
+    is_alone = model.get("mp_world_size") in (None, 1) and not model.get("num_experts")
+    if not (is_alone and isinstance(model.get("module"), dict)):
+        raise error
+    if model.get("optimizer") or has_zenflow(model.get("ds_config")):
+        raise error
+    check_names([file])
+    return file
+
+
+def _had_none(weights: Manifest) -> bool:
+    """Whether the run had no optimizer: stage 0 would have it in the model file.
+
+    In bf16, stage 0 had the files of BF16_Optimizer before 0.17.6.
+    """
+    engine = weights.run.engine
+    return weights.run.origin.zero_stage == 0 and (engine is None or engine.dtype != "BF16")
+
+
+def _manifest_of(directory: TagDirectory, file: TorchFile) -> Manifest:
+    """The manifest of one model file; without a list of shapes all weights count as trained."""
+    model, dp = file.value, file.value.get("dp_world_size")
+    module = ((name, file, value) for name, value in model["module"].items())
+    weights = shapes_of(weights_in(module, {*(model.get("buffer_names") or ())}))
+    listed = model.get("param_shapes")  # in the optimizer's files before 0.6.0
+    shapes = [weights] if listed is None else shapes_of_groups(listed, file)
+    states = EngineStates(
+        directory,
+        [file],
+        [],
+        model,
+        [],
+        [],
+        str(model.get("ds_version") or ""),
+        dp if isinstance(dp, int) and dp > 0 else 1,
+        partitioned=False,
+        found=Found(shapes=shapes),
+    )
+    buffers = [FlatBuffer(0, own, (), None, None, {}, (), ()) for own in shapes]
+    manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
+    members = {name: replace(own, group=None) for name, own in manifest.parameters.items()}
+    return manifest.replace(parameters=members, optimizer=None, zero_padding=True)

@@ -1,0 +1,134 @@
+"""Which state does the scheduler of a DeepSpeed run load?
+
+    the ds_config names          the files get
+    a scheduler of DeepSpeed's   the source's state of this class, else one of as many updates
+    one of torch's               the source's state
+    none                         the source's state, which the program may give to its own scheduler
+
+Each class of DeepSpeed's keeps `last_batch_iteration` alone: the completed updates minus one, since
+it begins at -1. They raise where it is missing (0.19.8, runtime/lr_schedules.py). Those of torch
+take any dictionary, and would begin anew without `last_epoch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from ...core.facts import FlatBufferEngine
+from ...core.inert import nested
+from ...core.manifest import Manifest
+from ...errors import Notice, warning
+from ...training import lightning
+from ...training.trainers import program_of
+from ...training.trainers_steps import global_step
+from ..schedulers import OF_TORCH
+
+OF_DEEPSPEED = frozenset(("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
+COUNTER = "last_batch_iteration"
+WITHOUT = "load_checkpoint(..., load_lr_scheduler_states=False)"
+"""The call with which DeepSpeed loads no scheduler."""
+
+
+class Decided(Struct, frozen=True):
+    """The state that the files get, and what is to be said of it; `is_lacking` if none fits."""
+
+    state: Any
+    notices: tuple[Notice, ...] = ()
+    is_lacking: bool = False
+
+
+def named_in(config: Mapping[str, Any] | None) -> str | None:
+    """The scheduler that a ds_config names."""
+    name = nested(config, "scheduler", "type")
+    return name if isinstance(name, str) else None
+
+
+def counter_of(name: str) -> str:
+    """What a scheduler of this name counts with."""
+    return COUNTER if name in OF_DEEPSPEED else OF_TORCH
+
+
+def fits(state: Any, name: str) -> bool:
+    """Whether a scheduler of this name loads a state, and goes on from it."""
+    return isinstance(state, Mapping) and counter_of(name) in state
+
+
+def decide(source: Manifest, name: str | None) -> Decided:
+    """The state for the scheduler `name`; without a name, the source's."""
+    own, engine = source.state.get("lr_scheduler"), source.run.engine
+    before = named_in(engine.config) if isinstance(engine, FlatBufferEngine) else None
+    if name is None:
+        return Decided(own, (_unnamed(source),) if own is None and _may_lack(source) else ())
+    if own is not None and name == before:  # a program may have another one in its place
+        return Decided(own)
+    is_of_torch = name not in OF_DEEPSPEED
+    if fits(own, name) and (is_of_torch or before is None):
+        return Decided(own)
+    count = None if is_of_torch else updates(source)
+    if count is None:
+        return Decided(own, (lacking(source, name),), is_lacking=True)
+    others = "none" if own is None else f"one of {before}" if before else "one of another kind"
+    message = (
+        f"the state of the ds_config's {name} is that of {count} updates ({COUNTER} = "
+        f"{count - 1}), since the source has {others}: the next update uses the learning rate of "
+        "its groups, and all later ones the scheduler's"
+    )
+    notice = warning("value-assumed", message, subject="lr_scheduler")
+    return Decided({COUNTER: count - 1}, (notice,))
+
+
+def updates(source: Manifest) -> int | None:
+    """The completed updates; None if nothing says how many. Skipped ones are none."""
+    every = [each for own in source.each for each in own.parameters.values()]
+    steps = [int(each.step) for each in every if each.trainable and each.step is not None]
+    if steps:
+        return max(steps)
+    state, counters = source.state.get("lr_scheduler"), source.state.get("counters") or {}
+    if isinstance(state, Mapping) and type(counted := state.get(COUNTER)) is int:
+        return counted + 1
+    if type(counted := counters.get("global_steps")) is int:
+        return counted - int(counters.get("skipped_steps") or 0)
+    return global_step(source)
+
+
+def _may_lack(source: Manifest) -> bool:
+    """Whether the next program may make a scheduler that the engine's files lack.
+
+    Trainers keep theirs elsewhere, and a run of DeepSpeed that has none has had none.
+    """
+    is_of_trainer = program_of(source.files.siblings) is not None or lightning.is_in(source)
+    return not (isinstance(source.run.engine, FlatBufferEngine) or is_of_trainer)
+
+
+def _unnamed(source: Manifest) -> Notice:
+    message = (
+        f"{source.root} has no scheduler's state: a program that gives DeepSpeed a scheduler calls "
+        f"{WITHOUT}, and sets its step"
+    )
+    return warning("program-must-set", message, subject="lr_scheduler")
+
+
+def lacking(source: Manifest, name: str) -> Notice:
+    """A warning that the ds_config's scheduler finds no state, with the call that needs none."""
+    return _lacking(source, counter_of(name), f"the ds_config's {name}", name)
+
+
+def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
+    """The same about the scheduler of the program that has saved `run`; None if it finds one."""
+    theirs, ours = (side.state.get("lr_scheduler") or {} for side in (run, source))
+    keys = [key for key in (COUNTER, OF_TORCH) if key in theirs and key not in ours]
+    return _lacking(source, keys[0], "that of the program", "lr_scheduler") if keys else None
+
+
+def _lacking(source: Manifest, key: str, scheduler: str, subject: str) -> Notice:
+    state = source.state.get("lr_scheduler")
+    lacks = f"no {key} in the state of its scheduler" if state else "no scheduler"
+    return warning(
+        "program-does-not-fit",
+        f"the checkpoint has {lacks}, and {scheduler} loads that",
+        subject=subject,
+        hint=f"use the scheduler of the checkpoint, or let another one begin anew: {WITHOUT}",
+    )

@@ -1,0 +1,119 @@
+"""Where is a file that a checkpoint lacks? Unpacked in its place, or in a folder of another node.
+
+    global_step7/mp_rank_00_model_states/data.pkl     some programs unpack what torch.save wrote
+    node0/global_step7, node1/global_step7            each node has saved on a disk of its own
+    checkpoint-500, tmp-checkpoint-500                where the Trainer's rename came too early
+
+What is found is a hint alone: nothing is read from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import chain
+from shlex import quote
+
+from ..core import sources
+from ..errors import IncompleteCheckpoint, NotACheckpoint, ZckptError
+
+PICKLE = "data.pkl"
+TEMPORARY = "tmp-"
+DEPTH = 3
+"""So many levels above a lost file, folders of nodes are looked for."""
+MOST = 64
+"""So many folders of nodes, and of what a checkpoint has, are looked at."""
+
+
+def found(error: ZckptError, path: str) -> str | None:
+    """The hint where a file is without which `path` was not read; None if it is not nearby."""
+    lost = [*error.paths] if isinstance(error, IncompleteCheckpoint) else []
+    folders = [error.file or "", *chain(*((file, os.path.splitext(file)[0]) for file in lost))]
+    if isinstance(error, NotACheckpoint):
+        folders += _below(path)
+    if (folder := next(filter(is_unpacked, folders), None)) is not None:
+        return f"{folder} is an unpacked file of torch.save: {packing(folder)}"
+    if not lost or (pair := _of_other_node(lost[0])) is None:
+        return None
+    own, other = pair
+    is_temporary = os.path.basename(own).startswith(TEMPORARY)
+    start, end = map(quote, (own, other) if is_temporary else (other, own))
+    return (
+        f"{other} has {os.path.basename(lost[0])}: if {own} is of the same save, bring both "
+        f"together: cp -rn {start}/. {end}"
+    )
+
+
+# -- unpacked files
+
+
+def is_unpacked(path: str) -> bool:
+    """Whether a folder is what a file of torch.save has inside."""
+    return sources.is_folder(path) and sources.is_file(os.path.join(path, PICKLE))
+
+
+def packing(folder: str) -> str:
+    """The commands that make a file of an unpacked one, with the name that it had."""
+    above, name = os.path.split(os.path.abspath(folder))
+    stem, ending = os.path.splitext(name)
+    rename = f"mv {quote(name)} {quote(stem)} && " if ending else ""
+    file = name if ending else f"{stem}.pt"
+    return f"(cd {quote(above)} && {rename}zip -0 -r {quote(file)} {quote(stem)})"
+
+
+def _below(path: str) -> Iterator[str]:
+    """The folder that was given, and the folders in it and in its folders."""
+    level = [path]
+    for _ in range(DEPTH):
+        yield from level
+        level = [each for above in level for each in _folders(above)][:MOST]
+
+
+def _folders(path: str) -> list[str]:
+    if not sources.is_folder(path) or sources.is_denied(path):
+        return []
+    with os.scandir(path) as items:
+        return sorted(item.path for item in items if sources.is_folder(item.path))[:MOST]
+
+
+# -- folders of nodes
+
+
+def _of_other_node(lost: str) -> tuple[str, str] | None:
+    """The folder of this node, and that of another one which has the lost file.
+
+    Their names differ in numbers alone, or in the Trainer's `tmp-`. Two runs have the same files,
+    and two nodes do not.
+    """
+    inside, own = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
+    for _ in range(DEPTH):
+        inside, own = os.path.join(os.path.basename(own), inside), os.path.dirname(own)
+        name = os.path.basename(own)
+        for other in _folders(os.path.dirname(own)):
+            is_like = other != own and _are_alike(name, os.path.basename(other))
+            has_it = is_like and sources.is_file(os.path.join(other, inside))
+            if has_it and _differ(own, other, inside):
+                return own, other
+    return None
+
+
+def _are_alike(one: str, other: str) -> bool:
+    names = {one, other}
+    if any(name.removeprefix(TEMPORARY) in names - {name} for name in names):
+        return True
+    return re.sub(r"\d+", "#", one) == re.sub(r"\d+", "#", other) != one
+
+
+def _differ(own: str, other: str, inside: str) -> bool:
+    """Whether this folder has a file beside the lost one that the other folder lacks."""
+    folder = os.path.dirname(inside)
+    here, there = (_files(os.path.join(each, folder)) for each in (own, other))
+    return bool({*here} - {*there})
+
+
+def _files(folder: str) -> list[str]:
+    if not sources.is_folder(folder):
+        return []
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_file()]

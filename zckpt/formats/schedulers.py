@@ -1,0 +1,136 @@
+"""Where are the states of schedulers of learning rates, beside the engine's own `lr_scheduler`?
+
+    lr_schedulers       Lightning's list, in the program's own state
+    app.lr_scheduler    in the program's own state, such as DCP's application state
+    scheduler.pt        a Trainer's file
+
+What such a state keeps for each group is asked in `training/schedulers.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core.facts import FlatBufferEngine
+from ..core.inert import map_values
+from ..core.layout import Shell
+from ..core.manifest import Manifest, Sibling
+from ..errors import ZckptError
+from ..files.torchfile import TorchFile
+from ..files.torchshell import Storages, shell
+from ..training import lightning
+from ..training.trainers import SCHEDULERS
+
+Scheduler = dict[str, Any]
+Change = Callable[[Scheduler], Scheduler]
+KEYS = ("lr_scheduler", "scheduler", "sched")
+"""What programs call it in their own state."""
+OF_TORCH = "last_epoch"
+"""What every scheduler of torch counts with."""
+OF_TRAINER = SCHEDULERS[0]
+"""Accelerate loads its own file, in which each process has counted."""
+LISTED = "lr_schedulers"
+"""The key of a list of schedulers, which stay in the program's own state."""
+DEPTH = 3
+"""How many dictionaries of the program's own state may be around it."""
+
+
+def with_programs(manifest: Manifest) -> Manifest:
+    """The manifest with the program's scheduler in the place of the engine's, if that has none.
+
+    A run of DeepSpeed goes on as it was, and Lightning keeps its schedulers itself.
+    """
+    is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
+    if is_kept or manifest.state.get("lr_scheduler") is not None:
+        return manifest
+    found: list[Scheduler] = []
+    _changed(manifest.state.get("client_state"), _kept_in(found))
+    of_trainer = (item for item in manifest.files.siblings if item.name == OF_TRAINER)
+    found = found or [own for own in map(_state_in, of_trainer) if own is not None]
+    if len(found) != 1 or manifest.ranks:
+        return manifest
+    return replace(manifest, state={**manifest.state, "lr_scheduler": found[0]})
+
+
+def schedulers_of(manifest: Manifest) -> list[Scheduler]:
+    """The states of all schedulers that are dictionaries of plain values."""
+    found: list[Scheduler] = []
+    with_schedulers(manifest, _kept_in(found))
+    return found
+
+
+def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[str]]:
+    """The manifest with the state of every scheduler changed, and the files that keep theirs.
+
+    These are pickles with more than plain values.
+    """
+    state = dict(manifest.state)
+    if isinstance(own := state.get("lr_scheduler"), dict):
+        state["lr_scheduler"] = change(own)
+    if isinstance(client := state.get("client_state"), dict):
+        client = _changed(client, change)
+        if isinstance(several := client.get(LISTED), list):
+            changed = [change(own) if isinstance(own, dict) else own for own in several]
+            client = {**client, LISTED: changed}
+        state["client_state"] = client
+    siblings, unchanged = [], []
+    for item in manifest.files.siblings:
+        if item.name in SCHEDULERS:
+            if (scheduler := _state_in(item)) is None:
+                unchanged.append(item.name)
+            elif (value := change(scheduler)) != scheduler:
+                item = replace(item, content=value)
+        siblings.append(item)
+    return manifest.replace(state=state, siblings=tuple(siblings)), unchanged
+
+
+def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
+    """The files of which a target gets other contents, under the target's names."""
+    changed = [(name, item.content) for name, item in siblings if item.content is not None]
+    return [shell(name, value, Storages()) for name, value in changed]
+
+
+def _kept_in(found: list[Scheduler]) -> Change:
+    """Changes nothing, and puts each state into `found`."""
+
+    def keep(scheduler: Scheduler) -> Scheduler:
+        found.append(scheduler)
+        return scheduler
+
+    return keep
+
+
+def _changed(value: Any, change: Change, depth: int = DEPTH) -> Any:
+    """A program's own state with those of torch's schedulers in it changed."""
+    if not isinstance(value, dict) or not depth:
+        return value
+
+    def inner(item: Any, key: Any) -> Any:
+        is_one = key in KEYS and isinstance(item, dict) and OF_TORCH in item and _is_plain(item)
+        return change(item) if is_one else _changed(item, change, depth - 1)
+
+    return map_values(value, inner)
+
+
+def _state_in(item: Sibling) -> Scheduler | None:
+    """The state in a trainer's scheduler file; None if it has more than plain values."""
+    if item.content is not None:
+        return dict(item.content)
+    try:
+        value = TorchFile(item.path).value
+    except ZckptError:
+        return None
+    return value if isinstance(value, dict) and _is_plain(value) else None
+
+
+def _is_plain(state: dict[str, Any]) -> bool:
+    """Whether a state has no tensor and no object, which would be written twice or run."""
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError):
+        return False
+    return True

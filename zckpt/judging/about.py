@@ -1,0 +1,207 @@
+"""What do the files beside a checkpoint say of its model and of its training?
+
+    config.json, adapter_config.json    the model's name and class
+    trainer_state.json                  loss, learning rate, epoch; the losses of the run so far
+
+They are files of other programs, and nothing depends on them: one that is missing, damaged or too
+large states nothing. Lightning's state has an epoch, an engine's configuration the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from shlex import quote
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from .. import formats
+from ..core import sources
+from ..core.facts import FlatBufferEngine
+from ..core.inert import plain_group
+from ..core.manifest import Manifest, Sibling
+from ..errors import ZckptError, literal
+from ..training import lightning
+from ..training.megatron_arguments import arguments
+from ..training.trainers import STATE, config_of
+
+LONGEST = 200  # characters of a name
+MOST_POINTS = 500  # of the losses that are kept
+LARGEST = 1e300  # of a number that is believed
+MOST_SAMPLES = 1 << 40  # in a batch
+TAGGED = "deepspeed"  # loads one of a run by its tag
+Name = str | None
+Point = tuple[float, float | None]
+"""A step, and the loss there: None for one that is not finite."""
+
+
+class About(Struct, frozen=True):
+    """What is stated; None for what is not. `planned` are the updates that the program wants."""
+
+    model: str | None = None
+    model_class: str | None = None
+    loss: float | str | None = None  # "nan", "inf" or "-inf" for one that is not finite
+    loss_step: int | float | None = None
+    evaluation_loss: float | str | None = None
+    learning_rate: float | None = None
+    epoch: float | None = None
+    planned: int | None = None
+    global_batch: int | None = None
+    """Samples of one update, of all ranks."""
+    losses: tuple[Point, ...] = ()
+
+
+def about(manifest: Manifest) -> About:
+    """What is stated beside a checkpoint that was read, and in its own configuration."""
+    stated = _of_files(manifest.files.siblings)
+    state = manifest.state.get("client_state")
+    if stated.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):
+        stated = replace(stated, epoch=number(state.get("epoch")))
+    if stated.learning_rate is None:
+        rates = {number(plain_group(group).get("lr")) for group in manifest.groups or ()}
+        if len(rates) == 1:
+            stated = replace(stated, learning_rate=rates.pop())
+    return replace(stated, global_batch=batch_of(manifest))
+
+
+def about_folder(folder: str) -> About:
+    """What is stated beside a checkpoint that could not be read."""
+    siblings = []
+    for name in ("config.json", "adapter_config.json", STATE):
+        path = os.path.join(folder, name)
+        with suppress(ZckptError, OSError):
+            if sources.is_file(path):
+                siblings.append(Sibling(name, path, sources.size(path)))
+    return _of_files(siblings)
+
+
+def _of_files(siblings: Sequence[Sibling]) -> About:
+    """What the files of other programs state."""
+    name, kind = model_of(_read(siblings, "config.json"), _read(siblings, "adapter_config.json"))
+    return About(model=name, model_class=kind, **of_log(_read(siblings, STATE)))
+
+
+def resuming(manifest: Manifest, root: str, path: str) -> str | None:
+    """The line with which the program resumes from `path`; None if zckpt does not know it.
+
+    `root` is the engine's own folder, of which `path` may be the trainer's.
+    """
+
+    def of_engine(path: str) -> str:
+        tag = manifest.run.origin.tag
+        if manifest.format != TAGGED or not tag:
+            return ""
+        folder = root.removesuffix(os.sep + tag) or "."
+        return f"model_engine.load_checkpoint({literal(folder)}, tag={literal(tag)})"
+
+    return lightning.resuming(manifest, of_engine)(path) or None
+
+
+def at_another_size(manifest: Manifest, path: str) -> str | None:
+    """The command that writes a checkpoint for another number of ranks; None if any loads it."""
+    format = formats.of(manifest)
+    if format is None or format.is_neutral:
+        return f"zckpt convert {quote(path)} NEW --to FORMAT"
+    return f"zckpt reshard {quote(path)} NEW --dp N" if format.functions.obstacles else None
+
+
+def _read(siblings: Iterable[Sibling], name: str) -> Mapping[str, Any]:
+    try:
+        return config_of(siblings, name) or {}
+    except (ZckptError, OSError):
+        return {}
+
+
+# -- one file each, by what it states
+
+
+def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Name, Name]:
+    """The model's name and its class, from config.json and adapter_config.json."""
+    classes = config.get("architectures")
+    kind = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
+    name, base = config.get("_name_or_path"), text(adapter.get("base_model_name_or_path"))
+    if base is not None:
+        kind = adapter.get("peft_type")
+        return f"adapter of {base}", text(kind)
+    return text(name), text(kind)
+
+
+def of_log(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss, learning rate and epoch, as the Trainer's log has them last (transformers 5.24)."""
+    log = state.get("log_history")
+    lines = [line for line in log if isinstance(line, dict)] if isinstance(log, list) else []
+    losses = [
+        (step, loss)
+        for line in lines
+        if (loss := unbounded(line.get("loss"))) is not None
+        and (step := number(line.get("step"))) is not None
+    ]
+    losses.sort(key=lambda point: point[0])
+    planned = state.get("max_steps")
+    return {
+        "loss": losses[-1][1] if losses else None,
+        "loss_step": losses[-1][0] if losses else None,
+        "evaluation_loss": _last(lines, "eval_loss", unbounded),
+        "learning_rate": _last(lines, "learning_rate", number),
+        "epoch": number(state.get("epoch")),
+        "planned": planned if type(planned) is int and 0 < planned < MOST_SAMPLES else None,
+        "losses": thinned([(step, loss if type(loss) is float else None) for step, loss in losses]),
+    }
+
+
+def _last(lines: Sequence[Mapping[str, Any]], key: str, as_number: Callable[[Any], Any]) -> Any:
+    found = (as_number(line.get(key)) for line in reversed(lines))
+    return next((value for value in found if value is not None), None)
+
+
+def text(value: Any) -> str | None:
+    """A name that is shown: not empty, and not longer than names are."""
+    return value[:LONGEST] if isinstance(value, str) and value.strip() else None
+
+
+def number(value: Any) -> Any:
+    """A number that can be shown and drawn; None for all else."""
+    return value if type(value) in (int, float) and abs(value) < LARGEST else None
+
+
+def unbounded(value: Any) -> float | str | None:
+    """A loss: one that is not finite is told, as a text."""
+    if type(value) is float and not math.isfinite(value):
+        return str(value)
+    known = number(value)
+    return None if known is None else float(known)
+
+
+def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Not too many points: of neighbors the lowest and the highest, so that a peak stays."""
+    if len(points) <= MOST_POINTS:
+        return tuple(points)
+    each = -(-2 * len(points) // MOST_POINTS)
+    kept: dict[int, Point] = {0: points[0], len(points) - 1: points[-1]}
+    for start in range(0, len(points), each):
+        part = range(start, min(start + each, len(points)))
+        order = sorted(part, key=lambda place: points[place][1] or math.inf)
+        kept |= {place: points[place] for place in (order[0], order[-1])}
+    return tuple(kept[place] for place in sorted(kept))
+
+
+def batch_of(manifest: Manifest) -> int | None:
+    """The samples of one update: what the engine's configuration or the program's arguments say."""
+    engine, origin = manifest.run.engine, manifest.run.origin
+    total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
+    if isinstance(engine, FlatBufferEngine):
+        config = engine.config
+        micro = config.get("train_micro_batch_size_per_gpu")
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        total = total or config.get("train_batch_size")
+        if not _is_count(total) and _is_count(micro) and _is_count(accumulation) and origin.dp:
+            total = micro * accumulation * (origin.dp // (origin.sp or 1))
+    return total if _is_count(total) else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < MOST_SAMPLES

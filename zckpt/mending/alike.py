@@ -1,0 +1,142 @@
+"""Which lost files are those of all other ranks, but for the name that torch.save puts into a zip?
+
+In stage 3 each rank has a file of the model without its weights. If those of all other ranks, at
+least of two, are the same, the lost one was too. Not if any element of a tensor lay in it alone:
+then it was a part, and equal parts of others say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from ..core import sources
+from ..core.corrections import Correction, corrected
+from ..core.inventory import known
+from ..core.mended import Mended
+from ..errors import ZckptError
+from ..judging.inventory import ALL_ROLES, files_below
+from ..judging.lost import Found, kept
+
+AXIS = "dp"
+FEWEST = 2  # other ranks that must have the same
+BLOCK = 1 << 20
+HEADER, ENTRY = 30, 46  # bytes in front of a name, in a member's header and in the directory
+
+
+class Alike(Struct, frozen=True):
+    """A lost file, by its name below the checkpoint; `other` has its bytes as `renaming` says."""
+
+    name: str
+    other: str
+    renaming: tuple[Correction, ...]
+    ranks: int
+
+    def write(self, path: str) -> None:
+        """Writes the file to `path`, with the times of the other one; raises OSError."""
+        os.unlink(path)  # the link to what stands in
+        with (
+            corrected(self.renaming),
+            sources.opened(self.other) as source,
+            open(path, "xb") as target,
+        ):
+            while block := source.read(BLOCK):
+                target.write(block)
+        now = os.stat(self.other)
+        os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
+
+    @property
+    def mended(self) -> Mended:
+        """The record of it."""
+        size = sources.size(self.other)
+        return Mended(self.name, 0, size, "witness", 0.0, witness=self.witness)
+
+    @property
+    def witness(self) -> str:
+        return f"the same file of all {self.ranks} other ranks"
+
+
+def alike(found: Found) -> dict[str, Alike]:
+    """The lost files that are known, by their paths as the manifest has them."""
+    if found.manifest is None:
+        return {}
+    return {path: own for path in found.lost if (own := _alike(found, path)) is not None}
+
+
+def has_links(found: Found) -> bool:
+    """Whether links are among the files: in a folder of links, nothing tells them from the rest."""
+    return os.path.isdir(found.path) and any(
+        entry.is_symlink() for entry in sources.walk(found.path)
+    )
+
+
+def remade(found: Found, known: Mapping[str, Alike]) -> str:
+    """The folder of links, with all lost files written into it."""
+    for path, own in known.items():
+        own.write(path)
+    assert found.shadow is not None
+    return found.shadow
+
+
+def _alike(found: Found, path: str) -> Alike | None:
+    real = found.real(path)
+    own = known(ALL_ROLES, real)
+    if own is None or AXIS not in own.axes or _has_parts(found, path):
+        return None
+    gone = {*map(found.real, found.lost)}
+    others = [
+        other
+        for other in sorted(files_below(found.path))
+        if other not in gone
+        and (its := known(ALL_ROLES, other)) is not None
+        and its.is_like(own)
+        and its.numbers == own.numbers_with(AXIS, its.at(AXIS) or 0)
+    ]
+    if len(others) < FEWEST:
+        return None
+    try:
+        renamings = {other: [*_renaming(other, real)] for other in others}
+        with corrected(each for renaming in renamings.values() for each in renaming):
+            first, *rest = others
+            if not all(sources.same_bytes(first, other) for other in rest):
+                return None
+    except (ZckptError, OSError, ValueError, struct.error, zipfile.BadZipFile):
+        return None
+    return Alike(os.path.relpath(real, found.path), first, tuple(renamings[first]), len(others))
+
+
+def _has_parts(found: Found, path: str) -> bool:
+    """Whether the file had elements of tensors that no other rank's file has."""
+    for manifest in found.known.each:
+        copied = {copy.key for copy in manifest.replicas if kept(copy, found.lost)[0] is copy}
+        for entry in manifest.entries.values():
+            rest, _ = kept(entry, {path: ""})
+            is_shared = entry.parameter in manifest.buffers or entry.key in copied
+            if rest is not entry and (rest.numel or not is_shared):
+                return True
+    return False
+
+
+def _renaming(other: str, lost: str) -> Iterator[Correction]:
+    """What gives the zip at `other` the folder that the lost file had in front of all names.
+
+    Raises BadZipFile for what is no zip, and ValueError for other names.
+    """
+    before, after = (
+        f"{os.path.splitext(os.path.basename(path))[0]}/".encode() for path in (other, lost)
+    )
+    with sources.opened(other) as file, zipfile.ZipFile(file) as parts:
+        place = parts.start_dir
+        for part in parts.infolist():
+            file.seek(place)
+            name, *lengths = struct.unpack("<HHH", file.read(ENTRY)[28:34])
+            for start in (part.header_offset + HEADER, place + ENTRY):
+                file.seek(start)
+                if len(before) != len(after) or file.read(len(before)) != before:
+                    raise ValueError("it does not have the name of its file in it")
+                yield Correction(other, start, before, after)
+            place += ENTRY + name + sum(lengths)

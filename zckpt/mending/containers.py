@@ -1,0 +1,74 @@
+"""Which records of a file are damaged whose reader refuses it, before anything else is known?
+
+A zip of torch.save states the CRC-32 of its pickle, too. The file of a rank is one zip, and an item
+file of torch.distributed.checkpoint has one after another.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+
+from ..core import sources
+from ..core.corrections import Correction
+from ..core.fileio import Reader
+from ..core.fragments import Extent, Record
+from ..core.records import Damage, RecordChecker
+from ..errors import ZckptError
+from ..files.zipdirectory import ZipMember, read_directory, zips_in
+
+DESCRIPTOR = b"PK\7\10"  # begins the record behind the data of a member
+
+
+def damage_in(path: str) -> list[Damage]:
+    """The damaged members of all zips in a file; nothing if it has none, or a broken directory."""
+    try:
+        records = [
+            Record(Extent(path, member.offset, member.length), member.crc)
+            for member in members_of(path)
+        ]
+    except (ZckptError, OSError):
+        return []
+    checker = RecordChecker(records, collect=True)
+    with closing(Reader()) as reader:
+        checker.finish(reader, everything=True)
+    return [*checker.damage.values()]
+
+
+def members_of(path: str) -> Iterator[ZipMember]:
+    """The members of all zips in a file, if it begins as one; raises ZckptError."""
+    with sources.opened(path) as file:
+        number = file.fileno()
+        if sources.pread(number, 4, 0) != b"PK\3\4":
+            return
+        for within in zips_in(number, Extent(path, 0, os.fstat(number).st_size)):
+            yield from read_directory(number, within).values()
+
+
+def stated_twice(damage: Damage) -> Correction | None:
+    """The correction of the CRC-32 in a zip's directory, if that has the flipped bit.
+
+    A member states its CRC-32 a second time, in its local header or behind its data.
+    """
+    extent, stated = damage.record.extent, damage.record.crc
+    assert stated is not None
+    if (stated ^ damage.crc).bit_count() != 1:
+        return None
+    try:
+        members = [item for item in members_of(extent.file) if item.offset == extent.offset]
+    except (ZckptError, OSError):
+        return None
+    for member in members:
+        with sources.opened(extent.file) as file:
+            number = file.fileno()
+            head = sources.pread(number, 30, member.header)
+            behind = sources.pread(number, 8, extent.offset + extent.length)
+        second = struct.unpack_from("<I", head, 14)[0]
+        if behind[:4] == DESCRIPTOR:
+            second = struct.unpack_from("<I", behind, 4)[0]
+        if second == damage.crc:
+            before, after = (struct.pack("<I", crc) for crc in (stated, damage.crc))
+            return Correction(extent.file, member.entry + 16, before, after)
+    return None

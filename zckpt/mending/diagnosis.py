@@ -1,0 +1,210 @@
+"""What is damaged in a checkpoint, and what did it have there before?
+
+The readers and the judge say which file is damaged, and a comparison of all bytes, as `verify` does
+it, says which records are. A file whose pickle is damaged cannot be read at all: so its members are
+checked first, and it is read again with the corrections that explain them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ..core import sources
+from ..core.compare import ComparisonOutcome, compare
+from ..core.corrections import Correction, corrected
+from ..core.fileio import crc_of
+from ..core.fragments import Record
+from ..core.manifest import Manifest
+from ..core.records import Damage
+from ..core.resources import Begin, Copying
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    Notice,
+    UnsupportedCheckpoint,
+    ZckptError,
+)
+from ..formats.reading import Reading
+from ..judging import verdict
+from ..judging.verdict import Verdict
+from ..proof.damage import contents_of
+from ..proof.pairs import own_matches
+from ..reading import read
+from .containers import damage_in, stated_twice
+from .explaining import Place, explained
+from .witnesses import Contents, Witnesses
+
+REFUSED = (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+)
+"""Errors that damage of a checkpoint may be the cause of."""
+
+
+class Diagnosis(Struct, frozen=True):
+    """The damaged `places` of a checkpoint, and the `judged` rest: what else keeps it from loading.
+
+    It was read with the corrections of these places. If it could not be read even so, `error` says
+    why, and there is no manifest.
+    """
+
+    places: Sequence[Place] = ()
+    judged: Verdict | None = None
+    error: ZckptError | None = None
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self.judged.manifest if self.judged else None
+
+    def is_needed(self, place: Place) -> bool:
+        """Whether a program reads the file to resume, so that it must not stay damaged."""
+        unread = self.judged.unread if self.judged else ()
+        return place.extent.file not in {each.file for each in unread}
+
+
+def corrections_of(places: Iterable[Place]) -> list[Correction]:
+    """All corrections of these places."""
+    return [*chain.from_iterable(place.corrections for place in places)]
+
+
+def diagnose(
+    path: str, reading: Reading, older: Manifest | None, copying: Copying, begin: Begin | None
+) -> Diagnosis:
+    """Reads all bytes of the checkpoint at `path`; `older` is another one of the same run.
+
+    Raises the ZckptError that fits if that is not the fault of its files.
+    """
+    early: list[Place] = []
+    with ExitStack() as stack:
+        while True:
+            judged: Verdict | None = None
+            error: ZckptError | None = None
+            try:
+                judged = verdict.of(read(path, reading))
+                blamed = [_blamed(judged)]
+            except REFUSED as caught:
+                error, blamed = caught, [[caught.file or path], _below(caught.file or path)]
+            known = {place.extent for place in early}
+            found = list[Place]()
+            for files in blamed:
+                found = found or [
+                    _in_container(damage)
+                    for file in dict.fromkeys(filter(os.path.isfile, files))
+                    for damage in damage_in(file)
+                    if damage.record.extent not in known
+                ]
+            early += found
+            corrections = corrections_of(found)
+            if not corrections:
+                break
+            stack.enter_context(corrected(corrections))
+        if isinstance(error, UnsupportedCheckpoint) and not early:
+            raise error
+        if judged is None or judged.manifest is None:
+            return Diagnosis(early, error=error)
+        manifest = judged.manifest
+        outcome = compare(
+            own_matches(manifest), manifest, manifest, copying, everything=True, begin=begin
+        )
+        contents = contents_of(manifest, (place.extent for place in early))
+        witnesses = Witnesses(manifest, older)
+        early = [_again(place, contents[place.extent], witnesses) for place in early]
+        places = [*_of_records(manifest, outcome, witnesses)]
+        if any(place.is_of_checksum for place in places):  # which the manifest has read
+            stack.enter_context(corrected(corrections_of(places)))
+            judged = verdict.of(read(path, reading))
+        return Diagnosis(sorted([*early, *places], key=_place), judged)
+
+
+def _place(place: Place) -> tuple[str, int]:
+    return place.extent.file, place.extent.offset
+
+
+def _blamed(judged: Verdict) -> list[str]:
+    """The files that are there, and in which the judge has found damage."""
+    manifest = judged.manifest
+    lost: tuple[Notice, ...] = manifest.notices.lost if manifest else ()
+    return [each.file for each in (*lost, *judged.damaged, *judged.unread) if each.file]
+
+
+def _below(path: str) -> list[str]:
+    """All files of the folder at a path, or beside the file there."""
+    folder = path if sources.is_folder(path) else os.path.dirname(path)
+    return [entry.path for entry in sources.walk(folder) if entry.is_file(follow_symlinks=False)]
+
+
+def _in_container(damage: Damage, contents: Contents = ()) -> Place:
+    """A damaged member of a zip."""
+    place = explained(damage, contents, Witnesses(None))
+    return place if place.by else _with_directory(place)
+
+
+def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
+    """The same, now that it is known what lies there, and that witnesses can be asked."""
+    if not contents or place.by in ("checksum", "witness"):
+        return replace(place, contents=contents)
+    with corrected(each.undone for each in place.corrections):
+        return explained(place.damage, contents, witnesses)
+
+
+def _with_directory(place: Place) -> Place:
+    """The same, if the flipped bit is that of the checksum in the zip's directory."""
+    correction = stated_twice(place.damage)
+    if correction is None:
+        return place
+    about = {"corrections": (correction,), "by": "witness", "why": ""}
+    return replace(place, **about, witness="the checksum beside the data")
+
+
+def _of_records(
+    manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
+) -> Iterator[Place]:
+    """The damage that the comparison of all bytes has found.
+
+    A universal checkpoint states a checksum of each tensor and of each file: the smaller record
+    says more, and the larger one must be right then.
+    """
+    tensors = [*_of_tensors(manifest, outcome, witnesses)]
+    yield from tensors
+    corrections = corrections_of(tensors)
+    files = {place.extent.file for place in tensors}
+    damaged = {damage.record.extent: damage for damage in outcome.damage}
+    contents = contents_of(manifest, damaged)
+    for extent, damage in damaged.items():
+        if extent.file in files:
+            with corrected(each for each in corrections if each.file == extent.file):
+                damage = Damage(damage.record, crc_of([extent]))
+                are_lost = any(not each.by for each in tensors if each.extent.file == extent.file)
+                if damage.crc == damage.record.crc or are_lost:
+                    continue
+                yield explained(damage, contents[extent], witnesses)
+        else:
+            place = explained(damage, contents[extent], witnesses)
+            yield place if place.by else _with_directory(place)
+
+
+def _of_tensors(
+    manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
+) -> Iterator[Place]:
+    """Tensors in one piece whose own checksum is wrong."""
+    for result in outcome.results:
+        for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
+            stated = entry.digest if entry is not None else None
+            if entry is None or crc in (None, stated) or stated is None:
+                continue
+            assert crc is not None
+            pieces = [*entry.fragments]
+            if entry is manifest.entries.get(entry.key) and len(pieces) == 1:
+                damage = Damage(Record(pieces[0].extent, stated), crc)
+                yield explained(damage, [(entry, pieces[0])], witnesses)

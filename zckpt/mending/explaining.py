@@ -1,0 +1,241 @@
+"""Which bytes did a damaged record have before?
+
+Its file states a CRC-32. If one flipped bit explains that, this bit is flipped back. Damage of many
+bits looks like one flipped bit by a chance that grows with the record:
+
+    bytes     19 kB        256 KiB     4 MiB      256 MiB    from 512 MiB on
+    chance    1 in 28,000  1 in 2,000  1 in 128   1 in 2     several bits explain every CRC-32
+
+So in a record of up to 256 KiB the bit is believed. In a larger one a witness must confirm it, or
+the user accepts the chance. A lost sector leaves an aligned block of one repeated value: it is many
+bits, so such a record is a burst, and its CRC-32 alone is not believed. Another CRC-32 of the same
+bytes is no witness. CRCs are linear: it agrees with every explanation of the first one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+
+from msgspec import Struct
+
+from ..core.checksum import flipped_bits
+from ..core.corrections import Correction
+from ..core.dtypes import NUMBERS, SIZES, decode
+from ..core.entries import Entry
+from ..core.fileio import Buffer, Reader
+from ..core.fragments import Extent
+from ..core.mended import By, Mended, Value
+from ..core.records import Damage
+from ..errors import Notice, counted, note, problem, warning
+from .witnesses import Contents, Witnesses
+
+BELIEVED = 256 << 10  # bytes of a record whose one flipped bit is believed: 1 in 2,000
+SECTOR = 512  # bytes
+BLOCK = 1 << 20  # bytes that are looked at at once
+
+
+class Place(Struct, frozen=True):
+    """One damaged record, and what it had before: `corrections`, for which `by` speaks.
+
+    Without corrections it is lost; `why` says why it is, or why its bytes are not believed without
+    the user's word. `bits` are the single bits that explain its checksum.
+    """
+
+    damage: Damage
+    contents: Contents
+    chance: float
+    bits: Sequence[tuple[int, int]] = ()
+    burst: int | None = None
+    corrections: tuple[Correction, ...] = ()
+    by: By | None = None
+    witness: str = ""
+    why: str = ""
+
+    @property
+    def extent(self) -> Extent:
+        return self.damage.record.extent
+
+    @property
+    def is_of_checksum(self) -> bool:
+        """Whether the checksum is what is damaged, and the bytes are right."""
+        start, stop = self.extent.offset, self.extent.offset + self.extent.length
+        return any(not start <= each.offset < stop for each in self.corrections)
+
+    def is_written(self, accepts_chance: bool) -> bool:
+        """Whether the corrected bytes may be written."""
+        return self.by is not None and (self.by != "chance" or accepts_chance)
+
+    def element(self) -> tuple[Entry, int, Extent] | None:
+        """Whose element the one corrected byte belongs to, its number, and its bytes."""
+        if len(self.corrections) != 1 or len(self.corrections[0].after) != 1:
+            return None
+        return element_at(self.contents, self.corrections[0].offset)
+
+    def mended(self, root: str) -> Mended | None:
+        """The record of it; None if it is lost."""
+        if self.by is None:
+            return None
+        first, element = self.corrections[0], self.element()
+        bit = before = after = None
+        if len(self.corrections) == 1 and len(first.after) == 1:
+            changed = first.before[0] ^ first.after[0]
+            bit = changed.bit_length() - 1 if changed & (changed - 1) == 0 else None
+        if element is not None:
+            entry, _, extent = element
+            before, after = values(entry, extent, first)
+        names = {entry.name for entry, _ in self.contents}
+        return Mended(
+            file=os.path.relpath(first.file, root),
+            offset=first.offset,
+            bytes=sum(len(each.after) for each in self.corrections),
+            by=self.by,
+            chance=self.chance,
+            bit=bit,
+            tensor=element[0].name if element else names.pop() if len(names) == 1 else None,
+            element=element[1] if element else None,
+            before=before,
+            after=after,
+            witness=self.witness,
+        )
+
+    def notice(self, root: str) -> Notice:
+        """What the report says of it."""
+        file = os.path.relpath(self.extent.file, root)
+        own = self.mended(root)
+        names = [*dict.fromkeys(entry.name for entry, _ in self.contents)]
+        what = f"{counted(self.extent.length, 'byte')} at {self.extent.offset} of {file}"
+        subject = own.tensor if own else names[0] if len(names) == 1 else None
+        about = {"subject": subject, "file": self.extent.file}
+        if own is None:
+            message = f"{what} cannot be restored: {self.why}"
+            return problem("not-mendable", message, hint=LOST, **about)
+        where = f", element {own.element} of {own.tensor}" if own.element is not None else ""
+        if own.bit is not None:
+            found = f"bit {own.bit} of byte {own.offset} of {file} was flipped{where}"
+        else:
+            found = f"{counted(own.bytes, 'byte')} of the {what} differ from {own.witness}"
+        if own.before is not None or own.after is not None:
+            found += f": {own.before} instead of {own.after}"
+        if self.by == "witness":
+            confirmed = "" if own.bit is None else f"; {own.witness} confirms it"
+            return note("mended", f"{found}{confirmed}", **about)
+        found += f" (many flipped bits look like this in {one_in(self.chance)})"
+        if self.by == "checksum":
+            return note("mended", found, **about)
+        return warning("mended", f"{found}; {self.why}", hint=CHANCE, **about)
+
+
+LOST = "give an older checkpoint that has the same bytes (--older PATH), or take another copy"
+CHANCE = "type --accept-chance to take it, or give an older checkpoint (--older PATH)"
+
+
+def one_in(chance: float) -> str:
+    """A chance for a sentence."""
+    return f"1 of {round(1 / chance):,} cases" if chance < 1 else "every case"
+
+
+def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place:
+    """What a damaged record had before; reads its bytes, and those of witnesses."""
+    extent, stated = damage.record.extent, damage.record.crc
+    assert stated is not None
+    chance = chance_of(extent.length)
+    bits = _outside(flipped_bits(stated, damage.crc, extent.length), damage, contents)
+    burst = burst_in(extent)
+    about = damage, contents, chance, bits, burst
+    doubts = [witnesses.says(contents, extent.offset + byte, bit) for byte, bit in bits]
+    confirmed = [item for item in zip(bits, doubts, strict=True) if item[1].confirms]
+    one = len(bits) == 1 and not doubts[0].contradicts
+    if one and burst is None and extent.length <= BELIEVED:
+        return Place(*about, (flipped_back(extent, *bits[0]),), "checksum")
+    if len(confirmed) == 1:
+        ((byte, bit), said) = confirmed[0]
+        return Place(*about, (flipped_back(extent, byte, bit),), "witness", said.who)
+    substituted = witnesses.substituted(damage, contents)
+    if substituted is not None:
+        return Place(*about, substituted.corrections, "witness", substituted.who)
+    if one:
+        why = f"the record has {counted(extent.length, 'byte')}"
+        if burst is not None:
+            why = f"the {SECTOR} bytes at {burst} have one value, as a lost sector leaves them"
+        return Place(*about, (flipped_back(extent, *bits[0]),), "chance", why=why)
+    if not bits:
+        why = "no single flipped bit explains its checksum"
+    elif len(bits) > 1:
+        why = f"{len(bits)} single bits explain its checksum, and nothing says which it is"
+    else:
+        why = f"one bit explains its checksum, but {doubts[0].who} contradicts that"
+    return Place(*about, why=why)
+
+
+def chance_of(length: int) -> float:
+    """How often damage of many bits looks like one flipped bit, in a record of this length."""
+    return min(1.0, 8 * length / 2**32)
+
+
+def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
+    """The correction of one bit of a record; reads that byte."""
+    with closing(Reader()) as reader:
+        view = memoryview(bytearray(1))
+        reader.read(extent.part(byte, byte + 1), view)
+    return Correction.of_bit(extent.file, extent.offset + byte, bit, view[0])
+
+
+def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | None:
+    """Whose element has the byte at an offset of the file, its number, and its bytes."""
+    for entry, fragment in contents:
+        extent, size = fragment.extent, SIZES[entry.dtype]
+        if extent.offset <= offset < extent.offset + extent.length:
+            start = (offset - extent.offset) // size * size
+            return entry, fragment.element_at(offset, size), extent.part(start, start + size)
+    return None
+
+
+def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value, Value]:
+    """The number in an element before and after a correction of one byte."""
+    if entry.dtype not in NUMBERS:
+        return None, None
+    data = bytearray(extent.length)
+    with closing(Reader()) as reader:
+        reader.read(extent, memoryview(data))
+    place = correction.offset - extent.offset
+    pair = []
+    for byte in (correction.before, correction.after):
+        data[place : place + 1] = byte
+        value = decode(entry.dtype, bytes(data))
+        pair.append(value if value == value and abs(value) != float("inf") else str(value))
+    return pair[0], pair[1]
+
+
+def _outside(
+    bits: list[tuple[int, int]], damage: Damage, contents: Contents
+) -> list[tuple[int, int]]:
+    """The bits that lie outside of tensors whose own checksums are right.
+
+    A file that is one record has a checksum for each of its tensors, too: `contents` are these.
+    """
+    extent = damage.record.extent
+    if not any(entry.digest is not None for entry, own in contents if own.extent != extent):
+        return bits
+    return [item for item in bits if element_at(contents, extent.offset + item[0]) is None]
+
+
+def burst_in(extent: Extent) -> int | None:
+    """Where in the file the first aligned block of one repeated value lies inside of a record."""
+    import numpy
+
+    start = -(-extent.offset // SECTOR) * SECTOR
+    stop = (extent.offset + extent.length) // SECTOR * SECTOR
+    buffer = Buffer(BLOCK).view
+    with closing(Reader()) as reader:
+        for offset in range(start, stop, BLOCK):
+            length = min(BLOCK, stop - offset)
+            reader.read(Extent(extent.file, offset, length), buffer[:length])
+            words = numpy.frombuffer(buffer[:length], "<u8").reshape(-1, SECTOR // 8)
+            first = words[:, 0]
+            are_same = (words == first[:, None]).all(axis=1)
+            are_same &= first == (first & 0xFF) * numpy.uint64(0x0101010101010101)
+            if are_same.any():
+                return offset + int(are_same.argmax()) * SECTOR
+    return None

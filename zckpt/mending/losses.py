@@ -1,0 +1,226 @@
+"""What was lost with files that are missing or cannot be read, and what of it is left elsewhere?
+
+elsewhere    other bytes are the same: a copy on another rank, a weight's master, an older one
+made-up      nothing has them, but a run could go on with others: masters that are widened weights
+gone         nothing has them, and nothing can take their place
+
+Another rank's file stands in for a lost one (judging/lost.py), so names, shapes and elements are
+known. Its values are not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ..core.description import Report, line_of
+from ..core.entries import Entry, Key
+from ..core.grouping import by_key
+from ..core.manifest import Manifest
+from ..core.mended import CODE, Mended
+from ..core.weights import WEIGHTS, agreement, is_widened
+from ..errors import Notice, ZckptError, counted, listed, note, problem
+from ..formats.reading import Reading
+from ..judging.lost import Found, kept, what_is_there
+from ..reading import read
+from .alike import Alike
+
+State = Literal["elsewhere", "made-up", "gone"]
+MOST = 4  # names in a sentence
+WORDS = {"param": "weights", "master": "masters"}
+"""What the tensors of a slot are called; others are called as their slot."""
+
+
+class Loss(Struct, frozen=True):
+    """The elements of one tensor that were in lost `files`: `count` of them. `why` explains it."""
+
+    entry: Entry
+    files: tuple[str, ...]
+    count: int
+    state: State
+    why: str
+
+
+class Losses(Struct, frozen=True):
+    """What a checkpoint lost: `faults` name each file, and there are `lines` about its tensors.
+
+    Lines have the keys of a notice, the `state`, and for each tensor how many elements it lost of
+    how many. `manifest` is that of the rest; None if nothing can be read without the files. `lost`
+    is what cannot be restored exactly. If all files are `remade`, these are the records of it.
+    """
+
+    manifest: Manifest | None = None
+    faults: Sequence[Report] = ()
+    lines: Sequence[Report] = ()
+    lost: Sequence[Loss] = ()
+    remade: Sequence[Mended] = ()
+
+    @property
+    def can_be_made_up(self) -> bool:
+        """Whether all that is lost, if anything is, could be made up."""
+        return bool(self.lost) and all(each.state == "made-up" for each in self.lost)
+
+    @property
+    def slots(self) -> set[str]:
+        """The slots of all tensors of which something is lost."""
+        return {each.entry.slot for each in self.lost}
+
+    def made_up(self, remade: Sequence[Mended]) -> Losses:
+        """The same, if what is lost is made up as these records say."""
+        lines = [
+            {**line, "state": "rebuilt"} if line["state"] == "made-up" else line
+            for line in self.lines
+        ]
+        return replace(self, lines=lines, remade=remade)
+
+    def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
+        """The error, whose hint names what is gone; else what would have to be made up.
+
+        Then `lacking` is what the user would have to type.
+        """
+        if self.can_be_made_up and lacking:
+            typed = " ".join(f"--rebuild {each}" for each in lacking)
+            return error.with_way(f"`{typed}` makes up what is lost, see --dry-run")
+        for state, what in (("gone", "is lost for good"), ("made-up", "would have to be made up")):
+            own = [*dict.fromkeys(each["subject"] for each in self.lines if each["state"] == state)]
+            if own:
+                return error.with_way(f"a part of {listed(own, MOST)} {what}, see --dry-run")
+        return error
+
+
+def whatever_is_there(path: str, reading: Reading) -> AbstractContextManager[Found]:
+    """What can be read of the checkpoint at `path`, whose files are lost."""
+
+    def read_again(where: str, **words: object) -> Manifest:
+        return read(where, replace(reading, **words))
+
+    return what_is_there(path, {"tag": reading.tag}, read_again)
+
+
+def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) -> Losses:
+    """What a checkpoint lost with its files; `older` is another one of the same run.
+
+    The files that are `known` have no loss: each is a line by itself, that it can be restored.
+    """
+    faults = _each_once(found)
+    if found.manifest is None or not found.lost:
+        return Losses(found.manifest, faults)
+    lines = [_restored(path, own, found) for path, own in known.items()]
+    if known.keys() == found.lost.keys():
+        return Losses(found.manifest, faults, lines, remade=[own.mended for own in known.values()])
+    lost = [each for each in _losses(found, older) if not known.keys() >= {*each.files}]
+    return Losses(found.manifest, faults, [*lines, *_lines(found, lost)], lost)
+
+
+def _restored(path: str, own: Alike, found: Found) -> Report:
+    message = f"{own.name}: {own.witness} has the same bytes"
+    return line_of(note(CODE, message, file=found.real(path)), state="restored", tensors=[])
+
+
+def _each_once(found: Found) -> list[Report]:
+    """A line about each lost file, without the keys that `report` adds."""
+    by_file = by_key(((line["code"], line["file"]), line) for line in found.faults if line["fault"])
+    fields = Notice.__struct_fields__
+    return [{key: first[key] for key in fields} for first, *_ in by_file.values()]
+
+
+def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
+    count = sum(len(manifest.entries) for manifest in found.known.each)
+    message = (
+        f"names and shapes of all {counted(count, 'tensor')}: the files that are left state them"
+    )
+    yield line_of(note("elements-missing", message), state="elsewhere", tensors=[])
+    groups = by_key(((each.state, each.entry.slot, each.why, each.files), each) for each in lost)
+    order = {state: place for place, state in enumerate(("elsewhere", "made-up", "gone"))}
+    for (state, slot, why, files), own in sorted(
+        groups.items(), key=lambda item: order[item[0][0]]
+    ):
+        names = [*dict.fromkeys(each.entry.parameter for each in own)]
+        count, total = sum(each.count for each in own), sum(each.entry.numel for each in own)
+        paths = [found.real(file) for file in files]
+        what, where = WORDS.get(slot, slot), listed([*map(os.path.basename, paths)], MOST)
+        message = (
+            f"{what} of {listed(names, MOST)}: {count:,} of {counted(total, 'element')}, in "
+            f"{where}: {why}"
+        )
+        tensors = [
+            {"tensor": each.entry.name, "elements": each.count, "of": each.entry.numel}
+            for each in own
+        ]
+        notice = problem("elements-missing", message, subject=own[0].entry.name, file=paths[0])
+        yield line_of(notice, state=state, tensors=tensors)
+
+
+def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
+    """What each tensor lost, in the order of the checkpoint; copies on other ranks are not counted.
+
+    Whether weights are left is asked before the optimizer's states.
+    """
+    for manifest in found.known.each:
+        is_left = _whole(manifest, found.lost, older)
+        for entry in manifest.entries.values():
+            rest, _ = kept(entry, found.lost)
+            if rest is not entry:
+                files = {fragment.extent.file for fragment in entry.fragments}
+                lost = tuple(sorted(files & found.lost.keys()))
+                state, why = _left(manifest, entry, is_left)
+                yield Loss(entry, lost, entry.numel - rest.numel, state, why)
+
+
+Left = Callable[[Key], str | None]
+"""Where all elements of a tensor can be had; None if some are lost."""
+
+
+def _whole(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> Left:
+    copies = by_key((copy.key, copy) for copy in manifest.replicas)
+
+    def is_left(key: Key) -> str | None:
+        entry = manifest.entries.get(key)
+        if entry is None:
+            return None
+        if _is_whole(entry, lost):
+            return "its own files"
+        if entry.parameter not in manifest.buffers and any(
+            _is_whole(copy, lost) for copy in copies.get(key, ())
+        ):
+            return "a copy on another rank has them"
+        parameter = manifest.parameters.get(entry.parameter)
+        is_frozen = parameter is not None and not parameter.trainable and entry.slot == "param"
+        other = older.entries.get(key) if older is not None and is_frozen else None
+        if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+            return None
+        return "they are frozen, and the older checkpoint has them"
+
+    return is_left
+
+
+def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:
+    return not any(fragment.extent.file in lost for fragment in entry.fragments)
+
+
+def _left(manifest: Manifest, entry: Entry, is_left: Left) -> tuple[State, str]:
+    """What is left of the lost elements of a tensor, and why."""
+    if (where := is_left(entry.key)) is not None:
+        return "elsewhere", where
+    weight, master = ((entry.parameter, slot) for slot in ("param", "master"))
+    param, wide = manifest.entries.get(weight), manifest.entries.get(master)
+    if entry.slot == "param":
+        is_rounded = wide is not None and agreement(wide, entry) == "rounded"
+        if is_rounded and not manifest.run.weights_differ and is_left(master):
+            return "elsewhere", "their masters are left, and round to them"
+        parameter = manifest.parameters.get(entry.parameter)
+        if parameter is not None and not parameter.trainable:
+            return "gone", "they are frozen: an older checkpoint of the run has the same (--older)"
+        return "gone", "no other file has them"
+    if entry.slot == "master":
+        if param is not None and is_left(weight) and is_widened(param.dtype, entry.dtype):
+            return "made-up", f"their weights of {param.dtype} are left, of which masters are more"
+        return "gone", "no other file has them"
+    if entry.slot not in WEIGHTS and entry.slot != "state" and (is_left(weight) or is_left(master)):
+        return "made-up", "no other file has them, but their weights are left"
+    return "gone", "no other file has them"

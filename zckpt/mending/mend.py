@@ -1,0 +1,390 @@
+"""How does a mended copy come about, and what does the report say before it is written?
+
+The copy has the same files, and in damaged records the bytes that were there before. It is written
+as a conversion is (copying/), from the source as the corrections show it: so each record is checked
+once more. What was restored is listed beside it, or in its manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from msgspec.structs import asdict, replace
+
+from .. import formats
+from ..copying import convert, staging, targets
+from ..copying.journal import Identity
+from ..core import mended, sources
+from ..core.corrections import corrected
+from ..core.description import VERSION, Report, line_of, said
+from ..core.layout import Layout, Shell
+from ..core.manifest import Manifest, Run, Sibling
+from ..core.mended import MENDED, Mended
+from ..core.records import mark_of
+from ..core.resources import Begin, Copying, Tell
+from ..core.siblings import SiblingList, following, relative
+from ..core.sources import files_seen
+from ..core.version import __version__
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    MissingData,
+    Notice,
+    ZckptError,
+    again,
+    counted,
+    warning,
+)
+from ..formats.reading import Reading
+from ..judging import about
+from ..reading import read
+from .alike import alike, has_links, remade
+from .diagnosis import Diagnosis, corrections_of, diagnose
+from .explaining import CHANCE, LOST, Place
+from .losses import Losses, losses_of, whatever_is_there
+from .rebuilding import Rebuilding
+from .rebuilding import rebuild as rebuilt
+
+UNUSED = "option-without-effect"
+
+
+def mend(
+    source: str,
+    target: str,
+    older: str | None,
+    accept_chance: bool,
+    rebuild: Sequence[str],
+    reading: Reading,
+    copying: Copying,
+    *,
+    dry_run: bool = False,
+    resume: bool = False,
+    begin: Begin | None = None,
+    tell: Tell | None = None,
+    before_rename: Callable[[], None] | None = None,
+) -> Report:
+    """The report of `mend`; see `zckpt.mend`."""
+    started = time.monotonic()
+    targets.refuse_inside(source, target)
+    if not (dry_run or resume):
+        targets.refuse_existing(target)
+    other = None if older is None else read(older, Reading(nameless=True, opens_items=True))
+    rebuilding = Rebuilding.of(rebuild, other)
+    diagnosis = diagnose(source, reading, other, copying, begin)
+    with ExitStack() as stack:
+        losses, seen, lacking, is_hidden = Losses(), source, list[str](), False
+        real: Callable[[str], str] = str
+        if diagnosis.error is not None:
+            restored = corrections_of(each for each in diagnosis.places if each.by)
+            with corrected(restored):
+                found = stack.enter_context(whatever_is_there(source, reading))
+            is_hidden = not reading.follow_links and has_links(found)
+            known = {} if is_hidden else alike(found)
+            losses = losses_of(found, other, known)
+            lacking = rebuilding.lacking(losses.slots)
+            is_all = bool(known) and known.keys() == found.lost.keys()
+            made = None
+            if losses.can_be_made_up and not lacking and not is_hidden:
+                made = rebuilt(found, found.lost.keys() - known.keys(), rebuilding)
+            if made is not None:
+                losses = losses.made_up([*(own.mended for own in known.values()), *made])
+                is_all = True
+            if is_all:
+                seen, real = remade(found, known), found.real
+                reading = replace(reading, follow_links=True)  # it is a folder of links
+                diagnosis = diagnose(seen, reading, other, copying, begin)
+        base = os.path.abspath(seen if os.path.isdir(seen) else os.path.dirname(seen))
+        report = _found(source, target, diagnosis, losses, accept_chance, base)
+        manifest = diagnosis.manifest
+        if manifest is not None:
+            report["next"] = about.resuming(manifest, *_moved(manifest, base, target)) or ""
+        if rebuild and not losses.lost:
+            message = "--rebuild is not used: nothing is lost that could be made up"
+            report["warnings"] += said([warning(UNUSED, message, subject="--rebuild")])
+        report = _with_paths(report, real)
+        if tell:
+            tell([*report["places"], *report["lost"]])
+        if dry_run:
+            free = targets.free_for(target, resume)
+            return report | {"dry_run": True, "free": free, "seconds": _since(started)}
+        try:
+            _refuse(source, diagnosis, losses, lacking, accept_chance)
+        except ZckptError as error:
+            own_file = error.again(file=error.file and real(error.file))
+            if is_hidden:
+                own_file = own_file.with_way("nothing is made beside links without --follow-links")
+            raise own_file from error
+        assert manifest is not None
+        written = [place for place in diagnosis.places if place.is_written(accept_chance)]
+        stack.enter_context(corrected(corrections_of(written)))
+        own = [*losses.remade, *(each for p in diagnosis.places if (each := p.mended(base)))]
+        layout, manifest = _laid_out(manifest, own, seen, base, reading.follow_links)
+        files = convert.files_of(layout)
+        size = sum(files.values())
+        report |= {"files": list(files), "bytes": size, "left_out": said(layout.omitted)}
+        report["warnings"] += said(layout.warnings)
+        run = _identity(manifest, reading, older, accept_chance, rebuild, files)
+        if resume and targets.is_complete(target, run):
+            return report | {"already_complete": True, "seconds": _since(started)}
+        targets.need_space(target, size, resume)
+        chunk = convert.chunk_size_of(manifest, copying)
+        stage = staging.Staging(target, run, chunk, resume, before_rename)
+        outcome = convert.convert(
+            manifest, stage, layout, size, _empty, lambda *_: None, copying, begin
+        )
+        report["warnings"] += said(stage.warnings)
+        assert outcome is not None  # nobody shares it
+        more = {"resumed": stage.resumed} if resume else {}
+        records = outcome.counts.report()
+        report |= {"written": True, "records": records, "seconds": _since(started), **more}
+        return _with_paths(report, real)
+
+
+def _with_paths(report: Report, real: Callable[[str], str]) -> Report:
+    """The report with the paths of the source, and nothing of the folder of links that was read."""
+    if real is str:
+        return report
+
+    def named(value: object) -> object:
+        if isinstance(value, str):
+            return real(value)
+        if isinstance(value, dict):
+            return {key: named(item) for key, item in value.items()}
+        return [*map(named, value)] if isinstance(value, list) else value
+
+    warnings = [line for line in report["warnings"] if not _is_of_links(line)]
+    return {key: named(value) for key, value in {**report, "warnings": warnings}.items()}
+
+
+def _is_of_links(line: Report) -> bool:
+    return bool(line["code"] == "links-out" or line["subject"] == "--follow-links")
+
+
+def _found(
+    source: str,
+    target: str,
+    diagnosis: Diagnosis,
+    losses: Losses,
+    accept_chance: bool,
+    base: str,
+) -> Report:
+    """What is known before the first byte is written."""
+    manifest, judged, error = diagnosis.manifest, diagnosis.judged, diagnosis.error
+    problems = said((*(error.notices if error else ()), *(judged.whole if judged else ())))
+    problems = [*losses.faults] if error and losses.faults else problems
+    manifest = manifest or losses.manifest
+    warnings = [*manifest.notices.warnings] if manifest else []
+    warnings += judged.remarks if judged else []
+    return {
+        "zckpt": VERSION,
+        "command": "mend",
+        "source": {**(manifest.source if manifest else {}), "path": source},
+        "format": manifest.format if manifest else None,
+        "target": target,
+        "step": manifest.step if manifest else None,
+        "places": [_line(place, base, accept_chance) for place in diagnosis.places],
+        "lost": [*losses.lines],
+        "problems": problems,
+        "warnings": said(warnings),
+        "dry_run": False,
+        "written": False,
+        "files": [],
+        "bytes": 0,
+        "left_out": [],
+        "next": "",
+    }
+
+
+def _line(place: Place, base: str, accept_chance: bool) -> Report:
+    """A line of the report: the notice, and its fields."""
+    own, extent = place.mended(base), place.extent
+    fields = mended.to_json([own])[0] if own else {}
+    fields.pop("file", None)
+    state = "lost" if own is None else "restored"
+    if own is not None and own.by == "chance":
+        state = "accepted" if accept_chance else "needs-consent"
+    names = list(dict.fromkeys(entry.name for entry, _ in place.contents))
+    record = {"offset": extent.offset, "length": extent.length}
+    return line_of(
+        place.notice(base),
+        **{"chance": place.chance, **fields, "state": state, "tensors": names, "record": record},
+    )
+
+
+def _refuse(
+    source: str,
+    diagnosis: Diagnosis,
+    losses: Losses,
+    lacking: Sequence[str],
+    accept_chance: bool,
+) -> None:
+    """Raises unless all that a loader needs can be restored, and may be written."""
+    places, judged = diagnosis.places, diagnosis.judged
+    needed = [place for place in places if diagnosis.is_needed(place)]
+    lost = [place for place in needed if place.by is None]
+    if lost:
+        raise _listed("not-mendable", f"{source} cannot be mended", lost, LOST)
+    if places and any(each.by == "made-up" for each in losses.remade):
+        raise CorruptCheckpoint(  # weights may be damaged that masters were made of
+            "not-mendable",
+            f"{source} cannot be mended: values are made up only beside files without damage, and "
+            f"{os.path.basename(places[0].extent.file)} has some",
+            hint=LOST,
+            file=places[0].extent.file,
+        )
+    if diagnosis.error is not None:
+        raise losses.named(diagnosis.error, lacking)
+    if judged is not None and judged.whole:
+        raise again(IncompleteCheckpoint, {**asdict(judged.whole[0]), "paths": ()})
+    written = any(place.is_written(accept_chance) for place in places)
+    if not (written or needed or losses.remade):
+        raise MissingData(
+            "nothing-to-mend",
+            f"nothing is damaged in {source}, so there is nothing to mend",
+            hint="copy it with `cp -r`, or convert it",
+            file=source,
+        )
+    doubtful = [place for place in needed if not place.is_written(accept_chance)]
+    if doubtful:
+        raise _listed("consent-needed", f"{source} was not mended", doubtful, CHANCE)
+
+
+def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptError:
+    """An error that names the first of these places."""
+    first = places[0]
+    names = [*dict.fromkeys(entry.name for entry, _ in first.contents)]
+    where = f"{counted(first.extent.length, 'byte')} at {first.extent.offset} of "
+    where += os.path.basename(first.extent.file)
+    whose = f" ({names[0]})" if len(names) == 1 else ""
+    more = f"; and {counted(len(places) - 1, 'other place')}" if places[1:] else ""
+    return CorruptCheckpoint(
+        code,
+        f"{what}: {where}{whose}: {first.why}{more}",
+        hint=hint,
+        file=first.extent.file,
+        subject=names[0] if len(names) == 1 else None,
+    )
+
+
+def _laid_out(
+    manifest: Manifest, own: Sequence[Mended], source: str, base: str, follow_links: bool
+) -> tuple[Layout, Manifest]:
+    """The files of the copy, and the manifest with the fingerprints of all of them.
+
+    The copy's list has what was restored earlier, and now.
+    """
+    listed = (*manifest.notices.mended, *own)
+    with sources.watching() as watch, following(follow_links):
+        found = _files(manifest, source, base)
+        files = _as_read(manifest, found.files)
+        fingerprints = watch.of([item.path for item in files])
+    shells = [*_marks(manifest, base, listed)]
+    names = {shell.name for shell in shells}
+    siblings = [(item.name, item) for item in files if item.name not in names]
+    layout = Layout(
+        lambda: iter(shells), siblings, found.omitted, _pointing_elsewhere(manifest, base)
+    )
+    every = {**manifest.files.fingerprints, **fingerprints}
+    return layout, manifest.replace(fingerprints=every)
+
+
+def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
+    """The files of the checkpoint, and those beside it: not those of other checkpoints of a run.
+
+    The engine's own are taken through links wherever they lead, as by every reader.
+    """
+    own = {os.path.abspath(path): path for path in manifest.files.paths}
+    found = SiblingList(base)
+    for path in own:
+        found.files.append(Sibling(relative(path, base), path, sources.size(path)))
+
+    def is_own(_: str, entry: os.DirEntry[str]) -> bool:
+        return entry.path in own
+
+    root = os.path.abspath(manifest.root)
+    if os.path.isdir(source):
+        if os.path.isdir(root):
+            found.add_below(root, is_own, root=base)
+        folder = root
+        while folder != base and folder.startswith(base + os.sep):
+            folder = os.path.dirname(folder)
+            with os.scandir(folder) as entries:
+                paths = [entry.path for entry in entries if not entry.is_dir()]
+            for path in sorted({*paths} - own.keys()):
+                found.add(relative(path, base), path)
+    there = {item.path for item in found.files}
+    files = manifest.files
+    for item in (*files.siblings, *files.omitted_files, *files.around):
+        if (path := os.path.abspath(item.path)) not in there:
+            found.add(relative(path, base), path)
+    return found
+
+
+def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
+    """The same with the paths that the reader's records have, which may be relative."""
+    read = {record.extent.file for record in manifest.files.records}
+    paths = {os.path.abspath(path): path for path in (*read, *manifest.files.paths)}
+    return [replace(item, path=paths.get(item.path, item.path)) for item in siblings]
+
+
+def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[Shell]:
+    """The files of the copy that list what was restored."""
+    root = os.path.abspath(manifest.root)
+    functions = formats.named(manifest.format).functions
+    if functions.with_mended is not None:
+        name, text = functions.with_mended(root, listed)
+    else:
+        root = root if os.path.isdir(root) else os.path.dirname(root)
+        name, text = MENDED, mended.text_of(listed)
+    return [Shell.of(os.path.normpath(os.path.join(relative(root, base), name)), text)]
+
+
+def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
+    """A warning if a file of the run names another checkpoint than the one that is copied."""
+    format, tag = formats.named(manifest.format), manifest.run.origin.tag
+    named = format.pointer(base) if format.pointer and os.path.isdir(base) else None
+    if named is None or tag is None or named == tag or base == os.path.abspath(manifest.root):
+        return []
+    message = f"the copy has {tag} alone, but its run's file names {named}: load it by its tag"
+    return [warning("pointer-dangling", message, file=base)]
+
+
+def _moved(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
+    """The engine's folder of the copy, and the path of the copy."""
+    inside = relative(os.path.abspath(manifest.root), base)
+    return os.path.normpath(os.path.join(target, inside)), target
+
+
+def _empty(path: str) -> Manifest:
+    """The manifest of files none of whose tensors are copied one by one."""
+    return Manifest(root=path, format="", run=Run(), entries={}, parameters={})
+
+
+def _identity(
+    manifest: Manifest,
+    reading: Reading,
+    older: str | None,
+    accept_chance: bool,
+    rebuild: Sequence[str],
+    files: dict[str, int],
+) -> Identity:
+    """Which copy this is: another one may not continue what it leaves unfinished."""
+    mark = f"{mark_of(manifest.files.records):08x}"
+    source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
+    flags = {
+        "--from": reading.format,
+        "--tag": reading.tag,
+        "--older": older,
+        "--accept-chance": accept_chance or None,
+        "--rebuild": sorted(rebuild) or None,
+    }
+    options = {flag: value for flag, value in flags.items() if value is not None}
+    return Identity(__version__, source, options, files)
+
+
+def _since(started: float) -> float:
+    """Seconds, for a report."""
+    return round(time.monotonic() - started, 3)

@@ -1,0 +1,217 @@
+"""Which values may take the place of those that no file has? Only what the user types is made up.
+
+masters     the 16-bit weights, widened: they differ from the lost ones by less than a rounding
+moments     zeros, or those of an older checkpoint
+
+The file has what the engine's own would have otherwise: its writer lays it out, and the step is
+that of the other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from tempfile import TemporaryDirectory
+
+from msgspec import Struct
+
+from .. import formats
+from ..core.cast import cast
+from ..core.dtypes import SIZES
+from ..core.entries import Entry
+from ..core.fileio import crc_of, write_all
+from ..core.fragments import Extent, Fragment
+from ..core.layout import Shell
+from ..core.manifest import Manifest
+from ..core.mended import Mended
+from ..core.pieces import ElementReader, ReadRequest
+from ..core.records import RecordChecker
+from ..core.streaming import reading
+from ..errors import MissingData, WrongOption, ZckptError, listed
+from ..files.torchshell import state_checksums
+from ..judging.lost import Found, kept
+
+MASTERS, ZERO, OLDER = "masters", "moments=zero", "moments=older"
+CHOICES = (MASTERS, ZERO, OLDER)
+"""What a user may type."""
+CHUNK = 1 << 20  # elements
+SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
+
+
+class Rebuilding(Struct, frozen=True):
+    """What may be made up: masters from weights, and moments as zeros or as the `older` has them.
+
+    `moments` is None if they may not.
+    """
+
+    masters: bool = False
+    moments: str | None = None
+    older: Manifest | None = None
+
+    @classmethod
+    def of(cls, typed: Sequence[str], older: Manifest | None) -> Rebuilding:
+        """As the user has typed it; raises WrongOption."""
+        moments = [each for each in dict.fromkeys(typed) if each in (ZERO, OLDER)]
+        if wrong := [each for each in typed if each not in CHOICES]:
+            raise WrongOption(
+                "option-invalid",
+                f"--rebuild cannot be {wrong[0]!r}",
+                hint=f"give {listed(CHOICES)}",
+            )
+        if len(moments) > 1:
+            raise WrongOption(
+                "options-conflict", f"--rebuild {ZERO} contradicts {OLDER}", hint="give one of them"
+            )
+        if moments == [OLDER] and older is None:
+            raise WrongOption(
+                "options-conflict",
+                f"--rebuild {OLDER} needs an older checkpoint",
+                hint="give it: --older PATH",
+            )
+        return cls(MASTERS in typed, moments[0] if moments else None, older)
+
+    def lacking(self, slots: Iterable[str]) -> list[str]:
+        """What the user would have to type so that tensors of these slots are made up."""
+        slots = {*slots}
+        lacks = [MASTERS] if "master" in slots and not self.masters else []
+        return lacks + ([ZERO] if slots - {"master"} and self.moments is None else [])
+
+    def source(self, entry: Entry, source: Manifest) -> Entry | None:
+        """Where the elements of a lost tensor are taken from; None for zeros.
+
+        Raises MissingData if the older checkpoint has no such tensor.
+        """
+        if entry.slot == "master":
+            return source.entries[entry.parameter, "param"]
+        if self.moments != OLDER or self.older is None:
+            return None
+        other = self.older.entries.get(entry.key)
+        if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+            raise MissingData(
+                "state-missing",
+                f"{self.older.where} has no {entry.name} of the same type and shape",
+                hint=f"give another older checkpoint, or --rebuild {ZERO}",
+                file=self.older.where,
+                subject=entry.name,
+            )
+        return other
+
+    def how(self, entry: Entry, source: Manifest) -> str:
+        """What the elements are taken from, for the record."""
+        other = self.source(entry, source)
+        if other is None:
+            return "zeros"
+        if entry.slot == "master":
+            return f"widened from the weights of {other.dtype}"
+        return f"as they are in the older {self.older.where if self.older else ''}"
+
+
+def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> list[Mended] | None:
+    """Writes the lost files at `paths` into the folder of links; gives the records of it.
+
+    None if the format's writer would not write these files with the same elements, or if each rank
+    has states of its own. Raises
+    MissingData as `Rebuilding.source`.
+    """
+    source, format = found.known, formats.named(found.known.format)
+    if source.states.of_form("partition", "estimate"):
+        return None
+    names = {os.path.basename(path): path for path in paths}
+    weights = [source.entries.get((each, "param")) for each in source.parameters]
+    if any(kept(each, found.lost)[0] is not each for each in weights if each is not None):
+        return None
+    records = []
+    with TemporaryDirectory(prefix="zckpt-") as folder:
+        try:
+            if (layout := format.lay_out_again(source)) is None:
+                return None
+            _lay(layout.shells(), folder)
+            shells = format.read_shells(folder)
+        except ZckptError:
+            return None
+        made = {os.path.basename(each): each for each in shells.files.paths}
+        if len(made) != len(shells.files.paths) or not names.keys() <= made.keys():
+            return None
+        for name, path in names.items():
+            parts = [*_parts(shells, made[name])]
+            if _places(parts) != _places(_parts(source, path)):
+                return None
+            _fill(made[name], shells, source, parts, rebuilding)
+            below = os.path.relpath(found.real(path), found.path)
+            for entry, own in parts:
+                how = rebuilding.how(entry, source)
+                extent = own.extent
+                records.append(
+                    Mended(
+                        below,
+                        extent.offset,
+                        extent.length,
+                        "made-up",
+                        1.0,
+                        tensor=entry.name,
+                        witness=how,
+                    )
+                )
+            now = os.stat(path)
+            os.unlink(path)  # the link to what stands in
+            shutil.move(made[name], path)
+            os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
+    return records
+
+
+Part = tuple[Entry, Fragment]
+
+
+def _lay(shells: Iterable[Shell], folder: str) -> None:
+    """Writes files without their tensors: holes take no place."""
+    for shell in shells:
+        path = os.path.join(folder, shell.name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "xb") as file:
+            file.truncate(shell.size)
+            for offset, data in shell.parts:
+                write_all(file.fileno(), memoryview(data), offset)
+
+
+def _parts(manifest: Manifest, file: str) -> Iterator[Part]:
+    """What a file has of each tensor, in runs of elements."""
+    for entry in manifest.entries.values():
+        for run in entry.fragments.runs(0, entry.numel, SIZES[entry.dtype]):
+            if run.extent.file == file:
+                yield entry, run
+
+
+def _places(parts: Iterable[Part]) -> set[tuple[str, str, int, int]]:
+    return {(entry.name, entry.dtype, run.start, run.stop) for entry, run in parts}
+
+
+def _fill(
+    made: str, shells: Manifest, source: Manifest, parts: Iterable[Part], rebuilding: Rebuilding
+) -> None:
+    """Writes the elements, and then the checksums."""
+    with open(made, "r+b") as file, reading([RecordChecker(())], SCRATCH) as (reader,):
+        number = file.fileno()
+        for entry, run in parts:
+            if (other := rebuilding.source(entry, source)) is not None:
+                _copy(reader, other, entry, run, number)
+        crcs = {
+            each.extent.offset: crc_of([each.extent])
+            for each in shells.files.records
+            if each.extent.file == made
+        }
+        state_checksums(number, Extent(made, 0, os.fstat(number).st_size), crcs)
+
+
+def _copy(reader: ElementReader, source: Entry, entry: Entry, run: Fragment, file: int) -> None:
+    size, own = SIZES[entry.dtype], SIZES[source.dtype]
+    for start in range(run.start, run.stop, CHUNK):
+        stop = min(run.stop, start + CHUNK)
+        data = memoryview(bytearray((stop - start) * own))
+        reader.read([ReadRequest(source, start, stop, 0)], data)
+        out = memoryview(bytearray((stop - start) * size))
+        if source.dtype == entry.dtype:
+            out = data
+        else:
+            cast(data, source.dtype, out, entry.dtype)
+        write_all(file, out, run.extent.offset + (start - run.start) * size)

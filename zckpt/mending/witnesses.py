@@ -1,0 +1,184 @@
+"""Which other bytes confirm what a damaged record had before, or contradict it?
+
+rounding       a 16-bit weight and its master: one of both values rounds to the other
+substitution   a copy on another rank, or the same tensor of an older checkpoint: put in place
+               of the damaged bytes, it gives the record the CRC-32 that its file states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from msgspec import Struct
+
+from ..core.cast import are_rounded
+from ..core.corrections import Correction, corrected
+from ..core.dtypes import SIZES
+from ..core.entries import Entry, Key
+from ..core.fileio import Buffer, crc_of
+from ..core.fragments import Fragment
+from ..core.grouping import by_key
+from ..core.manifest import Manifest
+from ..core.masters import with_masters
+from ..core.pieces import ElementReader, ReadRequest
+from ..core.plan import Match
+from ..core.records import Damage, RecordChecker
+from ..core.streaming import reading
+
+BLOCK = 1 << 20  # bytes that are compared at once
+SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
+MOST = 8 << 20  # bytes that are put in place of damaged ones
+AROUND = 64  # elements on each side that must round too, or rounding says nothing here
+MOST_RUNS = 1 << 16  # of a slice that is compared with another one
+GAP = 16  # equal bytes between two different ones that are kept together
+
+
+Contents = Sequence[tuple[Entry, Fragment]]
+"""The fragments of entries that have bytes of a record."""
+
+
+class Said(Struct, frozen=True):
+    """What a witness says of one bit: it confirms that it was flipped, contradicts, or neither."""
+
+    confirms: bool = False
+    contradicts: bool = False
+    who: str = ""
+
+
+class Substituted(Struct, frozen=True):
+    """What stands in place of damaged bytes, and whose bytes these are."""
+
+    corrections: tuple[Correction, ...]
+    who: str
+
+
+class Witnesses:
+    """Those of one checkpoint, and of an `older` one of the same run."""
+
+    def __init__(self, manifest: Manifest | None, older: Manifest | None = None) -> None:
+        self._pairs: dict[int, Match] = {}
+        self._copies: dict[Key, list[Entry]] = {}
+        self._older = older
+        if manifest is None:
+            return
+        if not manifest.run.weights_differ:
+            for match in with_masters(manifest.entries):
+                if match.b is not None and match.how in ("rounded", "bits"):
+                    self._pairs[id(match.a)] = self._pairs[id(match.b)] = match
+        self._copies = by_key((entry.key, entry) for entry in manifest.replicas)
+        for key, copies in self._copies.items():
+            if key in manifest.entries:
+                copies.insert(0, manifest.entries[key])
+
+    def says(self, contents: Contents, offset: int, bit: int) -> Said:
+        """What rounding says of a flipped bit of the byte at an offset of the record's file."""
+        for entry, fragment in contents:
+            match, extent = self._pairs.get(id(entry)), fragment.extent
+            if not extent.offset <= offset < extent.offset + extent.length or match is None:
+                continue
+            partner = match.b if match.a is entry else match.a
+            assert partner is not None
+            size = SIZES[entry.dtype]
+            number, place = fragment.element_at(offset, size), (offset - extent.offset) % size
+            first = max(0, number - AROUND)
+            stop = min(entry.numel, number + AROUND + 1)
+            ours, theirs = (_elements(each, first, stop) for each in (entry, partner))
+            now, other = ours.pop(number - first), theirs.pop(number - first)
+            if not all(map(partial(_are_rounded, entry, partner), ours, theirs)):
+                continue  # as they are in engines that misplace masters, or the damage is here
+            before = bytearray(now)
+            before[place] ^= 1 << bit
+            fits = _are_rounded(entry, partner, now, other)
+            fitted = _are_rounded(entry, partner, bytes(before), other)
+            if fits != fitted:
+                return Said(bool(fitted), bool(fits), partner.name)
+        return Said()
+
+    def substituted(self, damage: Damage, contents: Contents) -> Substituted | None:
+        """Bytes of a copy, or of the older checkpoint, with which the record has its CRC-32."""
+        extent = damage.record.extent
+        for who, others in self._sets(contents):
+            corrections = _differences(contents, others)
+            if not corrections:
+                continue
+            with corrected(corrections):
+                if crc_of([extent]) == damage.record.crc:
+                    return Substituted(tuple(corrections), who)
+        return None
+
+    def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
+        """Who witnesses, and his entries for those of the contents, by identity."""
+        copies = {
+            id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]
+            for entry, _ in contents
+        }
+        for number in range(max(map(len, copies.values()), default=0)):
+            others = {key: own[number] for key, own in copies.items() if number < len(own)}
+            yield "a copy on another rank", others
+        if self._older is not None:
+            entries = self._older.entries
+            others = {
+                id(entry): other
+                for entry, _ in contents
+                if (other := entries.get(entry.key)) is not None
+                and (other.dtype, other.shape) == (entry.dtype, entry.shape)
+            }
+            yield f"the older {self._older.where}", others
+
+
+def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:
+    """What turns the pieces of entries into those of others; nothing if that is too much."""
+    corrections, count = list[Correction](), 0
+    ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view
+    with reading([RecordChecker(())], SCRATCH) as (reader,):
+        for entry, fragment in contents:
+            other, size = others.get(id(entry)), SIZES[entry.dtype]
+            if other is None or fragment.count > MOST_RUNS:
+                continue
+            for run in fragment.runs(0, entry.numel):
+                for start in range(run.start, run.stop, BLOCK // size):
+                    stop = min(run.stop, start + BLOCK // size)
+                    part = run.extent.part((start - run.start) * size, (stop - run.start) * size)
+                    own, its = ours[: part.length], theirs[: part.length]
+                    reader.reader.read(part, own)
+                    _fill(reader, other, start, stop, its)
+                    for begin, end in _runs(own, its) if own != its else ():
+                        before, after = bytes(own[begin:end]), bytes(its[begin:end])
+                        offset = part.offset + begin
+                        corrections.append(Correction(part.file, offset, before, after))
+                        count += end - begin
+                    if count > MOST:
+                        return []
+    return corrections
+
+
+def _runs(a: memoryview, b: memoryview) -> Iterator[tuple[int, int]]:
+    """Where two buffers differ: [begin, end) of each run, small gaps in it included."""
+    import numpy
+
+    places = numpy.flatnonzero(numpy.frombuffer(a, "u1") != numpy.frombuffer(b, "u1"))
+    cuts = numpy.flatnonzero(numpy.diff(places) > GAP)
+    begins = places[numpy.concatenate(([0], cuts + 1))]
+    ends = places[numpy.concatenate((cuts, [len(places) - 1]))] + 1
+    yield from zip(begins.tolist(), ends.tolist(), strict=True)
+
+
+def _elements(entry: Entry, start: int, stop: int) -> list[bytes]:
+    """The bytes of each of the elements [start, stop)."""
+    size = SIZES[entry.dtype]
+    data = bytearray((stop - start) * size)
+    with reading([RecordChecker(())], SCRATCH) as (reader,):
+        _fill(reader, entry, start, stop, memoryview(data))
+    return [bytes(data[place : place + size]) for place in range(0, len(data), size)]
+
+
+def _fill(reader: ElementReader, entry: Entry, start: int, stop: int, view: memoryview) -> None:
+    reader.read([ReadRequest(entry, start, stop, 0)], view)
+
+
+def _are_rounded(entry: Entry, partner: Entry, value: bytes, other: bytes) -> bool | None:
+    """Whether one of both values, which are elements of these, rounds to the other one."""
+    if SIZES[entry.dtype] < SIZES[partner.dtype]:
+        entry, partner, value, other = partner, entry, other, value
+    return are_rounded(value, entry.dtype, other, partner.dtype)

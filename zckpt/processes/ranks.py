@@ -1,0 +1,63 @@
+"""How do all ranks do what rank 0 decides, or fail with its error?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import errors
+from ..errors import ZckptError, again
+from .sharing import Processes
+
+
+class Told(Exception):
+    """An error with which rank 0 ends the work of all; each rank makes it again."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Ranks:
+    """The processes that share the work, or this one alone."""
+
+    def __init__(self, processes: Processes | None = None) -> None:
+        self.rank = processes.rank if processes else 0
+        self.words: dict[str, Any] = {"sharing": processes} if processes else {}
+        self._processes = processes
+        self._share: Callable[[Any], Any] = processes.share if processes else lambda value: value
+
+    def told(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides, in all ranks; raises Told in all if it fails."""
+        value: Any = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = decide()
+            except (OSError, ZckptError) as problem:
+                error = problem
+        value, failure = self._share([value, sent(error)])
+        if failure is None:
+            return value
+        raise Told(error or received(failure))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """In rank 0: the values of all ranks, in their order; in others an empty list."""
+        if self._processes is None:
+            return [value]
+        others = [each for _, each in self._processes.gather(value)]
+        return [] if self.rank else [value, *others]
+
+
+def sent(error: Exception | None) -> Any:
+    """An error as a message to other ranks; None if there is none."""
+    if error is None:
+        return None
+    if isinstance(error, OSError):
+        return [OSError.__name__, [error.errno, error.strerror, error.filename]]
+    return [type(error).__name__, error.__dict__]
+
+
+def received(failure: Any) -> Exception:
+    """The error of such a message."""
+    kind, parts = failure
+    return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

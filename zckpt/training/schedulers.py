@@ -1,0 +1,71 @@
+"""What does a scheduler of learning rates keep for each group of its optimizer?
+
+torch 2.13 keeps lists with an item per group; schedulers of schedulers have them in each one.
+DeepSpeed's own (0.19.8, runtime/lr_schedules.py) keep the number of the last update alone, so that
+their rates are those of the ds_config. In groups themselves, a scheduler keeps `initial_lr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+"""The lists of rates, each with the hyper-parameter of the groups that has the same values."""
+OF_GROUPS = frozenset(
+    (*RATES, "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
+)
+"""The lists with an item per group. `_schedule_phases` and `_milestones` may be as long by chance.
+"""
+MAXIMA = ("max_lrs",)
+"""The largest rates of a CyclicLR, which are no group's."""
+INSIDE = "_schedulers"
+"""The list of those that a SequentialLR or a ChainedScheduler goes through."""
+
+Scheduler = Mapping[str, Any]
+
+
+def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
+    """The state for new groups, each with what that of its number in `origins` had."""
+
+    def moved(key: str, values: list[Any]) -> list[Any]:
+        return [values[number] for number in origins] if len(values) > max(origins) else values
+
+    return _with_lists(scheduler, moved)
+
+
+def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state with the rates that these groups have."""
+
+    def rated(key: str, values: list[Any]) -> list[Any]:
+        name = RATES.get(key)
+        if name is None or len(values) != len(groups):
+            return values
+        return [group.get(name, value) for group, value in zip(groups, values, strict=True)]
+
+    return _with_lists(scheduler, rated)
+
+
+def keeps_rates(scheduler: Scheduler) -> bool:
+    """Whether the rates are those of the state or of the groups, and not of the program.
+
+    ReduceLROnPlateau, which has `min_lrs`, multiplies those of the groups.
+    """
+    inside = scheduler.get(INSIDE)
+    every = inside if isinstance(inside, list) and inside else [scheduler]
+    return all(isinstance(e, Mapping) and bool({"base_lrs", "min_lrs"} & e.keys()) for e in every)
+
+
+def _with_lists(
+    scheduler: Scheduler, change: Callable[[str, list[Any]], list[Any]]
+) -> dict[str, Any]:
+    """The state with its lists of groups changed, and those of the schedulers inside of it."""
+    result = dict(scheduler)
+    for key, value in scheduler.items():
+        if key in OF_GROUPS and isinstance(value, list) and value:
+            result[key] = change(key, value)
+        elif key == INSIDE and isinstance(value, list):
+            result[key] = [
+                _with_lists(each, change) if isinstance(each, Mapping) else each for each in value
+            ]
+    return result

@@ -1,0 +1,173 @@
+"""With which states do parameters begin that the next run trains, and the source did not?
+
+    bare     no state: the optimizer makes it at the first update
+    zeros    the same as tensors, at step 0, for loaders that ask for a state of each parameter
+    group    zeros at the step of the group, where a target keeps one step for all members
+
+Only the last changes the training: Adam takes the step for the age of the moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import prod
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core import states
+from ..core.dtypes import SIZES
+from ..core.entries import Entry
+from ..core.fragments import ZEROS, Extent, solid
+from ..core.grouping import by_key
+from ..core.inert import Scalar
+from ..core.manifest import Manifest, Parameter, slot_key
+from ..core.optimizer_states import StateRow, of_parameters
+from ..core.weights import is_optimizers
+from ..errors import Notice, UnsupportedState, listed, warning
+from ..formats.format import Format
+from ..training.optimizers import NUMBERS, begins_with_zeros
+from ..training.options import Options
+
+Group = dict[str, Any]
+
+
+def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
+    """The source with what the target needs of parameters that it did not train.
+
+    Warnings name them. In a group of new ones alone, a target that keeps one step for a group needs
+    nothing. `run` has the engine of the target. Raises UnsupportedState for states of an optimizer
+    that zckpt does not know.
+    """
+    new = {*states.untouched(source)}
+    begins = format.functions.begins
+    how = "bare" if begins is None or not new else begins(run, options)
+    trained = [(own.group or 0, name) for name, own in source.parameters.items() if own.trainable]
+    known = by_key((number, name) for number, name in trained if name not in new)
+    anywhere = [] if how == "group" else [*chain.from_iterable(known.values())]
+    parameters, entries, rows = dict(source.parameters), dict(source.entries), list[StateRow]()
+    of_groups: dict[str, int] = {}
+    fresh: list[str] = []
+    for number, name in trained:
+        like = next(iter(known.get(number, anywhere)), None)
+        if name not in new or how == "bare" or like is None:
+            fresh += [name] if name in new else []
+            continue
+        group = (source.groups or ({},))[number]
+        begin = _beginning(source, name, like, group, how == "group")
+        if begin is None:
+            fresh.append(name)
+            continue
+        parameters[name], own, numbers = begin
+        entries |= {entry.key: entry for entry in own}
+        rows += of_parameters("number", {name: numbers})
+        if how == "zeros":
+            fresh.append(name)
+        elif own or parameters[name].step is not None:  # plain SGD keeps nothing
+            of_groups[name] = number
+    return source.replace(
+        entries=entries,
+        parameters=parameters,
+        states=source.states + rows,
+        warnings=(*source.notices.warnings, *_late(source, of_groups), *_fresh(fresh)),
+    )
+
+
+def _beginning(
+    source: Manifest, name: str, like: str, group: Group, at_groups_step: bool
+) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
+    """A new parameter, zeros for its states, and its numbers: those of a trained one, `like` it.
+
+    None if zckpt does not know how its optimizer begins; raises UnsupportedState where it must.
+    """
+    own, trained = source.parameters[name], source.parameters[like]
+    slots = [
+        entry
+        for entry in source.entries.values()
+        if entry.parameter == like and is_optimizers(entry.slot)
+    ]
+    numbers = source.states.scalars.get(like, {})
+    unknown = [slot_key(e.slot) for e in slots if not begins_with_zeros(slot_key(e.slot), group)]
+    if not at_groups_step:
+        unknown += [key for key in numbers if key not in NUMBERS]
+    if unknown and at_groups_step:
+        raise UnsupportedState(
+            "state-unsupported",
+            f"the source did not train {name}, and zckpt does not know how the optimizer begins "
+            f"its {listed(unknown)}",
+            hint="put it in a group of its own in the next program: there it begins without a state"
+            "; or begin all afresh, with --weights-only",
+            subject=name,
+        )
+    if unknown:
+        return None
+    step = trained.step
+    if not at_groups_step:
+        step = None if step is None else 0
+        numbers = {key: replace(each, value=NUMBERS[key]) for key, each in numbers.items()}
+    zeros = [_zeros(name, entry, own.shape) for entry in slots]
+    return replace(own, step=step, updated=True), zeros, numbers
+
+
+def _zeros(name: str, like: Entry, shape: tuple[int, ...]) -> Entry:
+    numel = prod(shape)
+    extent = Extent(ZEROS, 0, numel * SIZES[like.dtype])
+    return Entry(name, like.slot, like.dtype, shape, solid(numel, extent))
+
+
+def _fresh(names: Sequence[str]) -> list[Notice]:
+    if not names:
+        return []
+    message = (
+        f"the source did not train {listed(names, 4)}: "
+        f"{'it begins' if len(names) == 1 else 'they begin'} as the optimizer begins a parameter, "
+        "with its first update"
+    )
+    return [warning("begins-afresh", message, subject=names[0])]
+
+
+def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
+    """By the step and the betas of their groups, what the first updates are."""
+    groups = source.groups or ()
+    lines = []
+    for number, own in by_key((number, name) for name, number in names.items()).items():
+        step = next(
+            each.step
+            for each in source.parameters.values()
+            if each.trainable and each.updated and (each.group or 0) == number
+        )
+        message = (
+            f"the source did not train {listed(own, 4)}: the target keeps one step for group "
+            f"{number}, so that {'it begins' if len(own) == 1 else 'they begin'} with zero moments "
+            f"at step {step}"
+        )
+        betas = groups[number].get("betas")
+        if isinstance(betas, (list, tuple)) and len(betas) == 2:
+            message += _larger(*map(float, betas))
+        lines.append(warning("begins-late", message, subject=own[0]))
+    return lines
+
+
+MOST_UPDATES = 10_000
+"""Among so many first ones, the largest update is looked for."""
+
+
+def _larger(beta1: float, beta2: float) -> str:
+    """How much larger Adam's updates are than the rate, until moments that were zeros have grown.
+
+    With equal gradients, the moments after n updates are 1 - beta ** n of what they will be.
+    """
+    if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
+        return ""
+    ratios = [
+        (1 - beta1**updates) / (1 - beta2**updates) ** 0.5 for updates in range(1, MOST_UPDATES)
+    ]
+    text = (
+        f", and the first updates are up to (1 - beta1) / sqrt(1 - beta2) = {ratios[0]:.3g} times "
+        "the rate"
+    )
+    most = max(ratios)
+    if most > ratios[0] * 1.05:
+        text += f" (those after them up to {most:.3g} times, if gradients stay the same)"
+    return text

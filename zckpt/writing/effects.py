@@ -1,0 +1,69 @@
+"""Which options of a conversion change nothing?
+
+Writers ask for the options that they need. One that the user gave, and that nobody has asked for
+when all files are laid out, changes nothing: a line says so. It is an error if the user would get
+another target than he asked for. So no writer has to know what it does not use; the tables here
+have the words alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import formats
+from ..core.manifest import Manifest
+from ..errors import Notice, WrongOption, listed, warning
+from ..formats.dcp.options import LAYOUT
+from ..training.options import (
+    ACCEPT_WEIGHTS,
+    ALLOW_OBJECT,
+    GROUP_DEFAULTS,
+    OPTIMIZER,
+    VOCAB_SIZE,
+    Option,
+    Options,
+)
+
+ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
+    VOCAB_SIZE.name: (
+        "the rows of a vocabulary change with the tensor ranks alone",
+        "add --tp N, or leave it out",
+    ),
+}
+"""Options without which the target is another one than was asked for: why, and what to type."""
+OF_STATES = "no state of the optimizer is written"
+REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
+"""Why `--weights-only` has no use for an option."""
+ABOUT_STATES: tuple[Option[Any], ...] = (OPTIMIZER, LAYOUT)
+"""Options that only say how states are kept, though a writer may ask for them without these."""
+TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
+"""Options that only say what is no error."""
+
+
+def refuse_unread(options: Options) -> None:
+    """Raises WrongOption for an option without which the target is not what was asked for."""
+    for option in options.unread:
+        if option.name in ASKS_FOR_MORE:
+            why, way = ASKS_FOR_MORE[option.name]
+            message = f"{option.flag} changes nothing here: {why}"
+            raise WrongOption("option-needed", message, hint=way)
+
+
+def unread(manifest: Manifest, options: Options) -> list[Notice]:
+    """Lines on options that change nothing in a target whose files are laid out."""
+    unused = {option.name: option for option in options.unread if option.name not in TOLERANT}
+    reasons = {}
+    if options.weights_only:
+        unused |= {option.name: option for option in ABOUT_STATES if options[option] is not None}
+        reasons = REASONS | {option.name: OF_STATES for option in ABOUT_STATES}
+    lines = [_line(option, reasons.get(name, "")) for name, option in unused.items()]
+    named = options[ALLOW_OBJECT]
+    if other := sorted({*named} - {*formats.other_objects(manifest)}):
+        lines.append(_line(ALLOW_OBJECT, f"{manifest.root} names no {listed(other)}"))
+    return lines
+
+
+def _line(option: Option[Any], why: str = "") -> Notice:
+    reason = why or "the target has no use for it"
+    message = f"{option.flag} changes nothing here: {reason}"
+    return warning("option-without-effect", message, subject=option.flag)

@@ -1,0 +1,341 @@
+"""With which optimizer groups does the next run begin, if not with those of the source?
+
+    --groups-from RUN    members, their order and hyper-parameters are those of a checkpoint of the
+                         next program; moments and steps go with the names of parameters
+    --set-group          hyper-parameters, one by one: see set_groups.py
+
+The manifest gets them under the target's names, before a writer sees it, so that no writer knows
+these options. What new parameters begin with depends on the target: see beginnings.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core import states
+from ..core.description import Report
+from ..core.facts import FlatBufferEngine, StateDictEngine
+from ..core.grouping import by_key
+from ..core.manifest import Manifest, Parameter
+from ..errors import (
+    MissingData,
+    Notice,
+    WrongOption,
+    listed,
+    warning,
+)
+from ..formats.format import Format
+from ..formats.groups import regrouped
+from ..formats.reading import USUAL
+from ..formats.schedulers import schedulers_of, with_schedulers
+from ..naming.names import called_as, names_of
+from ..reading import read
+from ..training import schedulers
+from ..training.hyperparameters import are_inferred
+from ..training.optimizers import keep_other_states
+from ..training.options import GROUPS_FROM, SET_GROUP, Options
+from .set_groups import about_files, number_of, of_form, with_values
+
+Group = dict[str, Any]
+MEGATRON = "megatron"
+"""The state in which a manifest keeps what Megatron-Core's own files need."""
+DOES_NOT_FIT = "like-does-not-fit"
+
+
+def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifest, list[Report]]:
+    """The manifest, under the target's names, with the groups that the user asks for.
+
+    And lines of the report, about states of what is no longer trained. Raises WrongOption, and
+    MissingData for a run that does not fit.
+    """
+    asked = [option.flag for option in (GROUPS_FROM, SET_GROUP) if options[option]]
+    if asked and options.weights_only:
+        raise WrongOption(
+            "options-conflict",
+            f"{asked[0]} does not apply with --weights-only",
+            hint="leave it out: no optimizer is written",
+        )
+    if asked and format.is_neutral and named.state.get(MEGATRON):
+        message = (
+            f"{asked[0]} changes no groups in a later target of Megatron-Core: that takes those of "
+            "the run itself, and --group-defaults replaces them there"
+        )
+        line = warning("option-without-effect", message, subject=asked[0])
+        named = named.replace(warnings=(*named.notices.warnings, line))
+    dropped: list[Report] = []
+    if (path := options[GROUPS_FROM]) is not None:
+        named, dropped = _RunsGroups(named, _run(path), path).taken()
+    return (with_values(named, options) if options[SET_GROUP] else named), dropped
+
+
+# -- the groups of a run
+
+
+def _run(path: str) -> Manifest:
+    """The run of `--groups-from`; raises MissingData if its optimizer or its names are unknown."""
+    hint = (
+        "let the next program save after its first update, with its optimizer and without "
+        "elastic_checkpoint; if its files lack names, convert it to a universal checkpoint with "
+        "--param-names FILE, and give that"
+    )
+    try:
+        run = read(path, USUAL)
+    except MissingData as error:
+        message = f"--groups-from {path}: {error}"
+        raise MissingData(DOES_NOT_FIT, message, hint=hint, file=path) from error
+    if run.groups is None or are_inferred(run):
+        message = f"--groups-from {path} does not state the groups of its optimizer"
+        raise MissingData(DOES_NOT_FIT, message, hint=hint, file=path)
+    return run
+
+
+class _RunsGroups:
+    """What a source gets of the run at `path`, whose parameters have the names of `named`."""
+
+    def __init__(self, named: Manifest, run: Manifest, path: str) -> None:
+        if named.ranks:
+            raise WrongOption(
+                "option-not-applicable",
+                f"--groups-from does not apply to the model ranks of {named.root} one by one",
+                hint=f"give --tp {named.run.origin.tp or 1} too: then all of them are written anew",
+            )
+        self.named, self.path = named, path
+        self.run = called_as(run, names_of(named))
+        self.warnings: list[Notice] = []
+        self.owners = self._owners()
+        self._refuse_other_optimizer()
+        self.members = self._members()
+        self.origins = self._origins()
+
+    def _owners(self) -> dict[str, str]:
+        """The source's name of every weight of the run; raises MissingData if they differ."""
+        named, run = self.named, self.run
+        known = {name: name for name in (*named.parameters, *named.buffers)} | named.owners
+        second = by_key((first, alias) for alias, first in run.owners.items())
+        owners: dict[str, str] = {}
+        for name in (*run.parameters, *run.buffers):
+            spellings = [each for each in (name, *second.get(name, ())) if each in known]
+            owners |= {name: known[spellings[0]]} if spellings else {}
+        lost = [name for name in run.parameters if name not in owners]
+        strangers = [name for name in named.parameters if name not in owners.values()]
+        sides = {"only the run has": lost, "only the source has": strangers}
+        if _lacks_frozen(run):
+            strangers = [name for name in strangers if named.parameters[name].trainable]
+            sides = {"only the run has": lost}
+        text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
+        if text:
+            raise MissingData(
+                DOES_NOT_FIT,
+                f"{named.root} and --groups-from {self.path} have different parameters: {text}",
+                hint="give a checkpoint of the same model; if only the names differ: --rename "
+                "REGEX=REPL, or --family",
+                file=self.path,
+            )
+        wrong = [
+            f"{name} ({list(_shape(named, owner))} and {list(run.parameters[name].shape)})"
+            for name, owner in owners.items()
+            if name in run.parameters and _shape(named, owner) != run.parameters[name].shape
+        ]
+        if wrong:
+            raise MissingData(
+                DOES_NOT_FIT,
+                f"these have other shapes in {named.root} than in --groups-from {self.path}: "
+                f"{listed(wrong, 4)}",
+                hint="give a checkpoint of the same model",
+                file=self.path,
+            )
+        return owners
+
+    def _refuse_other_optimizer(self) -> None:
+        """Raises WrongOption for a run whose optimizer keeps other states."""
+        if keep_other_states(self.named.optimizer, self.run.optimizer):
+            raise WrongOption(
+                DOES_NOT_FIT,
+                f"the optimizer of {self.named.root} is {self.named.optimizer}, that of "
+                f"--groups-from {self.path} is {self.run.optimizer}",
+                hint="give a run with the optimizer of the source, or begin with fresh states: "
+                "--weights-only instead of --groups-from",
+            )
+
+    def _members(self) -> dict[str, int]:
+        """The group of each parameter that the run trains, in the order of its optimizer."""
+        members: dict[str, int] = {}
+        for name, parameter in self.run.parameters.items():
+            if (
+                parameter.trainable
+                and members.setdefault(owner := self.owners[name], number := parameter.group or 0)
+                != number
+            ):
+                raise MissingData(
+                    DOES_NOT_FIT,
+                    f"{owner} is one tied weight in {self.named.root}, and two weights in "
+                    f"--groups-from {self.path}",
+                    hint="give a checkpoint of the same model",
+                    file=self.path,
+                    subject=owner,
+                )
+        return members
+
+    def _origins(self) -> list[int]:
+        """For each group of the run, the source's group of the first member that it trained."""
+        before = self.named.parameters
+        first: dict[int, int] = {}
+        for name, number in self.members.items():
+            if name in before and before[name].trainable:
+                first.setdefault(number, before[name].group or 0)
+        return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
+
+    def taken(self) -> tuple[Manifest, list[Report]]:
+        """The source with the run's groups, without the states of what the run does not train."""
+        named, members = self.named, self.members
+        before = named.parameters
+        trained = {name for name, own in before.items() if own.trainable}
+        gone = [name for name in before if name in trained and name not in members]
+        dropped = _lines(named, gone)
+        if dropped:
+            message = f"the run of --groups-from does not train {listed(gone, 4)}: " + (
+                f"{'its' if len(gone) == 1 else 'their'} states are dropped"
+            )
+            self.warnings.append(warning("state-dropped", message, subject=gone[0]))
+        order = [*members, *(name for name in before if name not in members)]
+        parameters = {name: self._parameter(name) for name in order}
+        own = _without_states_of(named, frozenset(gone))
+        own = own.replace(
+            parameters=parameters,
+            buffers=tuple(name for name in named.buffers if name not in members),
+            state=self._state(own.state),
+            engine=self._engine(),
+            pipeline=self._pipeline(),
+        )
+        groups = tuple(self._group(number) for number in range(len(self.origins)))
+        own = regrouped(own, groups, members, self.origins)
+        own, unreached = with_schedulers(own, lambda each: schedulers.with_rates(each, groups))
+        self.warnings += about_files(unreached)
+        return own.replace(warnings=(*own.notices.warnings, *self.warnings)), dropped
+
+    def _parameter(self, name: str) -> Parameter:
+        """As the run trains it: one that the source did not train has no step."""
+        before = self.named.parameters.get(name) or Parameter(_shape(self.named, name), False)
+        if name not in self.members:
+            frozen = replace(before, trainable=False, group=None, step=None, updated=True)
+            return frozen if before.trainable else before
+        is_new = not before.trainable
+        step, updated = (None, False) if is_new else (before.step, before.updated)
+        return replace(before, trainable=True, group=self.members[name], step=step, updated=updated)
+
+    def _group(self, number: int) -> Group:
+        """The run's hyper-parameters; a schedule is where the source has brought it.
+
+        A scheduler sets the rate after an update: that of the first update is in the group.
+        """
+        assert self.run.groups is not None
+        group = dict(self.run.groups[number])
+        before = (self.named.groups or ({},))[self.origins[number]]
+        if "lr" not in group or not _has_scheduler(self.named):
+            return group
+        base, own, rate = (
+            number_of(each)
+            for each in (group.get("initial_lr"), before.get("initial_lr"), before.get("lr"))
+        )
+        if base is not None and own and rate is not None:
+            scheduled = rate if base == own else base * (rate / own)
+            if scheduled != number_of(group["lr"]):
+                message = (
+                    f"lr of group {number} is {scheduled:g}: the run's initial_lr ({base:g}) at "
+                    "the place to which the source's scheduler has come"
+                )
+                self.warnings.append(warning("value-assumed", message, subject="lr"))
+            return {**group, "lr": of_form("lr", group["lr"], scheduled)}
+        message = (
+            f"the first update of group {number} has the run's lr ({_shown(group['lr'])}), and the "
+            f"scheduler sets the next ones; to begin with another one: --set-group {number}:lr=..."
+        )
+        self.warnings.append(warning("value-assumed", message, subject="lr"))
+        return group
+
+    def _engine(self) -> Any:
+        """The source's, whose hyper-parameters are now stated, if its files state none."""
+        engine = self.named.run.engine
+        if isinstance(engine, FlatBufferEngine) and engine.elastic:
+            return replace(engine, given=True)
+        return engine
+
+    def _pipeline(self) -> Any:
+        """The run's stages, which list what is trained, if it has as many as the source."""
+        own, its = self.named.run.pipeline, self.run.run.pipeline
+        fits = own and its and len(own.parameters) == len(its.parameters)
+        return its.renamed(self.owners) if fits and its else own
+
+    def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state; what the optimizer lists beside the trained parameters is as in the run."""
+        optimizer = dict(state.get("optimizer") or {})
+        listed_before = optimizer.pop("members", None)
+        theirs = (self.run.state.get("optimizer") or {}).get("members")
+        modules = [each.get("module") or [] for each in (self.run.state, state)]
+        places = {name: place for place, name in enumerate(modules[1])}
+        names = [self.owners.get(name, name) for name in modules[0]]
+        if theirs is not None and {*names} <= places.keys():
+            optimizer["members"] = [
+                [None if place is None else places[names[place]] for place in own] for own in theirs
+            ]
+        elif listed_before is None:
+            return dict(state)
+        return {**state, "optimizer": optimizer}
+
+
+def _lacks_frozen(run: Manifest) -> bool:
+    """Whether a run has saved no frozen weights."""
+    engine = run.run.engine
+    if isinstance(engine, FlatBufferEngine):
+        return engine.excludes_frozen is True
+    return isinstance(engine, StateDictEngine) and engine.adapter
+
+
+def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
+    parameter = manifest.parameters.get(name)
+    return manifest.entries[name, "param"].shape if parameter is None else parameter.shape
+
+
+def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
+    """Lines of the report about the states of these parameters."""
+    counts = {
+        key: len({*names} & state.tensors.keys())
+        for key, state in states.states_of(manifest).items()
+    }
+    reason = "the run of --groups-from does not train them"
+    return [
+        {"state": key, "parameters": count, "reason": reason}
+        for key, count in counts.items()
+        if count
+    ]
+
+
+def _without_states_of(manifest: Manifest, names: frozenset[str]) -> Manifest:
+    """The manifest without any state of these parameters."""
+    gone = {
+        tensor
+        for state in states.states_of(manifest).values()
+        for name, own in state.tensors.items()
+        if name in names
+        for tensor in own
+    }
+    return replace(
+        manifest,
+        entries={key: entry for key, entry in manifest.entries.items() if key not in gone},
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in gone),
+        states=manifest.states.where(
+            lambda row: not row.parameters or not names.issuperset(row.parameters)
+        ),
+    )
+
+
+def _has_scheduler(manifest: Manifest) -> bool:
+    return manifest.state.get("lr_scheduler") is not None or bool(schedulers_of(manifest))
+
+
+def _shown(value: Any) -> str:
+    number = number_of(value)
+    return str(value) if number is None else f"{number:g}"

@@ -1,0 +1,93 @@
+"""How does a target get the form of a numbered folder, in which its program looks for it?
+
+    source    step3/model_and_optim/.metadata    step3/train/rank0.pt
+    target    DST/model_and_optim/.metadata      DST/train/rank0.pt
+
+The same engine's target has this form again, also by way of a universal checkpoint. Another
+engine's lies directly in its directory, with the files around it. So does one of tags, which are
+folders already. Weights alone have no other files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+from msgspec.structs import replace
+
+from ..core.filenames import path_inside
+from ..core.layout import Layout, Shell
+from ..core.manifest import Manifest
+from ..errors import note, warning
+from ..formats.format import Format
+from ..formats.numbered import is_numbered, name_of
+from ..training.options import DIALECT, Options
+
+
+def as_run(manifest: Manifest) -> Manifest:
+    """The source of a target that is the directory around a numbered folder of the same name."""
+    name, origin = name_of(manifest), manifest.run.origin
+    if not name or origin.inside is None:
+        return manifest
+    return manifest.replace(
+        origin=replace(origin, inside=os.path.join(name, origin.inside)),
+        around=tuple(
+            replace(item, name=os.path.join(name, item.name)) for item in manifest.files.around
+        ),
+    )
+
+
+def in_its_folder(
+    layout: Layout, source: Manifest, format: Format, target: str, options: Options
+) -> Layout:
+    """The layout of a `target` whose source lay in a folder of a numbered one; others as they are.
+
+    A warning says if the target's name has no number.
+    """
+    inside, around = source.run.origin.inside, source.files.around
+    if format.is_neutral or not inside:
+        return layout
+    if options.weights_only or not format.is_resumed:
+        names = ", ".join(item.name for item in around)
+        message = f"{names}: not needed to load the weights"
+        lost = [note("file-omitted", message, file=around[0].path)] if around else []
+        return replace(layout, omitted=[*layout.omitted, *lost])
+    files = [(item.name, item) for item in around]
+    is_same = format.name == source.run.origin.format and options[DIALECT] is None
+    if not is_same or format.pointer is not None:
+        own = {name for name, _ in layout.siblings} | {shell.name for shell in layout.shells()}
+        kept = [pair for pair in files if pair[0] not in own]
+        taken = [item for name, item in files if name in own]
+        lost = [
+            note("file-omitted", f"{item.name}: the target has its own", file=item.path)
+            for item in taken
+        ]
+        return replace(layout, siblings=[*layout.siblings, *kept], omitted=[*layout.omitted, *lost])
+    path_inside("", inside, "the source")
+
+    def below(name: str) -> str:
+        return os.path.join(inside, name)
+
+    def shells() -> Iterator[Shell]:
+        return (replace(shell, name=below(shell.name)) for shell in unchanged())
+
+    unnamed = []
+    if not is_numbered(target):
+        name = name_of(source) or "step3"
+        message = (
+            f"{os.path.basename(target)} has no number at the end of its name, by which a program "
+            f"looks for a checkpoint with {inside}/: call it as in the run, such as {name}"
+        )
+        unnamed = [warning("program-must-set", message, file=target)]
+
+    unchanged: Callable[[], Iterator[Shell]] = layout.shells
+    read, loading = layout.read_back or format.read_shells, layout.loading
+    return replace(
+        layout,
+        shells=shells,
+        siblings=[*((below(name), item) for name, item in layout.siblings), *files],
+        loading=lambda path: loading(os.path.join(path, inside)),
+        warnings=[*layout.warnings, *unnamed],
+        read_back=lambda path: read(os.path.join(path, inside)),
+        inside=inside,
+    )

@@ -1,0 +1,164 @@
+"""Which hyper-parameters of groups does the user replace, and what else keeps them?
+
+    lr    in the group, its `initial_lr`, and the lists of rates in states of torch's schedulers
+
+What a scheduler keeps in no file, and what a program sets itself, a warning names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core.facts import FlatBufferEngine
+from ..core.inert import Scalar, nested
+from ..core.manifest import Manifest
+from ..errors import Notice, WrongOption, counted, listed, warning
+from ..formats.deepspeed_states.options import CONFIG
+from ..formats.schedulers import schedulers_of, with_schedulers
+from ..training import schedulers
+from ..training.hyperparameters import are_inferred
+from ..training.options import GROUPS_FROM, SET_GROUP, Options
+
+OTHER_RATES = ("max_lr", "min_lr", "swa_lr")
+"""What OneCycleLR and SWALR of torch keep in groups beside `initial_lr`."""
+
+
+def with_values(manifest: Manifest, options: Options) -> Manifest:
+    """The manifest with the values of --set-group; raises WrongOption for unknown ones."""
+    counts = {len(own.groups or ()) for own in manifest.each}
+    if 0 in counts or are_inferred(manifest):
+        raise WrongOption(
+            "option-not-applicable",
+            f"--set-group: {manifest.root} stores no hyper-parameters of groups",
+            hint=f"give them with --group-defaults, or take a run's: {GROUPS_FROM.flag} RUN",
+        )
+    by_group = options.by_group(SET_GROUP)
+    numbers = [key for key in by_group if isinstance(key, int)]
+    if numbers and (len(counts) > 1 or max(numbers) >= max(counts)):
+        raise WrongOption(
+            "option-names-nothing",
+            f"--set-group names group {max(numbers)}: {manifest.root} has "
+            f"{counted(max(counts), 'group')}, counted from 0"
+            + (", and not each rank has all of them" if len(counts) > 1 else ""),
+            hint=_known_keys(manifest),
+        )
+    shared = {key: value for key, value in by_group.items() if isinstance(key, str)}
+    every = [group for own in manifest.each for group in own.groups or ()]
+    if strangers := [key for key in shared if not any(key in group for group in every)]:
+        raise _no_such(strangers[0], manifest)
+
+    def changed(own: Manifest) -> Manifest:
+        groups = []
+        for number, group in enumerate(own.groups or ()):
+            values = {key: value for key, value in shared.items() if key in group}
+            for key, value in by_group.get(number, {}).items():
+                if key not in group:
+                    raise _no_such(f"{number}:{key}", manifest)
+                values[key] = value
+            if "lr" in values and "initial_lr" in group:
+                values.setdefault("initial_lr", values["lr"])
+            new = {key: of_form(key, group[key], value) for key, value in values.items()}
+            groups.append({**group, **new})
+        return replace(own, groups=tuple(groups)) if groups else own
+
+    result = manifest.with_each(changed) if manifest.ranks else changed(manifest)
+    return _with_rates(result, options) if _sets(by_group, "lr") else result
+
+
+def _sets(by_group: Mapping[Any, Any], key: str) -> bool:
+    return key in by_group or any(key in own for own in by_group.values() if isinstance(own, dict))
+
+
+def _no_such(key: str, manifest: Manifest) -> WrongOption:
+    return WrongOption(
+        "option-names-nothing",
+        f"--set-group {key}: no such hyper-parameter in {manifest.root}",
+        hint=_known_keys(manifest),
+    )
+
+
+def _known_keys(manifest: Manifest) -> str:
+    groups = manifest.each[0].groups or ()
+    return "; ".join(f"group {n} has {listed(list(own), 30)}" for n, own in enumerate(groups))
+
+
+def _with_rates(manifest: Manifest, options: Options) -> Manifest:
+    """The manifest whose schedulers keep the rates of its groups, and warnings about others."""
+    groups = manifest.each[0].groups or ()
+
+    def rated(own: Manifest) -> Manifest:
+        return with_schedulers(own, lambda each: schedulers.with_rates(each, groups))[0]
+
+    result, unreached = with_schedulers(manifest, lambda each: schedulers.with_rates(each, groups))
+    result = result.with_each(rated)
+    lines = [*about_files(unreached), *_about_schedules(manifest, options)]
+    return result.replace(warnings=(*result.notices.warnings, *lines))
+
+
+def about_files(names: Sequence[str]) -> list[Notice]:
+    return [
+        warning(
+            "program-must-set",
+            f"{name} is copied with its own rates, because it has more than plain values: after "
+            "the first update its scheduler sets the rates of the source",
+            file=name,
+            subject="lr",
+        )
+        for name in names
+    ]
+
+
+def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
+    """What sets rates, and keeps none where a checkpoint has them."""
+    own, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
+    if config is None and isinstance(engine, FlatBufferEngine):
+        config = dict(engine.config)
+    name, params = (nested(config, "scheduler", key) for key in ("type", "params"))
+    if isinstance(name, str):
+        keys = [key for key in params if "lr" in str(key)] if isinstance(params, dict) else []
+        where = listed([f"scheduler.params.{key}" for key in keys] or ["scheduler.params"])
+        message = f"after the first update {name} of the ds_config sets lr: change {where} there"
+        return [warning("program-must-set", message, subject="lr")]
+    states, scheduler = schedulers_of(own), own.state.get("lr_scheduler")
+    opaque = scheduler is not None and not isinstance(scheduler, dict)
+    others = [key for key in OTHER_RATES if any(key in group for group in own.groups or ())]
+    lists = [key for key in schedulers.MAXIMA if any(key in state for state in states)]
+    lines = []
+    if opaque or not all(map(schedulers.keeps_rates, states)):
+        lines.append(
+            "the state of the scheduler keeps no base rates: after the first update it sets lr as "
+            "the program builds it, so change the rate there too"
+        )
+    if others:
+        flags = " ".join(f"{SET_GROUP.flag} {key}=..." for key in others)
+        lines.append(f"the scheduler goes by {listed(others)} of the groups too: {flags}")
+    if lists:
+        lines.append(f"the scheduler goes by {listed(lists)} too, which its state keeps unchanged")
+    return [warning("program-must-set", line, subject="lr") for line in lines]
+
+
+def number_of(value: Any) -> float | None:
+    number = value.value if isinstance(value, Scalar) else value
+    return float(number) if type(number) in (int, float) else None
+
+
+def of_form(key: str, before: Any, value: Any) -> Any:
+    """A value in the form that the group has; raises WrongOption for another form."""
+    is_number = type(value) in (int, float)
+    if isinstance(before, Scalar) and is_number:
+        return replace(before, value=type(before.value)(value))
+    if isinstance(before, (list, tuple)) and isinstance(value, (list, tuple)):
+        if len(before) == len(value) and all(type(each) in (int, float) for each in value):
+            return type(before)(value)
+    elif type(before) is float and is_number:
+        return float(value)
+    elif before is None or type(before) is type(value) or (type(before) is int and is_number):
+        return value
+    raise WrongOption(
+        "option-invalid",
+        f"--set-group {key}={value!r}: the groups have {key}={before!r}",
+        hint="give a value of the same form; a pair is written betas=[0.9,0.95]",
+    )
