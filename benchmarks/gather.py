@@ -39,15 +39,15 @@ import torch
 import torch.distributed as dist
 
 from zckpt import api, formats
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.entries import Entry, name_of
-from zckpt.core.fileio import Reader, files_per_thread
-from zckpt.core.fragments import Extent
-from zckpt.core.manifest import Manifest
-from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
-from zckpt.core.pieces import ElementReader, ReadRequest
-from zckpt.core.records import RecordChecker
-from zckpt.core.streaming import share
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.entries import Entry, name_of
+from zckpt.core.checkpoint.manifest import Manifest
+from zckpt.core.passes.pieces import ElementReader, ReadRequest
+from zckpt.core.passes.streaming import share
+from zckpt.core.ranks.partition import FlatMember, Partition, Partitioned, Whole
+from zckpt.core.storage.fileio import Reader, files_per_thread
+from zckpt.core.storage.fragments import Extent
+from zckpt.core.storage.records import RecordChecker
 from zckpt.proof.allgather.buffers import all_gather
 from zckpt.proof.allgather.gathering import GLOO
 from zckpt.proof.allgather.readers import READ

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from tests.engines import zygote
-from zckpt.core.fileio import Reader
+from zckpt.core.storage.fileio import Reader
 from zckpt.dcp import StorageReader
 
 from .checkpoints import TIMEOUT, Transformer, groups

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 
 from zckpt import api, probe
-from zckpt.core import loading
-from zckpt.core.entries import Entry, Key
-from zckpt.core.fileio import Buffer
-from zckpt.core.manifest import Manifest
-from zckpt.core.pieces import ReadRequest
-from zckpt.core.records import RecordChecker
-from zckpt.core.streaming import reading
+from zckpt.core.checkpoint.entries import Entry, Key
+from zckpt.core.checkpoint.manifest import Manifest
+from zckpt.core.passes import loading
+from zckpt.core.passes.pieces import ReadRequest
+from zckpt.core.passes.streaming import reading
+from zckpt.core.storage.fileio import Buffer
+from zckpt.core.storage.records import RecordChecker
 from zckpt.probe.streaming import SCRATCH, sources
 
 from .checkpoints import SIZES, VOCABULARY

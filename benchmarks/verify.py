@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zckpt.api import read
-from zckpt.core.fileio import Buffer
-from zckpt.core.pieces import ElementReader, ReadRequest
-from zckpt.core.records import RecordChecker
-from zckpt.core.resources import DEFAULT_COPYING, READING_JOBS
-from zckpt.core.streaming import batches, chunk_size, stream
+from zckpt.core.passes.pieces import ElementReader, ReadRequest
+from zckpt.core.passes.resources import DEFAULT_COPYING, READING_JOBS
+from zckpt.core.passes.streaming import batches, chunk_size, stream
+from zckpt.core.storage.fileio import Buffer
+from zckpt.core.storage.records import RecordChecker
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 

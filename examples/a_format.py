@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from zckpt.core import sources
-from zckpt.core.entries import Entry
-from zckpt.core.folder import Folder
-from zckpt.core.fragments import Extent, Fragment, Runs
-from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Files, Manifest, Parameter, Run
-from zckpt.core.origin import Origin
-from zckpt.core.weights import weight_of
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Files, Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.weights import weight_of
+from zckpt.core.passes.layout import CopyOutcome, Layout, Shell
+from zckpt.core.storage import sources
+from zckpt.core.storage.folder import Folder
+from zckpt.core.storage.fragments import Extent, Fragment, Runs
 from zckpt.errors import IncompleteCheckpoint, WrongOption
 from zckpt.formats.reading import USUAL, Reading
 from zckpt.training.options import Options

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import zckpt
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, Fragment
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Manifest
+from zckpt.core.storage.fragments import Extent, Fragment
 from zckpt.files.torchfile import Tensor, TorchFile
 from zckpt.files.zipdirectory import read_directory
 

@@ -13,7 +13,7 @@ import zckpt
 from benchmarks import dcp, gather, layer, memory, scale, zero
 from benchmarks.measure import Cost, Job, run
 from benchmarks.rows import Goal, own, pieces, times, wall
-from zckpt.core import loading
+from zckpt.core.passes import loading
 
 
 @pytest.mark.parametrize("elements", [50_000, 9_834_560, 9_834_561])

@@ -12,20 +12,22 @@ import torch
 from msgspec.structs import replace
 
 from zckpt import formats
-from zckpt.core import duplicates, masters, plan, states
-from zckpt.core.checksum import crc_of_zeros
-from zckpt.core.description import Report
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.facts import FlatBufferEngine, Pipeline, TensorParallel, Vocabulary
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.grid import Grid, Place
-from zckpt.core.inert import Global
-from zckpt.core.layout import Layout
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.missing_states import missing_states
-from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
-from zckpt.core.placement import Cut
+from zckpt.core.checkpoint import states
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.facts import FlatBufferEngine, Pipeline, TensorParallel, Vocabulary
+from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.inert import Global
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.missing_states import missing_states
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.placement import Cut
+from zckpt.core.comparison import duplicates, masters
+from zckpt.core.passes import plan
+from zckpt.core.passes.description import Report
+from zckpt.core.passes.layout import Layout
+from zckpt.core.storage.checksum import crc_of_zeros
+from zckpt.core.storage.fragments import Extent, Record, solid
 from zckpt.errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -38,7 +40,7 @@ from zckpt.naming.order import in_order_of
 from zckpt.reading import _check_names
 from zckpt.training import objects, steps
 from zckpt.training.options import DROP_STATE, Options
-from zckpt.writing.keeping import Keeping, unable_to_step
+from zckpt.writing.state_loss import Keeping, unable_to_step
 
 from .conftest import texts
 

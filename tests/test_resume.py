@@ -18,7 +18,7 @@ import torch
 
 import zckpt
 from zckpt.copying import copy, filling, journal, staging
-from zckpt.core.resources import Copying
+from zckpt.core.passes.resources import Copying
 from zckpt.errors import Interrupted, TargetExists
 
 from .conftest import Result, fork

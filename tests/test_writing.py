@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 from zckpt.writing import conversion
 
 from .conftest import EXAMPLE, texts

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from .errors import ZckptError
     from .processes.sharing import group
-    from .reporting.making import report
+    from .reporting.document import report
     from .resume.auto import auto_resume
     from .resume.listing import list_checkpoints
 
@@ -57,7 +57,7 @@ _ELSEWHERE = {  # and not in api.py
     "auto_resume": "resume.auto",
     "group": "processes.sharing",
     "list_checkpoints": "resume.listing",
-    "report": "reporting.making",
+    "report": "reporting.document",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "deepspeed", "probe")

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .copying.sharing import Part as Part
-from .core import description, loading, mended, sources
-from .core.description import VERSION, Report, said
-from .core.description import tensors as tensors
-from .core.manifest import Manifest as Manifest
-from .core.pooling import SINGLE, Pool
-from .core.resources import DEFAULT_COPYING, READING_JOBS, Begin, Tell
-from .core.resources import Copying as Copying
-from .core.states import Selection
+from .core.checkpoint import mended
+from .core.checkpoint.manifest import Manifest as Manifest
+from .core.checkpoint.states import Selection
+from .core.passes import description, loading
+from .core.passes.description import VERSION, Report, said
+from .core.passes.description import tensors as tensors
+from .core.passes.pooling import SINGLE, Pool
+from .core.passes.resources import DEFAULT_COPYING, READING_JOBS, Begin, Tell
+from .core.passes.resources import Copying as Copying
+from .core.storage import sources
 from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords as NamedKeywords
@@ -30,10 +32,10 @@ from .judging import verdict
 from .judging.contents import check_to_load
 from .reading import read as read_manifest
 from .reading import read_both
-from .remote.anywhere import anywhere as anywhere
-from .remote.anywhere import local as local
-from .remote.anywhere import telling as telling
-from .remote.anywhere import translated as translated
+from .remote.url_arguments import local as local
+from .remote.url_arguments import takes_urls as takes_urls
+from .remote.url_arguments import telling as telling
+from .remote.url_arguments import translated as translated
 from .remote.urls import At as At
 from .remote.urls import is_url as is_url
 from .training.options import Options as TargetOptions
@@ -45,9 +47,9 @@ from .writing.conversion import read_for, read_source, write
 from .writing.conversion import shells_of as shells_of
 from .writing.conversion import try_out as try_conversion
 from .writing.numbered import as_run
-from .writing.running import Keywords as RunningKeywords
-from .writing.running import Running
-from .writing.several import write_run
+from .writing.run_checkpoints import write_run
+from .writing.run_options import Keywords as RunningKeywords
+from .writing.run_options import Running
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -104,7 +106,7 @@ def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, 
     return {"ranks_apart": is_resharded and apart, "with_slicings": is_resharded and cuts}
 
 
-@anywhere("path", keep=True)
+@takes_urls("path", keep=True)
 def read(
     path: Path,
     *,
@@ -142,7 +144,7 @@ def inspect(manifest: Manifest) -> Report:
     return dict(translated(description.inspect(manifest, formats.other_objects(manifest))))
 
 
-@anywhere("path")
+@takes_urls("path")
 def load(
     path: Path,
     name: str,
@@ -177,7 +179,7 @@ def load(
 # -- writing
 
 
-@anywhere("source", "like", "groups_from", target="target")
+@takes_urls("source", "like", "groups_from", target="target")
 def convert(
     source: Path,
     target: Path,
@@ -217,7 +219,7 @@ def convert(
     return write("convert", manifest, os.fspath(target), to, reading, options, running)
 
 
-@anywhere("source", "like", "groups_from", target="target")
+@takes_urls("source", "like", "groups_from", target="target")
 def reshard(
     source: Path,
     target: Path,
@@ -276,7 +278,7 @@ def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decisio
     return decide_conversion(*about), reading
 
 
-@anywhere("source", "config", target="target")
+@takes_urls("source", "config", target="target")
 def export(
     source: Path,
     target: Path,
@@ -310,7 +312,7 @@ def export(
     return write("export", manifest, os.fspath(target), "hf", reading, options, running)
 
 
-@anywhere("source", "older", target="target")
+@takes_urls("source", "older", target="target")
 def mend(
     source: Path,
     target: Path,
@@ -361,7 +363,7 @@ def mend(
 # -- looking
 
 
-@anywhere("path", "against")
+@takes_urls("path", "against")
 def verify(
     path: Path,
     against: Path | None = None,
@@ -409,7 +411,7 @@ def verify(
     )
 
 
-@anywhere("a", "b")
+@takes_urls("a", "b")
 def diff(
     a: Path,
     b: Path,
@@ -449,7 +451,7 @@ def diff(
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
-@anywhere("path")
+@takes_urls("path")
 def stats(
     path: Path,
     *,

@@ -9,11 +9,13 @@ from shlex import quote
 from msgspec.structs import replace
 
 from . import formats
-from .core import duplicates, mended, sources
-from .core.description import VERSION, Report, line_of, said
-from .core.pooling import Pool
-from .core.resources import Begin, Copying, own_rank
-from .core.states import Selection
+from .core.checkpoint import mended
+from .core.checkpoint.states import Selection
+from .core.comparison import duplicates
+from .core.passes.description import VERSION, Report, line_of, said
+from .core.passes.pooling import Pool
+from .core.passes.resources import Begin, Copying, own_rank
+from .core.storage import sources
 from .errors import Notice, WrongOption
 from .formats.reading import Reading
 from .judging import verdict

@@ -9,19 +9,20 @@ from itertools import chain
 from msgspec.structs import replace
 
 from . import formats
-from .core import agreement, covering, mended, sources
-from .core.dtypes import FLOATS
-from .core.entries import name_of
-from .core.facts import StateDictEngine
-from .core.inventory import known
-from .core.manifest import Manifest, fitting_roots
-from .core.missing_states import missing_states
-from .core.resources import uncollected
-from .core.siblings import following, links_out
-from .core.states import entries_in, with_updates
-from .core.times import odd_times
-from .core.unfinished import refuse_unfinished
-from .core.unlisted import unlisted
+from .core.checkpoint import agreement, covering, mended
+from .core.checkpoint.dtypes import FLOATS
+from .core.checkpoint.entries import name_of
+from .core.checkpoint.facts import StateDictEngine
+from .core.checkpoint.manifest import Manifest, fitting_roots
+from .core.checkpoint.missing_states import missing_states
+from .core.checkpoint.siblings import following, links_out
+from .core.checkpoint.states import entries_in, with_updates
+from .core.checkpoint.unlisted import unlisted
+from .core.passes.resources import uncollected
+from .core.storage import sources
+from .core.storage.inventory import known
+from .core.storage.times import odd_times
+from .core.storage.unfinished import refuse_unfinished
 from .errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,

@@ -14,7 +14,7 @@ import pytest
 from zckpt import api
 from zckpt.cli import launched
 from zckpt.cli.documents import Progress
-from zckpt.core import pace
+from zckpt.core.passes import pace
 
 from ..conftest import EXAMPLE, ROOT, Result
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.folder import Folder
+from zckpt.core.storage.folder import Folder
 
 OPENED: dict[Path, Folder] = {}
 

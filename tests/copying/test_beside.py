@@ -16,15 +16,15 @@ from zckpt.copying.convert import Seal, convert
 from zckpt.copying.journal import Identity, regions_in
 from zckpt.copying.sharing import ALONE, Part, Sharing
 from zckpt.copying.staging import Staging
-from zckpt.core.entries import Entry
-from zckpt.core.fileio import Writer
-from zckpt.core.folder import Folder
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Files, Manifest, Run, Sibling
-from zckpt.core.marks import lines_in
-from zckpt.core.resources import Copying
-from zckpt.core.sources import Fingerprint
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run, Sibling
+from zckpt.core.passes.layout import CopyOutcome, Layout, Shell
+from zckpt.core.passes.resources import Copying
+from zckpt.core.storage.fileio import Writer
+from zckpt.core.storage.folder import Folder
+from zckpt.core.storage.fragments import Extent, solid
+from zckpt.core.storage.marks import lines_in
+from zckpt.core.storage.sources import Fingerprint
 from zckpt.errors import CorruptCheckpoint, SourceChanged
 
 from ..conftest import fork

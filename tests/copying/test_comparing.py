@@ -17,14 +17,14 @@ from zckpt.copying.convert import convert
 from zckpt.copying.journal import Identity, regions_in
 from zckpt.copying.sharing import ALONE, Part, Sharing
 from zckpt.copying.staging import Staging
-from zckpt.core.entries import Entry
-from zckpt.core.fileio import Writer
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Files, Manifest, Run
-from zckpt.core.marks import lines_in
-from zckpt.core.masters import Rounding
-from zckpt.core.resources import Copying
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.comparison.masters import Rounding
+from zckpt.core.passes.layout import CopyOutcome, Layout, Shell
+from zckpt.core.passes.resources import Copying
+from zckpt.core.storage.fileio import Writer
+from zckpt.core.storage.fragments import Extent, solid
+from zckpt.core.storage.marks import lines_in
 from zckpt.errors import InconsistentCheckpoint
 
 from ..conftest import fork

@@ -20,12 +20,12 @@ from zckpt.copying.convert import Seal, convert, files_of, memory_of, naming_ful
 from zckpt.copying.journal import Identity
 from zckpt.copying.sharing import Part, Sharing
 from zckpt.copying.staging import Staging
-from zckpt.core.entries import Entry
-from zckpt.core.folder import Folder
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.layout import CopyOutcome, Layout, Shell
-from zckpt.core.manifest import Files, Manifest, Run, Sibling
-from zckpt.core.resources import DEFAULT_COPYING, Copying
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run, Sibling
+from zckpt.core.passes.layout import CopyOutcome, Layout, Shell
+from zckpt.core.passes.resources import DEFAULT_COPYING, Copying
+from zckpt.core.storage.folder import Folder
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import Interrupted, NotEnoughSpace, ProcessLost, TargetExists
 
 DATA = bytes(range(100)) * 40

@@ -24,14 +24,18 @@ from zckpt.copying import assembling
 from zckpt.copying import copy as execute
 from zckpt.copying.journal import Journal
 from zckpt.copying.sharing import ALONE, Sharing
-from zckpt.core import pieces as elements
-from zckpt.core import plan, records
-from zckpt.core.compare import compare
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.entries import Entry, Key, key_of
-from zckpt.core.fileio import Reader
-from zckpt.core.folder import Folder
-from zckpt.core.fragments import (
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.entries import Entry, Key, key_of
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.comparison.compare import compare
+from zckpt.core.passes import pieces as elements
+from zckpt.core.passes import plan
+from zckpt.core.passes.layout import CopyOutcome
+from zckpt.core.passes.resources import DEFAULT_COPYING, Copying, Progress
+from zckpt.core.storage import records
+from zckpt.core.storage.fileio import Reader
+from zckpt.core.storage.folder import Folder
+from zckpt.core.storage.fragments import (
     Box,
     Extent,
     Fragment,
@@ -43,10 +47,7 @@ from zckpt.core.fragments import (
     range_of_box,
     solid,
 )
-from zckpt.core.layout import CopyOutcome
-from zckpt.core.manifest import Files, Manifest, Run
-from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
-from zckpt.core.sources import Fingerprint
+from zckpt.core.storage.sources import Fingerprint
 from zckpt.errors import CorruptCheckpoint, SourceChanged, UnsupportedCheckpoint
 
 CHUNK = 8192

@@ -13,9 +13,9 @@ import pytest
 from zckpt.copying import filling
 from zckpt.copying.filling import FILE, RECORD, Sums, TargetFile
 from zckpt.copying.journal import Key
-from zckpt.core.checksum import Cover, Scattered
-from zckpt.core.fileio import Writer
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.checksum import Cover, Scattered
+from zckpt.core.storage.fileio import Writer
+from zckpt.core.storage.fragments import Extent
 
 from .conftest import folder_at
 

@@ -17,11 +17,11 @@ from zckpt.copying import filling
 from zckpt.copying.journal import Identity, Journal, Region
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Sharing
-from zckpt.core.dtypes import SIZES
-from zckpt.core.entries import key_of
-from zckpt.core.fileio import Reader
-from zckpt.core.fragments import solid
-from zckpt.core.resources import Copying, Progress
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.entries import key_of
+from zckpt.core.passes.resources import Copying, Progress
+from zckpt.core.storage.fileio import Reader
+from zckpt.core.storage.fragments import solid
 from zckpt.errors import CorruptCheckpoint, ProcessLost
 
 from .conftest import folder_at

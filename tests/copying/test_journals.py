@@ -11,7 +11,7 @@ from zckpt.copying import filling, journals
 from zckpt.copying.filling import TargetFile
 from zckpt.copying.journal import Identity, Journal, Region
 from zckpt.copying.journals import PartJournal, ProcessJournal, regions_of
-from zckpt.core.fileio import sync_data
+from zckpt.core.storage.fileio import sync_data
 from zckpt.errors import ProcessLost, TargetExists
 
 from .conftest import folder_at

@@ -20,7 +20,7 @@ import pytest
 from zckpt.copying.journal import Identity, Region
 from zckpt.copying.sharing import Part, Sharing
 from zckpt.copying.staging import Staging
-from zckpt.core.layout import Shell
+from zckpt.core.passes.layout import Shell
 from zckpt.errors import TargetExists
 
 CALLS = (

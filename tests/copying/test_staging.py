@@ -15,10 +15,10 @@ from zckpt.copying.journal import Identity, Journal, Region, mark_of
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Sharing
 from zckpt.copying.staging import Staging, joined
-from zckpt.core.fileio import save, write_all
-from zckpt.core.folder import Folder
-from zckpt.core.layout import Shell
-from zckpt.core.manifest import Sibling
+from zckpt.core.checkpoint.manifest import Sibling
+from zckpt.core.passes.layout import Shell
+from zckpt.core.storage.fileio import save, write_all
+from zckpt.core.storage.folder import Folder
 from zckpt.errors import Interrupted, TargetExists
 
 from ..conftest import given_away, texts

@@ -18,7 +18,7 @@ from zckpt.copying.sharing import Part
 from zckpt.copying.staging import Staging
 from zckpt.copying.targets import is_complete
 from zckpt.copying.without_locks import Process, this_process
-from zckpt.core.layout import Shell
+from zckpt.core.passes.layout import Shell
 from zckpt.errors import TargetExists, WrongOption
 
 from ..conftest import texts

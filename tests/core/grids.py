@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.placement import Boxes, Replicated, Row, Sliced, Sum, Table
-from zckpt.core.slicing import cut, replicated
-from zckpt.core.split import names_in, split
-from zckpt.core.weights import WEIGHTS
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.placement import Boxes, Replicated, Row, Sliced, Sum, Table
+from zckpt.core.checkpoint.slicing import cut, replicated
+from zckpt.core.checkpoint.weights import WEIGHTS
+from zckpt.core.ranks.split import names_in, split
+from zckpt.core.storage.fragments import Extent, Runs, solid
 
 SIZE = 4
 Files = dict[str, Any]  # what bytes of files hold, as numbers

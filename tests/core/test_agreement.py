@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.agreement import KEEP, agree, need_one_save, need_whole
+from zckpt.core.checkpoint.agreement import KEEP, agree, need_one_save, need_whole
 from zckpt.errors import InconsistentCheckpoint
 
 SAME = [("a", 3), ("b", 3)]

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from zckpt.core import cast as module
-from zckpt.core.cast import (
+from zckpt.core.checkpoint import cast as module
+from zckpt.core.checkpoint.cast import (
     are_rounded,
     cast,
     numbers,
@@ -24,7 +24,7 @@ from zckpt.core.cast import (
     refuse_overflow,
     rounded,
 )
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import UnsupportedCheckpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.checksum import (
+from zckpt.core.storage.checksum import (
     Cover,
     Scattered,
     combine,

@@ -16,14 +16,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from zckpt.core import compare
-from zckpt.core.dtypes import TORCH_NAMES, encode
-from zckpt.core.elsewhere import Fingerprint
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Files, Manifest, Run
-from zckpt.core.plan import Match
-from zckpt.core.resources import Copying, Progress
+from zckpt.core.checkpoint.dtypes import TORCH_NAMES, encode
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.comparison import compare
+from zckpt.core.passes.plan import Match
+from zckpt.core.passes.resources import Copying, Progress
+from zckpt.core.storage.byte_sources import Fingerprint
+from zckpt.core.storage.fragments import Extent, Record, solid
 from zckpt.errors import SourceChanged
 
 CHUNK = 1 << 20  # bytes that are compared at a time: the least
@@ -376,7 +376,7 @@ def test_processes_share_what_they_have_found(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the first one would read again to complete a record."""
-    monkeypatch.setattr("zckpt.core.pooling.BLOCK", CHUNK)
+    monkeypatch.setattr("zckpt.core.passes.pooling.BLOCK", CHUNK)
     changed = [1.0] * 900_000
     for place in PLACES[1:]:
         changed[place] = 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from zckpt.core import sources
-from zckpt.core.corrections import Correction, corrected
-from zckpt.core.fileio import Reader
-from zckpt.core.fragments import Extent
+from zckpt.core.storage import sources
+from zckpt.core.storage.corrections import Correction, corrected
+from zckpt.core.storage.fileio import Reader
+from zckpt.core.storage.fragments import Extent
 
 
 def read(path: Path, offset: int, length: int) -> list[bytes]:

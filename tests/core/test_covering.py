@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core import covering
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, Slices, solid
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.optimizer_states import StateRow, States
+from zckpt.core.checkpoint import covering
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.storage.fragments import (
+    Box,
+    Boxes,
+    Extent,
+    Fragment,
+    Fragments,
+    Runs,
+    Slices,
+    solid,
+)
 from zckpt.errors import UnsupportedCheckpoint
 
 SIZE = 4  # bytes of F32

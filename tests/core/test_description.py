@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.description import advice, inspect, tensors
-from zckpt.core.entries import Entry
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine
-from zckpt.core.fragments import Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.optimizer_states import StateRow, States, of_parameters
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States, of_parameters
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.passes.description import advice, inspect, tensors
+from zckpt.core.storage.fragments import Extent, Fragment, Record, Runs, solid
 
 DTYPES = ("U8", "F64", "BF16", "I64", "F32", "F16", "I8")
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.cast import CAST_BLOCK
-from zckpt.core.difference import ULPS, Difference, measure_difference, same
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.cast import CAST_BLOCK
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.comparison.difference import ULPS, Difference, measure_difference, same
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zckpt.core.dtypes import (
+from zckpt.core.checkpoint.dtypes import (
     FLOATS,
     FROM_TORCH,
     NUMBERS,

@@ -12,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt
-from zckpt.core.checksum import crc32
-from zckpt.core.duplicates import check_duplicates
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Files, Manifest, Run
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.comparison.duplicates import check_duplicates
+from zckpt.core.storage.checksum import crc32
+from zckpt.core.storage.fragments import Extent, Record, solid
 from zckpt.errors import InconsistentCheckpoint
 
 from ..conftest import ROOT, texts

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.dtypes import SIZES
-from zckpt.core.duplicates import SAMPLE, check_duplicates
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Files, Manifest, Run
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.comparison.duplicates import SAMPLE, check_duplicates
+from zckpt.core.storage.fragments import Extent, Record, solid
 from zckpt.errors import InconsistentCheckpoint
 
 from ..conftest import texts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import (
+from zckpt.core.checkpoint.facts import (
     Engine,
     ExpertLayer,
     FlatBufferEngine,
@@ -22,9 +22,9 @@ from zckpt.core.facts import (
     with_cuts,
     with_facts,
 )
-from zckpt.core.inert import Scalar
-from zckpt.core.optimizer_states import NO_STATES
-from zckpt.core.placement import Cut, Replicated
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.optimizer_states import NO_STATES
+from zckpt.core.checkpoint.placement import Cut, Replicated
 
 FLAT = FlatBufferEngine("flats", "1.2", "Wrapper", "BF16", True, None, {"stage": 2})
 FLAT_JSON = {

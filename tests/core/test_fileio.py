@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from zckpt.core import fileio
-from zckpt.core.fileio import Buffer, Reader, Writer, align
-from zckpt.core.folder import Folder
-from zckpt.core.fragments import ZEROS, Extent
+from zckpt.core.storage import fileio
+from zckpt.core.storage.fileio import Buffer, Reader, Writer, align
+from zckpt.core.storage.folder import Folder
+from zckpt.core.storage.fragments import ZEROS, Extent
 from zckpt.errors import CorruptCheckpoint
 
 

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.filenames import (
-    by_counting,
-    counted,
-    number_of,
-    numbered,
-    path_inside,
-)
-from zckpt.core.inventory import known
+from zckpt.core.storage.filenames import by_counting, counted, number_of, numbered, path_inside
+from zckpt.core.storage.inventory import known
 from zckpt.errors import CorruptCheckpoint
 from zckpt.formats.deepspeed_states.directories import ROLES
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.folder import NO_LOCKS, Folder, has_locks, lock
+from zckpt.core.storage.folder import NO_LOCKS, Folder, has_locks, lock
 from zckpt.errors import CorruptCheckpoint, TargetExists
 
 from ..conftest import given_away

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt.core.fragments import (
+from zckpt.core.storage.fragments import (
     Box,
     Boxes,
     Extent,

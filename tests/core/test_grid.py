@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, Place
 
 
 @pytest.mark.parametrize(

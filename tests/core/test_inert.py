@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core import inert
-from zckpt.core.inert import (
+from zckpt.core.checkpoint import inert
+from zckpt.core.checkpoint.inert import (
     ITSELF,
     MAX_DEPTH,
     MAX_EQUAL_HASHES,

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from zckpt.core import sources
-from zckpt.core.inventory import (
+from zckpt.core.storage import sources
+from zckpt.core.storage.inventory import (
     Numbers,
     Row,
     every,
@@ -21,7 +21,7 @@ from zckpt.core.inventory import (
 )
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
 from zckpt.formats.deepspeed_states import directories as deepspeed
-from zckpt.formats.gathered import distributed as gathered
+from zckpt.formats.gathered import sharded_tensors as gathered
 from zckpt.formats.onnxruntime import legacy as onnxruntime
 
 from ..conftest import texts

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import TensorName
-from zckpt.core.keys import has_texts_alone, in_doubt, matched, with_texts
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.inert import TensorName
+from zckpt.core.checkpoint.keys import has_texts_alone, in_doubt, matched, with_texts
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.storage.fragments import Runs
 
 NOWHERE = Runs([])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.layers import places_of
+from zckpt.core.checkpoint.layers import places_of
 
 
 @pytest.mark.parametrize(

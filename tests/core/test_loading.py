@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.entries import Entry, key_of, name_of
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.loading import as_numpy, as_torch, entry_of, head
-from zckpt.core.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.entries import Entry, key_of, name_of
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.passes.loading import as_numpy, as_torch, entry_of, head
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption
 
 from ..conftest import EXAMPLE, ROOT

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.grid import Grid, Place
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import (
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import (
     RESERVED_SLOTS,
     Manifest,
     Parameter,
@@ -28,8 +27,9 @@ from zckpt.core.manifest import (
     slot_name,
     step_from_json,
 )
-from zckpt.core.optimizer_states import States, of_parameters
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.optimizer_states import States, of_parameters
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.storage.fragments import Extent, solid
 
 
 def test_a_name_is_parameter_and_slot() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.checksum import crc32
-from zckpt.core.folder import Folder
-from zckpt.core.marks import MARK, has_mark, is_begun, remove_mark_file
+from zckpt.core.storage.checksum import crc32
+from zckpt.core.storage.folder import Folder
+from zckpt.core.storage.marks import MARK, has_mark, is_begun, remove_mark_file
 
 from ..conftest import given_away
 

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core import masters
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.masters import ALL, BEGINNINGS, FEW
-from zckpt.core.plan import Match
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.comparison import masters
+from zckpt.core.comparison.masters import ALL, BEGINNINGS, FEW
+from zckpt.core.passes.plan import Match
+from zckpt.core.storage.fragments import (
+    Box,
+    Boxes,
+    Extent,
+    Fragment,
+    Fragments,
+    Record,
+    Runs,
+    solid,
+)
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint
 
 Store = Callable[[str, torch.Tensor], Extent]

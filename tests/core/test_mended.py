@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core import mended
-from zckpt.core.mended import MENDED, Mended
+from zckpt.core.checkpoint import mended
+from zckpt.core.checkpoint.mended import MENDED, Mended
 from zckpt.errors import CorruptCheckpoint
 
 EXACT = Mended("a.pt", 100, 1, "checksum", 1e-6, bit=3, tensor="w/master", element=7, before=1.5)

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry, key_of, name_of
-from zckpt.core.fragments import Extent, Record, Runs
-from zckpt.core.grid import Grid as Axes
-from zckpt.core.grid import Place
-from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Files, Manifest, Parameter, Run
-from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
-from zckpt.core.optimizer_states import StateRow, States, states_in
-from zckpt.core.placement import Replicated, Sliced, Sum, Table
-from zckpt.core.slicing import replicated
-from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, REASONS
+from zckpt.core.checkpoint.entries import Entry, key_of, name_of
+from zckpt.core.checkpoint.grid import Grid as Axes
+from zckpt.core.checkpoint.grid import Place
+from zckpt.core.checkpoint.inert import Scalar, TensorName
+from zckpt.core.checkpoint.manifest import Files, Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States, states_in
+from zckpt.core.checkpoint.placement import Replicated, Sliced, Sum, Table
+from zckpt.core.checkpoint.slicing import replicated
+from zckpt.core.checkpoint.states import BESIDE_STATE, NO_PARAMETER, REASONS
+from zckpt.core.ranks.merge import agreed_steps, in_order, merge, numbered_alike
+from zckpt.core.storage.fragments import Extent, Record, Runs
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint, note, warning
 
 from ..conftest import texts

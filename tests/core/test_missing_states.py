@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zckpt
-from zckpt.core.entries import Entry
-from zckpt.core.facts import StepPlace
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.missing_states import missing_states
-from zckpt.core.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import StepPlace
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.missing_states import missing_states
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.storage.fragments import Runs
 
 from ..conftest import Result, texts
 

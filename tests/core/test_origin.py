@@ -10,8 +10,8 @@ import pytest
 from msgspec import ValidationError
 from msgspec.structs import replace
 
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.origin import OF_ANY_ENGINE, Origin
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.checkpoint.origin import OF_ANY_ENGINE, Origin
 
 WRITTEN = sorted(Path("tests/data/universal").glob("*/*/manifest.json"))
 RUN = Origin("deepspeed", "0.19.8", 2, 4, "global_step7")

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from zckpt.core import pace
-from zckpt.core.pace import Line, Pace, lasting, telling
+from zckpt.core.passes import pace
+from zckpt.core.passes.pace import Line, Pace, lasting, telling
 
 GB = 10**9
 

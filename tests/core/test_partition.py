@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.fragments import Extent
-from zckpt.core.partition import BoxPart, Joined, Partitioned
+from zckpt.core.ranks.partition import BoxPart, Joined, Partitioned
+from zckpt.core.storage.fragments import Extent
 
 Box = tuple[int, int, int]
 

@@ -14,12 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from zckpt.core import pieces
-from zckpt.core.dtypes import SIZES, encode
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Record, Runs, Slices, solid
-from zckpt.core.pieces import SHORT, SMALL, ElementReader, ReadRequest
-from zckpt.core.records import RecordChecker
+from zckpt.core.checkpoint.dtypes import SIZES, encode
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.passes import pieces
+from zckpt.core.passes.pieces import SHORT, SMALL, ElementReader, ReadRequest
+from zckpt.core.storage.fragments import (
+    Box,
+    Extent,
+    Fragment,
+    Fragments,
+    Record,
+    Runs,
+    Slices,
+    solid,
+)
+from zckpt.core.storage.records import RecordChecker
 from zckpt.errors import UnsupportedCheckpoint
 
 SIZE = 4  # bytes of an element

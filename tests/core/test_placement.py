@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zckpt.core import placement
-from zckpt.core.facts import TensorParallel
-from zckpt.core.merge import merge
-from zckpt.core.placement import (
+from zckpt.core.checkpoint import placement
+from zckpt.core.checkpoint.facts import TensorParallel
+from zckpt.core.checkpoint.placement import (
     KINDS,
     Boxes,
     Cut,
@@ -19,6 +18,7 @@ from zckpt.core.placement import (
     from_text,
     of_rule,
 )
+from zckpt.core.ranks.merge import merge
 from zckpt.errors import InconsistentCheckpoint
 
 from .grids import Placed, grid

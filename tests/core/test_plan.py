@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from zckpt.core import plan
-from zckpt.core.dtypes import SIZES
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.plan import Match, Pair, TargetPiece
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.passes import plan
+from zckpt.core.passes.plan import Match, Pair, TargetPiece
+from zckpt.core.storage.fragments import Box, Extent, Fragment, Runs, Slices, solid
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 
 

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from zckpt.core.pooling import BLOCK, SINGLE, claimed
+from zckpt.core.passes.pooling import BLOCK, SINGLE, claimed
 
 SIZES = [BLOCK - 1, 1, BLOCK - 1, 1, BLOCK + 1, 6, 5]
 BLOCKS = [[0, 1], [2, 3], [4], [5, 6]]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.entries import Entry
-from zckpt.core.fileio import Buffer, Reader
-from zckpt.core.fragments import Extent, Fragment, Record, Runs
-from zckpt.core.pieces import ElementReader, ReadRequest
-from zckpt.core.records import PassedRecord, RecordChecker
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.passes.pieces import ElementReader, ReadRequest
+from zckpt.core.storage.fileio import Buffer, Reader
+from zckpt.core.storage.fragments import Extent, Fragment, Record, Runs
+from zckpt.core.storage.records import PassedRecord, RecordChecker
 from zckpt.errors import CorruptCheckpoint
 
 BLOCK = 1 << 20  # bytes
@@ -176,7 +176,7 @@ def test_records_that_lack_little_are_completed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("zckpt.core.records.LITTLE", 8)
+    monkeypatch.setattr("zckpt.core.storage.records.LITTLE", 8)
     file = OneFile(tmp_path, (0, stop))
     file.passed(0, seen)
     file.finish()
@@ -195,7 +195,7 @@ def test_records_without_a_checksum_are_not_checked(tmp_path: Path) -> None:
 def test_records_of_which_nothing_was_read(
     everything: bool, required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zckpt.core.records.LITTLE", 8)
+    monkeypatch.setattr("zckpt.core.storage.records.LITTLE", 8)
     file = OneFile(tmp_path, (0, 32))
     file.checker.require(Extent(file.path, 4, 0))
     file.finish()

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core import replicas
-from zckpt.core.entries import Entry, Key, key_of
-from zckpt.core.facts import UNCUT, TensorParallel
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.origin import Origin
-from zckpt.core.placement import from_text
-from zckpt.core.replicas import (
+from zckpt.core.checkpoint.entries import Entry, Key, key_of
+from zckpt.core.checkpoint.facts import UNCUT, TensorParallel
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.placement import from_text
+from zckpt.core.comparison import replicas
+from zckpt.core.comparison.replicas import (
     OWN,
     SAMPLE,
     averaged,
@@ -24,6 +23,7 @@ from zckpt.core.replicas import (
     compare_apart,
     copies_of,
 )
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
 from ..conftest import texts

@@ -7,8 +7,8 @@ from importlib.util import module_from_spec
 
 import pytest
 
-from zckpt.core import resources
-from zckpt.core.resources import Copying, describe, own_rank, processors
+from zckpt.core.passes import resources
+from zckpt.core.passes.resources import Copying, describe, own_rank, processors
 from zckpt.errors import WrongOption
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.sequences import Joined, Made
+from zckpt.core.storage.sequences import Joined, Made
 
 
 def test_items_are_made_when_they_are_asked_for() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core import sources
-from zckpt.core.elsewhere import Fingerprint
-from zckpt.core.siblings import MAX_DEPTH, SiblingList, leads_out
+from zckpt.core.checkpoint.siblings import MAX_DEPTH, SiblingList, leads_out
+from zckpt.core.storage import sources
+from zckpt.core.storage.byte_sources import Fingerprint
 
 from ..conftest import texts
 

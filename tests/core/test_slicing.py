@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, boxes
-from zckpt.core.slicing import (
+from zckpt.core.checkpoint.slicing import (
     Piece,
     Slicing,
     boxes_in,
@@ -22,6 +21,7 @@ from zckpt.core.slicing import (
     joined,
     replicated,
 )
+from zckpt.core.storage.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, boxes
 
 SIZE = 4
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from zckpt.core import sources
-from zckpt.core.elsewhere import Fingerprint
-from zckpt.core.fileio import Reader
-from zckpt.core.fragments import Extent
+from zckpt.core.storage import sources
+from zckpt.core.storage.byte_sources import Fingerprint
+from zckpt.core.storage.fileio import Reader
+from zckpt.core.storage.fragments import Extent
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, SourceChanged, notice_of
 
 

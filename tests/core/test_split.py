@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry, name_of
-from zckpt.core.facts import NamedWeightsEngine
-from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.merge import in_order, merge
-from zckpt.core.placement import Row
-from zckpt.core.split import names_in, part
-from zckpt.core.weights import WEIGHTS
+from zckpt.core.checkpoint.entries import Entry, name_of
+from zckpt.core.checkpoint.facts import NamedWeightsEngine
+from zckpt.core.checkpoint.manifest import Manifest, Parameter
+from zckpt.core.checkpoint.placement import Row
+from zckpt.core.checkpoint.weights import WEIGHTS
+from zckpt.core.ranks.merge import in_order, merge
+from zckpt.core.ranks.split import names_in, part
 
 from .grids import Grid, cut_up, grid, grids, numbers
 

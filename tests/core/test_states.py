@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.facts import FlatBufferEngine, StateDictEngine
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Manifest, Parameter, Run, Sibling, Sighting, StepPlace
-from zckpt.core.optimizer_states import (
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.facts import FlatBufferEngine, StateDictEngine
+from zckpt.core.checkpoint.inert import Scalar, TensorName
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run, Sibling, Sighting, StepPlace
+from zckpt.core.checkpoint.optimizer_states import (
     AMONG,
     BESIDE,
     BY_RANK,
@@ -23,8 +22,8 @@ from zckpt.core.optimizer_states import (
     states_in,
     unsupported,
 )
-from zckpt.core.origin import Origin
-from zckpt.core.states import (
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.states import (
     BOUND,
     FACTORING,
     NO_PARAMETER,
@@ -47,6 +46,7 @@ from zckpt.core.states import (
     with_updates,
     without,
 )
+from zckpt.core.storage.fragments import Runs
 from zckpt.errors import MALFORMED, WrongOption
 
 FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})

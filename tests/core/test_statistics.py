@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from zckpt.core import statistics
-from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.resources import Copying
-from zckpt.core.statistics import measure
+from zckpt.core.checkpoint.dtypes import NUMBERS, TORCH_NAMES
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.comparison import statistics
+from zckpt.core.comparison.statistics import measure
+from zckpt.core.passes.resources import Copying
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import warning
 from zckpt.proof import health
 

@@ -15,13 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.dtypes import SIZES
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.pieces import ElementReader
-from zckpt.core.records import RecordChecker, RecordCounts
-from zckpt.core.sources import Fingerprint
-from zckpt.core.streaming import (
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.passes.pieces import ElementReader
+from zckpt.core.passes.streaming import (
     batches,
     carry_out_all,
     chunk_size,
@@ -30,6 +27,9 @@ from zckpt.core.streaming import (
     share,
     stream,
 )
+from zckpt.core.storage.fragments import Extent, Record, solid
+from zckpt.core.storage.records import RecordChecker, RecordCounts
+from zckpt.core.storage.sources import Fingerprint
 from zckpt.errors import SourceChanged
 
 
@@ -208,7 +208,7 @@ def test_records_of_several_checkpoints_are_counted_together(tmp_path: Path) -> 
 def test_records_that_lack_much_are_read_only_if_everything_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zckpt.core.records.LITTLE", 8)
+    monkeypatch.setattr("zckpt.core.storage.records.LITTLE", 8)
     (tmp_path / "a").write_bytes(bytes(100))
     record = Record(Extent(str(tmp_path / "a"), 0, 100), zlib.crc32(bytes(100)))
     for more, counts in (({}, (0, 1, 0)), ({"everything": True}, (1, 0, 0))):

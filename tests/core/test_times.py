@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.times import OddTimes, odd_times
+from zckpt.core.storage.times import OddTimes, odd_times
 
 MINUTE = 60 * 10**9
 

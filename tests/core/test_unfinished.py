@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from zckpt.core.unfinished import UNFINISHED, refuse_unfinished, understood
+from zckpt.core.storage.unfinished import UNFINISHED, refuse_unfinished, understood
 from zckpt.core.version import __version__
 from zckpt.errors import IncompleteCheckpoint
 

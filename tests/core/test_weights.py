@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.weights import (
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.weights import (
     Weight,
     agreement,
     counterpart,
@@ -16,6 +15,7 @@ from zckpt.core.weights import (
     states_by_weight,
     weight_of,
 )
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import MissingData
 
 

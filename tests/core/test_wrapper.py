@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.facts import FlatBufferEngine, StateDictEngine
-from zckpt.core.inert import Scalar, TensorName
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.origin import Origin
-from zckpt.core.wrapper import without_wrapped, wrapped
+from zckpt.core.checkpoint.facts import FlatBufferEngine, StateDictEngine
+from zckpt.core.checkpoint.inert import Scalar, TensorName
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.wrapper import without_wrapped, wrapped
 
 SLOW = TensorName("slow")
 ONE = Scalar(1.0, "F32")

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 import zckpt
 from examples.make_checkpoint import Model
 from zckpt import dcp
-from zckpt.core.entries import Entry
-from zckpt.core.fileio import Reader
-from zckpt.core.fragments import Runs
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.storage.fileio import Reader
+from zckpt.core.storage.fragments import Runs
 from zckpt.dcp import regions
 from zckpt.errors import NotACheckpoint, WrongOption
 

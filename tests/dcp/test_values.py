@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core.inert import Foreign, Global, Scalar, Size
+from zckpt.core.checkpoint.inert import Foreign, Global, Scalar, Size
 from zckpt.dcp.values import NotLoaded, rebuilt
 
 ARRAY = Global("numpy.core.multiarray._reconstruct")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.layout import Shell
+from zckpt.core.passes.layout import Shell
 from zckpt.deepspeed import loading, names
 
 from ..conftest import fork

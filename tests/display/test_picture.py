@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zckpt.core.layers import places_of
+from zckpt.core.checkpoint.layers import places_of
 from zckpt.display import findings
 from zckpt.display.picture import COLUMNS, layers
 

@@ -208,7 +208,7 @@ def fill(job: Job, program: Program, checkpoint: Path) -> tuple[Any, dict[str, A
 
 def count_reads() -> list[int]:
     """Bytes of every read of a load from now on, without those of the checks before it."""
-    from zckpt.core.fileio import Reader
+    from zckpt.core.storage.fileio import Reader
     from zckpt.judging import contents
 
     counts: list[int] = []
@@ -236,7 +236,7 @@ def needed(reader: Any, state: dict[str, Any]) -> int:
 
     torch's own directories hold a tied weight under each of its names, and each is read.
     """
-    from zckpt.core.dtypes import SIZES
+    from zckpt.core.checkpoint.dtypes import SIZES
     from zckpt.dcp.keys import KeyNames
 
     numbers = [name for group in reader._groups for name in group]

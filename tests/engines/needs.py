@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.fragments import Extent
 from zckpt.files.zipdirectory import read_directory
 
 from ..resume.conftest import cut

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from zckpt import errors
-from zckpt.core import sources
+from zckpt.core.storage import sources
 from zckpt.files.dcpfile import read_table
 from zckpt.files.dcpitems import ItemFiles, require_same
 from zckpt.files.dcpshell import metadata

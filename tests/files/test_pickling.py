@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.inert import Foreign, Global
+from zckpt.core.checkpoint.inert import Foreign, Global
 from zckpt.files.pickling import Record, Repeated, dumps
 
 FORM = Global("package.module.Class"), ("key", "size")

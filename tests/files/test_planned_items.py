@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 import zckpt
 from zckpt import errors
 from zckpt.cli import cli
-from zckpt.core import loading
+from zckpt.core.passes import loading
 from zckpt.files.dcpfile import read_table
 from zckpt.files.dcpitems import ItemFiles, described
 from zckpt.files.dcptable import ItemBox, ItemLocation

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import CorruptCheckpoint
 from zckpt.files import safefile
 

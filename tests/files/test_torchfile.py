@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.inert import Foreign, Global, Scalar, Size
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.inert import Foreign, Global, Scalar, Size
 from zckpt.errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
 from zckpt.files.torchfile import Parsed, Tensor, TorchFile, is_torch, peek
 

@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt.core.inert import ITSELF, Foreign, Global, Size, from_json, to_json
+from zckpt.core.checkpoint.inert import ITSELF, Foreign, Global, Size, from_json, to_json
 from zckpt.errors import CorruptCheckpoint
 from zckpt.files.unpickle import Unpickler
 
@@ -466,7 +466,7 @@ import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
 from zckpt.errors import CorruptCheckpoint
-from zckpt.core.inert import to_json
+from zckpt.core.checkpoint.inert import to_json
 from zckpt.files.unpickle import Unpickler
 try:
     value = Unpickler(sys.stdin.buffer.read()).load()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.safety.targets import zip_of
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.fragments import Extent
 from zckpt.errors import CorruptCheckpoint, ZckptError
 from zckpt.files import zipdirectory
 from zckpt.files.zipdirectory import Directories, ZipMember, read_directory

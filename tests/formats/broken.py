@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.entries import Entry, Key, key_of
-from zckpt.core.fragments import Box, Boxes, Fragment, Fragments, Runs
+from zckpt.core.checkpoint.entries import Entry, Key, key_of
+from zckpt.core.storage.fragments import Box, Boxes, Fragment, Fragments, Runs
 
 Entries = dict[Key, Entry]
 Change = Callable[[Entries], Entries]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.dtypes import SIZES
-from zckpt.core.inert import Foreign, from_json, to_json
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.inert import Foreign, from_json, to_json
+from zckpt.core.checkpoint.manifest import Manifest
 
 
 def assert_same(value: Any, expected: Any, where: str) -> None:

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 from torch.distributed import checkpoint as dcp
 
 import zckpt
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 from zckpt.formats.reading import Reading
 from zckpt.training.options import Options
 from zckpt.writing import conversion
-from zckpt.writing.running import Running
+from zckpt.writing.run_options import Running
 
 from ..conftest import ROOT
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 import zckpt
 import zckpt.dcp
 from zckpt import errors, formats
-from zckpt.core.fragments import Boxes, Fragments, Runs, boxes_of
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
+from zckpt.core.storage.fragments import Boxes, Fragments, Runs, boxes_of
 from zckpt.formats.reading import USUAL, Reading
 
 from ..conftest import EXAMPLE, ROOT

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zckpt import api
-from zckpt.core import sources
+from zckpt.core.storage import sources
 from zckpt.formats.deepspeed_states import target
 from zckpt.resume import listing
 

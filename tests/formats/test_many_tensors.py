@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 
 from . import many_tensors
 

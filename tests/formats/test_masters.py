@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt as package
-from zckpt.core.fragments import Fragment
+from zckpt.core.storage.fragments import Fragment
 from zckpt.errors import InconsistentCheckpoint, TargetExists
 
 from ..conftest import EXAMPLE, ROOT, Result, texts

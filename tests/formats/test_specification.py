@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import zckpt
-from zckpt.core import inert
+from zckpt.core.checkpoint import inert
 
 from ..conftest import EXAMPLE, ROOT
 

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.optimizer_states import Form, States
+from zckpt.core.checkpoint.optimizer_states import Form, States
 from zckpt.errors import MissingData, UnsupportedState, ZckptError
 from zckpt.proof import unsupported, values
 

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.fragments import Extent
 from zckpt.formats import zero
 
 counts = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
-from zckpt.core.manifest import Sibling
+from zckpt.core.checkpoint.manifest import Sibling
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

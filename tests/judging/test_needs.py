@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zckpt.core.inventory import known
+from zckpt.core.storage.inventory import known
 from zckpt.training import needs
 
 from .. import needs_page

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zckpt.core.mended import MENDED
+from zckpt.core.checkpoint.mended import MENDED
 
 MANIFEST = "manifest.json"
 

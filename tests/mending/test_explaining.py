@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.checksum import combine, flipped_bits
-from zckpt.core.fragments import Extent, Record
-from zckpt.core.records import Damage
+from zckpt.core.storage.checksum import combine, flipped_bits
+from zckpt.core.storage.fragments import Extent, Record
+from zckpt.core.storage.records import Damage
 from zckpt.mending.explaining import BELIEVED, SECTOR, Place, burst_in, chance_of, explained
 from zckpt.mending.witnesses import Witnesses
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import zckpt as package
-from zckpt.core.dtypes import SIZES
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.manifest import Manifest
 
 from ..conftest import ROOT, Result
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import zckpt as package
-from zckpt.core.fragments import Extent
-from zckpt.core.mended import MENDED
+from zckpt.core.checkpoint.mended import MENDED
+from zckpt.core.storage.fragments import Extent
 from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, MissingData, ZckptError
 from zckpt.files.zipdirectory import ZipMember
 from zckpt.mending import explaining

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zckpt as package
-from zckpt.core.mended import MENDED
+from zckpt.core.checkpoint.mended import MENDED
 from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, MissingData, WrongOption
 
 from ..conftest import ROOT, Result

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 from zckpt.errors import MissingData, WrongOption
 from zckpt.naming import names as naming
 from zckpt.naming.names import canonical, matched, renamed

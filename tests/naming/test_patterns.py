@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.inert import Foreign, Global
+from zckpt.core.checkpoint.inert import Foreign, Global
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from zckpt.naming.patterns import fields_of, under_names
 

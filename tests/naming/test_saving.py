@@ -17,9 +17,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import ZEROS, Extent, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.storage.fragments import ZEROS, Extent, solid
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.naming.saving import as_saved
 from zckpt.naming.saving.modules import as_modules, spelled_as

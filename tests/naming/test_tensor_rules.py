@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.placement import Cut, Shapes
+from zckpt.core.checkpoint.placement import Cut, Shapes
 from zckpt.errors import MissingData, WrongOption
 from zckpt.naming.tensor_families import FAMILIES
 from zckpt.naming.tensor_rules import RuleFile, TensorRule, decide, rules_of, shapes_by

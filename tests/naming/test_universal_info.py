@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.placement import Shapes
+from zckpt.core.checkpoint.placement import Shapes
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from zckpt.naming.tensor_rules import decide
 from zckpt.naming.universal_info import UniversalInfo, info_for, of_json

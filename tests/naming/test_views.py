@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, solid
+from zckpt.core.storage.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, solid
 from zckpt.naming.views import (
     View,
     cut,

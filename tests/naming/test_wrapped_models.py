@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim.swa_utils import AveragedModel
 
 import zckpt
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 from zckpt.naming.names import canonical, names_of, renamed, respelled, without_words
 from zckpt.reading import alike
 

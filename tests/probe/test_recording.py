@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 from zckpt import probe
-from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
+from zckpt.core.checkpoint.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.errors import TargetExists, WrongOption
 from zckpt.probe import runs
 from zckpt.probe.statistics import Measurer, raw

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zckpt
 from zckpt import probe
-from zckpt.core.pieces import ElementReader
+from zckpt.core.passes.pieces import ElementReader
 from zckpt.errors import CorruptCheckpoint, MissingData
 from zckpt.probe import prefetch, runs, streaming
 from zckpt.probe.prefetch import THREAD

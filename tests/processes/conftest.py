@@ -19,7 +19,7 @@ import torch.distributed  # noqa: F401  (children need not import it again)
 
 from zckpt import cli
 from zckpt.copying import filling
-from zckpt.core.pieces import ElementReader
+from zckpt.core.passes.pieces import ElementReader
 from zckpt.processes.launcher import LAUNCHERS
 
 from ..conftest import Result, fork

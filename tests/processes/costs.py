@@ -32,7 +32,7 @@ from benchmarks import scale
 from benchmarks.measure import spread
 from zckpt.copying import filling
 from zckpt.copying.journal import Journal, Region
-from zckpt.core.resources import Copying
+from zckpt.core.passes.resources import Copying
 from zckpt.processes.sharing import Processes
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import torch
 import zckpt
 from zckpt.copying import filling
 from zckpt.copying.journal import Journal, Region
-from zckpt.core.resources import Copying
+from zckpt.core.passes.resources import Copying
 
 from ..conftest import Result
 from ..test_resume import files

@@ -178,7 +178,7 @@ def test_a_source_that_one_node_cannot_read(
     sources: dict[str, Path], tmp_path: Path, launch: Launch
 ) -> None:
     def prepare() -> None:
-        from zckpt.core import fileio
+        from zckpt.core.storage import fileio
 
         def refuse(*_: object) -> None:
             (tmp_path / "go").touch()

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import zckpt
-from zckpt.core import pooling
-from zckpt.core.pieces import ElementReader
+from zckpt.core.passes import pooling
+from zckpt.core.passes.pieces import ElementReader
 from zckpt.errors import ProcessLost, WrongOption
 from zckpt.processes import group as groups
 from zckpt.processes import sharing

@@ -19,7 +19,7 @@ import pytest
 import zckpt as package
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part
-from zckpt.core.resources import Copying
+from zckpt.core.passes.resources import Copying
 from zckpt.errors import TargetExists, WrongOption
 
 from ..conftest import Result
@@ -214,7 +214,7 @@ def test_parts_of_two_runs_that_begin_at_the_same_time(
 def test_a_failed_part_removes_nothing(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zckpt.core import fileio
+    from zckpt.core.storage import fileio
 
     out = tmp_path / "out"
     package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
@@ -239,7 +239,7 @@ def test_a_full_disk_says_what_stays(
     zckpt: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from zckpt.core import fileio
+    from zckpt.core.storage import fileio
 
     words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
     partial = tmp_path / "out.partial"

@@ -12,10 +12,10 @@ import pytest
 
 import zckpt
 from zckpt import proving
-from zckpt.core import pooling
-from zckpt.core.pieces import ElementReader
-from zckpt.core.pooling import claimed
-from zckpt.core.streaming import CHUNK
+from zckpt.core.passes import pooling
+from zckpt.core.passes.pieces import ElementReader
+from zckpt.core.passes.pooling import claimed
+from zckpt.core.passes.streaming import CHUNK
 from zckpt.errors import IncompleteCheckpoint
 
 from ..conftest import Result
@@ -139,7 +139,7 @@ def test_all_processes_read(sources: dict[str, Path], tmp_path: Path, launch: La
 
 def test_an_error_of_one_process(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
     def refusing() -> None:
-        from zckpt.core import fileio
+        from zckpt.core.storage import fileio
 
         def refuse(*_: object) -> None:
             (tmp_path / "go").touch()

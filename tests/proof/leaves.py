@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.fragments import Extent
 from zckpt.files.zipdirectory import read_directory
 from zckpt.formats.universal.agreement import checksum
 

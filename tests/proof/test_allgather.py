@@ -16,9 +16,9 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.entries import Key
-from zckpt.core.fragments import Extent, Fragment, Runs, Slices
-from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
+from zckpt.core.checkpoint.entries import Key
+from zckpt.core.ranks.partition import FlatMember, Partition, Partitioned, Whole
+from zckpt.core.storage.fragments import Extent, Fragment, Runs, Slices
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats
 from zckpt.formats.deepspeed_states.states import EngineStates

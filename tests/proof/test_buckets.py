@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import key_of, name_of
-from zckpt.core.fragments import Extent
-from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
+from zckpt.core.checkpoint.entries import key_of, name_of
+from zckpt.core.ranks.partition import BoxPart, FlatMember, Joined, Partitioned
+from zckpt.core.storage.fragments import Extent
 from zckpt.proof.allgather import buckets as module
 from zckpt.proof.allgather.buckets import (
     Beside,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.compare import ComparisonOutcome, Result
-from zckpt.core.difference import Difference
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Record, Runs, solid
-from zckpt.core.manifest import Files, Manifest, Run
-from zckpt.core.plan import Match
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.comparison.compare import ComparisonOutcome, Result
+from zckpt.core.comparison.difference import Difference
+from zckpt.core.passes.plan import Match
+from zckpt.core.storage.fragments import Box, Boxes, Extent, Fragment, Record, Runs, solid
 from zckpt.proof import damage
 
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from torch import nn
 
 from zckpt import read
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Files, Manifest, Run
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run
+from zckpt.core.storage.fragments import Extent, Record, solid
 from zckpt.proof.file_digest import digest
 
 from ..conftest import Result

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.compare import Result
-from zckpt.core.description import Report, said
-from zckpt.core.difference import Difference
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.facts import FlatBufferEngine, StepPlace
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter, Run, Sibling
-from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.plan import Match
-from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying
-from zckpt.core.states import EVERYTHING, Selection
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.facts import FlatBufferEngine, StepPlace
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run, Sibling
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.states import EVERYTHING, Selection
+from zckpt.core.comparison.compare import Result
+from zckpt.core.comparison.difference import Difference
+from zckpt.core.passes.description import Report, said
+from zckpt.core.passes.plan import Match
+from zckpt.core.passes.resources import DEFAULT_COPYING, Begin, Copying
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import MissingData, note
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import verify as proof

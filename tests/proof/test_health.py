@@ -13,14 +13,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from zckpt.core.description import Report
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, Record, solid
-from zckpt.core.manifest import Files, Manifest, Parameter, Run
-from zckpt.core.resources import DEFAULT_COPYING, Begin, Copying, Progress
-from zckpt.core.sources import Fingerprint
-from zckpt.core.statistics import Statistics, exponents, magnitudes, measure
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Files, Manifest, Parameter, Run
+from zckpt.core.comparison.statistics import Statistics, exponents, magnitudes, measure
+from zckpt.core.passes.description import Report
+from zckpt.core.passes.resources import DEFAULT_COPYING, Begin, Copying, Progress
+from zckpt.core.storage.fragments import Extent, Record, solid
+from zckpt.core.storage.sources import Fingerprint
 from zckpt.errors import SourceChanged
 from zckpt.proof import health
 from zckpt.proof.health import Total

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
-from zckpt.core.plan import Match
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.passes.plan import Match
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import WrongOption
 from zckpt.proof import pairs, unsupported
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.compare import ComparisonOutcome, Result
-from zckpt.core.difference import ULPS, Difference
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.fragments import Extent, Record, Runs, solid
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.origin import Origin
-from zckpt.core.plan import Match
-from zckpt.core.records import Damage, RecordCounts
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.comparison.compare import ComparisonOutcome, Result
+from zckpt.core.comparison.difference import ULPS, Difference
+from zckpt.core.passes.plan import Match
+from zckpt.core.storage.fragments import Extent, Record, Runs, solid
+from zckpt.core.storage.records import Damage, RecordCounts
 from zckpt.proof.report import changes, difference, digests, findings, versions
 
 from ..conftest import texts

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry, Key, key_of
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import TensorName, inside
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.optimizer_states import OF_OTHERS, StateRow, States
-from zckpt.core.origin import Origin
-from zckpt.core.states import NO_PARAMETER
+from zckpt.core.checkpoint.entries import Entry, Key, key_of
+from zckpt.core.checkpoint.inert import TensorName, inside
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import OF_OTHERS, StateRow, States
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.states import NO_PARAMETER
+from zckpt.core.storage.fragments import Runs
 from zckpt.errors import AmbiguousCheckpoint, WrongOption
 from zckpt.proof.roots import of_root, refuse_several
 

@@ -12,16 +12,16 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.description import Report
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.facts import StateDictEngine, StepPlace
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Files, Manifest, Parameter, Run
-from zckpt.core.optimizer_states import StateRow, States, of_parameters
-from zckpt.core.origin import Origin
-from zckpt.core.resources import DEFAULT_COPYING, Begin
-from zckpt.core.states import EVERYTHING, Selection
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.facts import StateDictEngine, StepPlace
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import Files, Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States, of_parameters
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.states import EVERYTHING, Selection
+from zckpt.core.passes.description import Report
+from zckpt.core.passes.resources import DEFAULT_COPYING, Begin
+from zckpt.core.storage.fragments import Runs
 from zckpt.errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,

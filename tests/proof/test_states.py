@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.facts import (
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import (
     Engine,
     FlatBufferEngine,
     NamedWeightsEngine,
     StateDictEngine,
     StepPlace,
 )
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import Foreign, Global, Size
-from zckpt.core.manifest import Files, Manifest, Parameter, Run, Sibling
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.inert import Foreign, Global, Size
+from zckpt.core.checkpoint.manifest import Files, Manifest, Parameter, Run, Sibling
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.storage.fragments import Runs
 from zckpt.proof import states
-from zckpt.proof.beside import siblings
+from zckpt.proof.sibling_files import siblings
 
 from ..conftest import texts
 

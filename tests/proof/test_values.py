@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry, key_of
-from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.optimizer_states import StateRow, States, of_parameters
-from zckpt.core.states import FACTORING, with_updates
+from zckpt.core.checkpoint.entries import Entry, key_of
+from zckpt.core.checkpoint.facts import (
+    Engine,
+    ExpertLayer,
+    FlatBufferEngine,
+    NamedWeightsEngine,
+    StepPlace,
+)
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States, of_parameters
+from zckpt.core.checkpoint.states import FACTORING, with_updates
+from zckpt.core.storage.fragments import Runs
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 

@@ -16,8 +16,8 @@ import torch
 
 import zckpt
 from zckpt import read
-from zckpt.core.description import said
-from zckpt.core.entries import key_of
+from zckpt.core.checkpoint.entries import key_of
+from zckpt.core.passes.description import said
 from zckpt.errors import InconsistentCheckpoint
 
 from .. import faults

@@ -14,10 +14,10 @@ import torch
 import zckpt
 from tests.conftest import EXAMPLE, fork
 from zckpt import api
-from zckpt.core import elsewhere
+from zckpt.core.storage import byte_sources
 from zckpt.errors import SourceChanged, StoreError, UnsupportedCheckpoint, WrongOption
 from zckpt.remote import failures, mirror, stores, urls
-from zckpt.remote.anywhere import local
+from zckpt.remote.url_arguments import local
 
 from .memory import Memory
 
@@ -101,7 +101,7 @@ def test_no_file_of_a_mirror_is_opened_by_itself(at: zckpt.At, tmp_path: Path) -
             return
         path = os.path.realpath(words[0])
         who: Any = sys._getframe(1)
-        may = who.f_code.co_filename.endswith(("core/sources.py", "remote/mirror.py"))
+        may = who.f_code.co_filename.endswith(("core/storage/sources.py", "remote/mirror.py"))
         if path.startswith(mirror.top()) and os.path.isfile(path) and not may:
             strange.append(f"{path}: {who.f_code.co_filename}")
 
@@ -154,12 +154,12 @@ def test_bytes_are_not_those_of_a_later_file(at: zckpt.At, tmp_path: Path) -> No
     with local(at) as path:
         name = next(Path(path).rglob("mp_rank_00_model_states.pt"))
         with name.open("rb") as hole:
-            assert elsewhere.of(hole.fileno()) is not None
+            assert byte_sources.of(hole.fileno()) is not None
         status = name.stat()
     (tmp_path / "own").write_bytes(bytes(status.st_size))
     os.utime(tmp_path / "own", ns=(status.st_mtime_ns, status.st_mtime_ns))
     with (tmp_path / "own").open("rb") as file:
-        assert elsewhere.of(file.fileno()) is None
+        assert byte_sources.of(file.fileno()) is None
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from zckpt.errors import (
     UnsupportedCheckpoint,
     WrongOption,
 )
-from zckpt.remote import outgoing
+from zckpt.remote import upload
+from zckpt.remote.cleanup import clean_up
 from zckpt.remote.mirror import UNFINISHED
-from zckpt.remote.remains import clean_up
 from zckpt.remote.stores import etag_of, part_size
 
 from ..conftest import texts
@@ -98,7 +98,7 @@ def test_order_of_files_of_a_run() -> None:
         "global_step7/zero_0.pt",
         "x.json",
     ]
-    assert sorted(names, key=outgoing.order) == [
+    assert sorted(names, key=upload.order) == [
         "global_step7/zero_0.pt",
         "x.json",
         "global_step7/mp_rank_00_model_states.pt",
@@ -427,7 +427,7 @@ def test_a_run_is_known_by_its_sources_files(tmp_path: Path) -> None:
     (two := tmp_path / "two.pt").write_bytes(b"22")
 
     def mark(source: Path, **words: Any) -> str:
-        return outgoing.mark_of("convert", {"source": source, **words}, ["source"])
+        return upload.mark_of("convert", {"source": source, **words}, ["source"])
 
     assert mark(one) == mark(one, resume=True)
     assert len({mark(one), mark(two), mark(tmp_path), mark(one, dtype="bf16")}) == 4

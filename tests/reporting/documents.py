@@ -10,7 +10,7 @@ import math
 import random
 from typing import Any
 
-from zckpt.core.description import line_of
+from zckpt.core.passes.description import line_of
 from zckpt.errors import note
 
 Document = dict[str, Any]

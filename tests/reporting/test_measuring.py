@@ -144,7 +144,7 @@ def test_statistics_are_those_of_stats(document: Make) -> None:
 
 
 def test_every_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt.core.fileio import Reader
+    from zckpt.core.storage.fileio import Reader
 
     read = Counter[tuple[str, int]]()
     real = Reader.read

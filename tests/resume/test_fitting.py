@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt import api
-from zckpt.core.entries import Entry
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
 from zckpt.errors import WrongOption
 from zckpt.judging.loads import obstacles, unlike
 from zckpt.resume.fitting import Asked

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from zckpt.core import pace
+from zckpt.core.passes import pace
 from zckpt.resume import auto
 
 from ..conftest import ROOT

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from zckpt.core.entries import name_of
+from zckpt.core.checkpoint.entries import name_of
 from zckpt.resume.runs import candidates
 
 from .. import faults

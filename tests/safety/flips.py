@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.fragments import Extent
 
 from ..conftest import fork, texts
 

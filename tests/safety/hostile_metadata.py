@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zckpt.core.inert import Foreign, Global, Size
+from zckpt.core.checkpoint.inert import Foreign, Global, Size
 from zckpt.files.dcpfile import most_metadata
 from zckpt.files.pickling import dumps
 from zckpt.files.unpickle import Unpickler

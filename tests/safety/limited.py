@@ -153,7 +153,7 @@ def work(words: list[str], folder: str, report: int) -> None:
 
 def hook(folder: str, report: int) -> Any:
     """Writes a line to the file `report` for every event outside of the list."""
-    from zckpt.core.folder import Folder
+    from zckpt.core.storage.folder import Folder
 
     code = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     names = (folder, *code, sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev/null")

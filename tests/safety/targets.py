@@ -22,10 +22,10 @@ from msgspec import structs
 
 import zckpt
 from zckpt import api
-from zckpt.core import description
-from zckpt.core.fragments import Extent
-from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
-from zckpt.core.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.inert import Foreign, Global, from_json, map_values, to_json
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.passes import description
+from zckpt.core.storage.fragments import Extent
 from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor, TorchFile

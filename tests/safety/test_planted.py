@@ -13,7 +13,7 @@ import pytest
 
 import zckpt as package
 from zckpt.copying import staging
-from zckpt.core.folder import JOURNAL as NAME
+from zckpt.core.storage.folder import JOURNAL as NAME
 from zckpt.errors import TargetExists
 
 from ..conftest import EXAMPLE, Result, given_away, texts

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core import sources
+from zckpt.core.storage import sources
 from zckpt.errors import SourceChanged
 
 from ..conftest import texts

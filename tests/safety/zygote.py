@@ -54,7 +54,7 @@ def import_everything() -> None:
         ):
             importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     assert "torch" not in sys.modules
-    from zckpt.core import fileio
+    from zckpt.core.storage import fileio
 
     fileio.SMALL_FILE = SMALL
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.entries import name_of
+from zckpt.core.checkpoint.entries import name_of
 
 from ..conftest import Result
 from ..test_resume import files

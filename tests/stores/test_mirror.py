@@ -16,7 +16,7 @@ import os, sys, traceback
 import zckpt
 from zckpt.remote import mirror
 
-ALLOWED = ("zckpt/core/sources.py", "zckpt/remote/mirror.py")
+ALLOWED = ("zckpt/core/storage/sources.py", "zckpt/remote/mirror.py")
 wrong, seen = [], 0
 
 def watch(event, words):

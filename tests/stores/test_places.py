@@ -11,8 +11,8 @@ import pytest
 
 import zckpt
 from zckpt.errors import TargetExists, ZckptError
+from zckpt.remote.cleanup import clean_up
 from zckpt.remote.mirror import UNFINISHED
-from zckpt.remote.remains import clean_up
 
 from ..conftest import EXAMPLE, Result, needs
 from ..test_resume import files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zckpt.core.inert import Foreign
+from zckpt.core.checkpoint.inert import Foreign
 from zckpt.training.megatron_arguments import arguments, with_sizes
 
 

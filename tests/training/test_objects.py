@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
 
 import zckpt
-from zckpt.core.facts import FlatBufferEngine
-from zckpt.core.inert import ITSELF, Foreign, Global, Size
-from zckpt.core.manifest import Manifest, Run
-from zckpt.core.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.facts import FlatBufferEngine
+from zckpt.core.checkpoint.inert import ITSELF, Foreign, Global, Size
+from zckpt.core.checkpoint.manifest import Manifest, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
 from zckpt.training.objects import COMMON, admissible, others_of, without_others

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import MAX_DP
+from zckpt.core.checkpoint.facts import MAX_DP
 from zckpt.errors import WrongOption
 from zckpt.training.options import (
     DIALECT,

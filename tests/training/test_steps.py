@@ -8,13 +8,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from zckpt.core.agreement import KEEP, agree, need_one_save
-from zckpt.core.checksum import crc_of_zeros
-from zckpt.core.entries import Entry
-from zckpt.core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter, Run, Sighting
+from zckpt.core.checkpoint.agreement import KEEP, agree, need_one_save
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import NamedWeightsEngine, StateDictEngine, StepPlace
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run, Sighting
+from zckpt.core.storage.checksum import crc_of_zeros
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import InconsistentCheckpoint, WrongOption
 from zckpt.training import steps
 from zckpt.training.steps import (

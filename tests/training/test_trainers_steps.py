@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt as package
-from zckpt.core.manifest import Files, Manifest, Run, Sibling, Sighting
+from zckpt.core.checkpoint.manifest import Files, Manifest, Run, Sibling, Sighting
 from zckpt.training import trainers_steps
 from zckpt.training.trainers_steps import FOLDER, TRAINER, disagreements
 

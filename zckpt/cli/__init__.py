@@ -9,7 +9,7 @@ options.py      the options that they share; parameters.py reads values
 documents.py    the keys and types of --json, and their JSON Schema
 help.py         how `--help` looks
 launched.py     in this process alone, or in all processes of a launch
-several.py      several PATHs of one command: a line each, one document
+several_paths.py  several PATHs of one command: a line each, one document
 failures.py     what an error means for a command
 run.py          how a command ends: exit code and error
 signals.py      what happens at Ctrl-C

@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from .. import display
-from ..core import description
-from ..core.description import Report
+from ..core.passes import description
+from ..core.passes.description import Report
 from ..errors import warning
-from . import launched, pages, several
+from . import launched, pages, several_paths
 from .help import ExplainedCommand
 from .options import (
     as_document,
@@ -50,7 +50,7 @@ RENAMED = warning(
         "torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather",
     ),
 )
-@several.PATHS
+@several_paths.PATHS
 @grouped(
     "Comparison",
     "--against",
@@ -121,8 +121,8 @@ def verify(
 
     Exit code 3: verify found something.
     """
-    several.refuse_for_several(paths, "--save-proof", save_proof)
-    several.refuse_to_share(paths, words["single"])
+    several_paths.refuse_for_several(paths, "--save-proof", save_proof)
+    several_paths.refuse_to_share(paths, words["single"])
     if save_proof:
         display.can_save(save_proof)
 
@@ -159,10 +159,10 @@ def verify(
     if brief and not as_json:
         display.warn(description.said([BRIEF]), quiet)
     if form != "text":
-        return several.look_for_a_job("verify", paths, look_and_save, form, as_json)
+        return several_paths.look_for_a_job("verify", paths, look_and_save, form, as_json)
     if len(paths) > 1:
         show = display.verified_in_a_line
-        return several.look_at_each("verify", paths, look_to_show, show, as_json, quiet)
+        return several_paths.look_at_each("verify", paths, look_to_show, show, as_json, quiet)
     report, code = look(paths[0])
     if not report:
         return code

@@ -10,18 +10,18 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import display
-from ..core import description
-from ..core.description import Report
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes import description
+from ..core.passes.description import Report
 from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, counted, meant, safe, sized, warning
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
 from ..judging import verdict
-from ..remote.anywhere import jobs_for, local, telling, translated
 from ..remote.mirror import spelled
+from ..remote.url_arguments import jobs_for, local, telling, translated
 from ..remote.urls import is_url
-from . import documents, launched, output, pages, several, signals
+from . import documents, launched, output, pages, several_paths, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
 from .mending import mend
@@ -78,7 +78,7 @@ def cli() -> None:
         "zckpt inspect run/checkpoint-500 --tensors '*/exp_avg' --layout",
     )
 )
-@several.PATHS
+@several_paths.PATHS
 @grouped(
     "What to show",
     "--tensors",
@@ -116,7 +116,7 @@ def inspect(
     """
     from ..reading import read
 
-    several.refuse_for_several(paths, "--state", state and not as_json, "add --json")
+    several_paths.refuse_for_several(paths, "--state", state and not as_json, "add --json")
     asked = {"--state": state, "--steps": steps, "--layout": layout}
     asked["--tensors"] = bool(tensors) and not layout
     if not as_json and len(given := [flag for flag, is_asked in asked.items() if is_asked]) > 1:
@@ -157,7 +157,7 @@ def inspect(
 
     if len(paths) > 1:
         line = display.summary_in_a_line if is_report else lambda *_: print()
-        return several.look_at_each("inspect", paths, look, line, as_json, quiet)
+        return several_paths.look_at_each("inspect", paths, look, line, as_json, quiet)
     report, code = look(paths[0])
     if is_report:
         display.answer(report, as_json, quiet, display.summary, wide)
@@ -344,7 +344,7 @@ def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
     Make sure that the run no longer writes. A complete checkpoint is never touched. Unfinished
     uploads of other programs are listed with the command that ends them.
     """
-    from ..remote.remains import clean_up
+    from ..remote.cleanup import clean_up
 
     report = clean_up(url, dry_run)
     if as_json:

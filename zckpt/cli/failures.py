@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from ..core.description import VERSION
+from ..core.passes.description import VERSION
 from ..display.terminal import RED, painted, shown
 from ..errors import (
     CorruptCheckpoint,

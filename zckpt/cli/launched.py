@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..core.description import Report
+from ..core.passes.description import Report
 from ..errors import MissingExtra
 from ..processes.launcher import Launch, address, launched, meeting_place
 

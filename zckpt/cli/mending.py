@@ -9,7 +9,7 @@ import click
 
 from .. import display
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint
-from ..remote.anywhere import jobs_for
+from ..remote.url_arguments import jobs_for
 from . import signals
 from .help import ExplainedCommand
 from .options import by_rank_0, common, copying_alone, grouped, source_and_target

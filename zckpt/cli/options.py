@@ -14,7 +14,7 @@ import click
 from .. import formats
 from ..formats.format import Format
 from ..formats.options import OF_CONVERSIONS, declared
-from ..remote.anywhere import JOBS
+from ..remote.url_arguments import JOBS
 from ..training.options import FAMILY, PARAM_NAMES, RENAME, Option
 from .help import GroupedOption, format_names
 from .launched import leave_to_rank_0

@@ -137,7 +137,7 @@ def report(
 
     Exit code 3: the page shows a fault.
     """
-    from ..reporting.making import report as make
+    from ..reporting.document import report as make
 
     if output is None and not as_json:
         output = f"{name_for(path)}{MARKDOWN if md else '.html'}"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.sources import opened
+from ..core.storage.sources import opened
 from ..errors import MALFORMED, cause
 from ..processes.launcher import LAUNCHERS, launched
-from ..remote.anywhere import local
+from ..remote.url_arguments import local
 from ..remote.urls import is_url
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from .. import display
-from ..core.description import Report
+from ..core.passes.description import Report
 from ..formats.reading import NamedKeywords
-from ..remote.anywhere import jobs_for
+from ..remote.url_arguments import jobs_for
 from ..training import options
-from . import parameters, several
+from . import parameters, several_paths
 from .help import ExplainedCommand, format_names
 from .options import (
     OF_WRITING,
@@ -127,7 +127,7 @@ def auto_resume(
         "zckpt check out --dp 8 --like saved-by-the-new-program",
     ),
 )
-@several.PATHS
+@several_paths.PATHS
 @stacked(*(declared_option(option) for option in (*OF_RUN, options.SP)))
 @grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
 @grouped(
@@ -181,10 +181,10 @@ def check(
         return report, 0 if report["loads"] else 3
 
     if form != "text":
-        return several.look_for_a_job("check", paths, look, form, as_json)
+        return several_paths.look_for_a_job("check", paths, look, form, as_json)
     if len(paths) > 1:
         show = display.fitting_in_a_line
-        return several.look_at_each("check", paths, look, show, as_json, quiet)
+        return several_paths.look_at_each("check", paths, look, show, as_json, quiet)
     report, code = look(paths[0])
     display.answer(report, as_json, quiet, display.fitting)
     return code
@@ -245,7 +245,7 @@ def list_run(
         return report, 1 if any(row["problems"] for row in rows) else 0
 
     if form != "text":
-        return several.look_for_a_job("list", [run], look, form, as_json)
+        return several_paths.look_for_a_job("list", [run], look, form, as_json)
     report, code = look(run)
     display.answer(report, as_json, quiet, display.listed_run, wide)
     return code

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..core.resources import own_rank
+from ..core.passes.resources import own_rank
 from ..errors import Interrupted, ProcessFailed, WrongOption, meant
 from . import output, signals
 from .commands import cli

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ..core.cast import CAST_BLOCK, cast, put_mean, refuse_overflow
-from ..core.checksum import crc32, crc_of_runs
-from ..core.dtypes import SIZES
-from ..core.entries import Entry
-from ..core.fragments import Extent, Slices
-from ..core.pieces import SHORT, SMALL, ElementReader, ReadRequest
-from ..core.plan import Chunk, TargetPiece
+from ..core.checkpoint.cast import CAST_BLOCK, cast, put_mean, refuse_overflow
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry
+from ..core.passes.pieces import SHORT, SMALL, ElementReader, ReadRequest
+from ..core.passes.plan import Chunk, TargetPiece
+from ..core.storage.checksum import crc32, crc_of_runs
+from ..core.storage.fragments import Extent, Slices
 from .journal import Key, Passed
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast

@@ -12,12 +12,12 @@ from itertools import accumulate
 
 from msgspec import Struct, field
 
-from ..core.compare import FEW, Buffers
-from ..core.difference import measure_difference, same
-from ..core.dtypes import SIZES
-from ..core.masters import Rounding
-from ..core.pieces import ElementReader, ReadRequest
-from ..core.plan import Match
+from ..core.checkpoint.dtypes import SIZES
+from ..core.comparison.compare import FEW, Buffers
+from ..core.comparison.difference import measure_difference, same
+from ..core.comparison.masters import Rounding
+from ..core.passes.pieces import ElementReader, ReadRequest
+from ..core.passes.plan import Match
 from . import filling
 from .journal import Passed, Region
 from .sharing import Portion

@@ -17,16 +17,16 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from ..core import plan
-from ..core.entries import Entry
-from ..core.folder import Folder
-from ..core.fragments import Extent, solid
-from ..core.layout import CopyOutcome, Layout
-from ..core.manifest import Manifest
-from ..core.masters import Rounding
-from ..core.resources import Begin, Copying, uncollected
-from ..core.sources import unchanged
-from ..core.streaming import chunk_size
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.masters import Rounding
+from ..core.passes import plan
+from ..core.passes.layout import CopyOutcome, Layout
+from ..core.passes.resources import Begin, Copying, uncollected
+from ..core.passes.streaming import chunk_size
+from ..core.storage.folder import Folder
+from ..core.storage.fragments import Extent, solid
+from ..core.storage.sources import unchanged
 from ..errors import Interrupted, NotEnoughSpace, ProcessLost, removal, sized
 from .copy import copy
 from .journal import Identity

@@ -17,21 +17,21 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from ..core import plan
-from ..core.checksum import Cover, Scattered
-from ..core.compare import Buffers
-from ..core.fileio import Buffer, is_small
-from ..core.folder import Folder
-from ..core.fragments import Extent, Fragments, Runs, Slices
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.compare import Buffers
+from ..core.comparison.masters import Rounding
 from ..core.grouping import by_key
-from ..core.layout import CopyOutcome
-from ..core.manifest import Manifest
-from ..core.masters import Rounding
-from ..core.pieces import ElementReader
-from ..core.plan import Chunk, Pair
-from ..core.records import PassedRecord, RecordChecker
-from ..core.resources import Copying, Progress, describe, processors
-from ..core.streaming import carry_out_all, chunk_size, finish, in_turns, stream
+from ..core.passes import plan
+from ..core.passes.layout import CopyOutcome
+from ..core.passes.pieces import ElementReader
+from ..core.passes.plan import Chunk, Pair
+from ..core.passes.resources import Copying, Progress, describe, processors
+from ..core.passes.streaming import carry_out_all, chunk_size, finish, in_turns, stream
+from ..core.storage.checksum import Cover, Scattered
+from ..core.storage.fileio import Buffer, is_small
+from ..core.storage.folder import Folder
+from ..core.storage.fragments import Extent, Fragments, Runs, Slices
+from ..core.storage.records import PassedRecord, RecordChecker
 from ..errors import RESTORABLE, CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
 from .comparing import DIFFERS, MASTERS, MasterPart, MasterRow, differing

@@ -10,10 +10,10 @@ from threading import Lock
 
 from msgspec import Struct, field
 
-from ..core.checksum import Cover, Scattered, combine, crc32
-from ..core.fileio import Writer
-from ..core.folder import Folder
-from ..core.fragments import Extent
+from ..core.storage.checksum import Cover, Scattered, combine, crc32
+from ..core.storage.fileio import Writer
+from ..core.storage.folder import Folder
+from ..core.storage.fragments import Extent
 from .journal import Key, Passed
 
 REGION = 256 << 20  # bytes

@@ -24,12 +24,12 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from ..core.checksum import crc32
-from ..core.fileio import sync_data, write_all
-from ..core.folder import JOURNAL, NO_LINK, Folder, lock, mark_file
-from ..core.marks import MARK, document, remove_mark_file
-from ..core.marks import lines_in as lines_in
-from ..core.sources import close, naming, pread
+from ..core.storage.checksum import crc32
+from ..core.storage.fileio import sync_data, write_all
+from ..core.storage.folder import JOURNAL, NO_LINK, Folder, lock, mark_file
+from ..core.storage.marks import MARK, document, remove_mark_file
+from ..core.storage.marks import lines_in as lines_in
+from ..core.storage.sources import close, naming, pread
 from ..errors import TargetExists, listed, removal
 
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal

@@ -18,10 +18,10 @@ import os
 import time
 from contextlib import suppress
 
-from ..core.checksum import crc32
-from ..core.fileio import sync_data
-from ..core.folder import JOURNAL, Folder, lock
-from ..core.sources import close, naming, pread
+from ..core.storage.checksum import crc32
+from ..core.storage.fileio import sync_data
+from ..core.storage.folder import JOURNAL, Folder, lock
+from ..core.storage.sources import close, naming, pread
 from ..errors import ProcessLost, TargetExists
 from . import filling
 from .journal import (

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from msgspec import Struct
 
-from ..core.resources import Progress
+from ..core.passes.resources import Progress
 from ..errors import WrongOption
 from .journal import Identity, Journal, Region
 from .journals import PartJournal

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 
-from ..core.fileio import sync_folder, write_all
-from ..core.filenames import path_inside
-from ..core.folder import Folder, has_locks
-from ..core.layout import Shell
-from ..core.manifest import Sibling
-from ..core.siblings import BESIDE
-from ..core.streaming import carry_out_all
+from ..core.checkpoint.manifest import Sibling
+from ..core.checkpoint.siblings import BESIDE
+from ..core.passes.layout import Shell
+from ..core.passes.streaming import carry_out_all
+from ..core.storage.fileio import sync_folder, write_all
+from ..core.storage.filenames import path_inside
+from ..core.storage.folder import Folder, has_locks
 from ..errors import Interrupted, Notice, TargetExists, removal, warning
 from .comparing import MASTERS
 from .journal import Identity, Journal, set_mark, set_mark_file

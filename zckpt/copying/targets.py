@@ -13,10 +13,10 @@ from contextlib import suppress
 
 from msgspec.structs import asdict
 
-from ..core import sources
-from ..core.folder import JOURNAL, Folder, has_locks, lock
-from ..core.marks import is_begun, is_journal
-from ..core.siblings import BESIDE
+from ..core.checkpoint.siblings import BESIDE
+from ..core.storage import sources
+from ..core.storage.folder import JOURNAL, Folder, has_locks, lock
+from ..core.storage.marks import is_begun, is_journal
 from ..errors import (
     NotEnoughSpace,
     TargetExists,

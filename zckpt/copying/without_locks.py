@@ -19,7 +19,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
-from ..core.folder import JOURNAL, Folder
+from ..core.storage.folder import JOURNAL, Folder
 from ..errors import MALFORMED, Notice, TargetExists, WrongOption, counted, listed, warning
 from .journal import Journal, lines_of
 from .targets import has_locks_at, remove_empty

@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ..core.checkpoint.inert import alike
 from ..core.grouping import by_key
-from ..core.inert import alike
 from ..errors import InconsistentCheckpoint
 from ..training import steps
 from ..training.trainers import number

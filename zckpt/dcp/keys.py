@@ -18,9 +18,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.entries import Entry
-from ..core.inert import TensorName
-from ..core.manifest import Manifest, slot_name
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.inert import TensorName
+from ..core.checkpoint.manifest import Manifest, slot_name
 from ..formats.statedict.keys import OPTIMIZER, in_folder, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened

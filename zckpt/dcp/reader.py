@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint import metadata, planner, storage
 from torch.futures import Future
 
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
 from ..errors import WrongOption, ZckptError
 from ..formats.reading import USUAL, Reading
-from ..remote.anywhere import kept
+from ..remote.url_arguments import kept
 from ..remote.urls import is_url
 from .source import Source
 from .table import KeyTable

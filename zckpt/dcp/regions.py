@@ -14,14 +14,14 @@ from math import prod
 import torch
 from msgspec import Struct
 
-from ..core.dtypes import SIZES, TORCH_NAMES
-from ..core.entries import Entry
-from ..core.fileio import Buffer, align
-from ..core.fragments import Record, row_major
+from ..core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from ..core.checkpoint.entries import Entry
 from ..core.grouping import portions
-from ..core.pieces import ReadRequest
-from ..core.records import RecordChecker
-from ..core.streaming import reading
+from ..core.passes.pieces import ReadRequest
+from ..core.passes.streaming import reading
+from ..core.storage.fileio import Buffer, align
+from ..core.storage.fragments import Record, row_major
+from ..core.storage.records import RecordChecker
 
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 

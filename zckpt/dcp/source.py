@@ -17,13 +17,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from .. import formats
-from ..core import agreement, sources
-from ..core.dtypes import TORCH_NAMES
-from ..core.elsewhere import Fingerprint
-from ..core.entries import Entry
-from ..core.inert import Scalar, TensorName
-from ..core.manifest import Manifest
-from ..core.unfinished import refuse_unfinished
+from ..core.checkpoint import agreement
+from ..core.checkpoint.dtypes import TORCH_NAMES
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.inert import Scalar, TensorName
+from ..core.checkpoint.manifest import Manifest
+from ..core.storage import sources
+from ..core.storage.byte_sources import Fingerprint
+from ..core.storage.unfinished import refuse_unfinished
 from ..errors import (
     CorruptCheckpoint,
     FlatParameters,

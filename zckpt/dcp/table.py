@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata
 
-from ..core.dtypes import TORCH_NAMES
-from ..core.inert import Scalar
+from ..core.checkpoint.dtypes import TORCH_NAMES
+from ..core.checkpoint.inert import Scalar
 from ..errors import UnsupportedCheckpoint, ZckptError
 from ..files.torchfile import Tensor
 from ..formats.dcp.items import StoredTensor, StoredValue

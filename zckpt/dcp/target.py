@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
-from ..core.dtypes import FROM_TORCH
-from ..core.entries import Entry
-from ..core.fragments import Record
-from ..core.inert import Scalar, TensorName
-from ..core.loading import as_torch
-from ..core.weights import WEIGHTS, WIDE, Weight, is_widened
+from ..core.checkpoint.dtypes import FROM_TORCH
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.inert import Scalar, TensorName
+from ..core.checkpoint.weights import WEIGHTS, WIDE, Weight, is_widened
+from ..core.passes.loading import as_torch
+from ..core.storage.fragments import Record
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..formats.dcp.items import OpenedItem, StoredTensor, StoredValue
 from ..training.steps import WRITTEN

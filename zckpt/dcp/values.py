@@ -24,8 +24,8 @@ import torch
 from msgspec import Struct, field
 from torch.torch_version import TorchVersion
 
-from ..core.dtypes import TORCH_NAMES
-from ..core.inert import Foreign, Global, Scalar, Size, TensorName
+from ..core.checkpoint.dtypes import TORCH_NAMES
+from ..core.checkpoint.inert import Foreign, Global, Scalar, Size, TensorName
 from ..files.torchfile import Tensor
 
 

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from ..copying.copy import counted
-from ..core.manifest import Manifest
-from ..core.plan import Pair
-from ..core.records import RecordChecker, damaged
-from ..core.streaming import finish
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.plan import Pair
+from ..core.passes.streaming import finish
+from ..core.storage.records import RecordChecker, damaged
 from ..processes.ranks import Ranks, received, sent
 
 

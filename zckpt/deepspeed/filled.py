@@ -19,9 +19,9 @@ import torch
 
 from ..copying.assembling import Assembler
 from ..copying.journal import Passed
-from ..core import plan
-from ..core.plan import TargetPiece
-from ..core.sources import close, open_file
+from ..core.passes import plan
+from ..core.passes.plan import TargetPiece
+from ..core.storage.sources import close, open_file
 from ..errors import UnsupportedCheckpoint
 
 

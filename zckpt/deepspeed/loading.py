@@ -23,15 +23,15 @@ from msgspec import Struct
 
 from .. import api
 from ..copying.assembling import Assembler
-from ..core import plan
-from ..core.checksum import crc32
-from ..core.layout import Layout
-from ..core.manifest import Manifest
-from ..core.pieces import ElementReader
-from ..core.records import mark_of
-from ..core.resources import uncollected
-from ..core.sources import unchanged
-from ..core.streaming import chunk_size, reading
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes import plan
+from ..core.passes.layout import Layout
+from ..core.passes.pieces import ElementReader
+from ..core.passes.resources import uncollected
+from ..core.passes.streaming import chunk_size, reading
+from ..core.storage.checksum import crc32
+from ..core.storage.records import mark_of
+from ..core.storage.sources import unchanged
 from ..errors import WrongOption, ZckptError, literal, log
 from ..processes.launcher import Launch, joined
 from ..processes.ranks import Ranks, Told, received, sent

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..core.fileio import write_all
-from ..core.filenames import path_inside
-from ..core.folder import lock
-from ..core.layout import Shell
+from ..core.passes.layout import Shell
+from ..core.storage.fileio import write_all
+from ..core.storage.filenames import path_inside
+from ..core.storage.folder import lock
 
 PREFIX = "zckpt-names-"
 

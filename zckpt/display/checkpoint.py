@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from ..core.description import matching
-from ..core.entries import Entry
-from ..core.manifest import Manifest, slot_key
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest, slot_key
+from ..core.passes.description import matching
 from ..errors import counted, listed, safe, sized
 from .tables import GAP, cell, facts, table
 from .terminal import brief, checked, spoken, states, unchecked, warn, warned

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..core.entries import key_of
+from ..core.checkpoint.entries import key_of
+from ..core.checkpoint.inert import PYTHON_NUMBERS
+from ..core.checkpoint.layers import places_of
 from ..core.grouping import neighbors
-from ..core.inert import PYTHON_NUMBERS
-from ..core.layers import places_of
 from ..errors import counted, listed, safe, short, sized
 from .picture import SPARKS, curves, drawn, layers
 from .tables import DIGITS, cell, table

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..core.checkpoint.layers import Places
 from ..core.grouping import neighbors
-from ..core.layers import Places
 from ..errors import safe, short
 
 SHADES = " .:-=+*#%@"  # one character per power of ten

@@ -12,10 +12,10 @@ from typing import Any, TextIO
 
 from msgspec import to_builtins
 
-from ..core import fileio
-from ..core.description import VERSION
 from ..core.grouping import by_key
-from ..core.pace import Line, telling
+from ..core.passes.description import VERSION
+from ..core.passes.pace import Line, telling
+from ..core.storage import fileio
 from ..errors import WrongOption, counted, joined, safe
 
 

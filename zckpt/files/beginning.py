@@ -12,8 +12,8 @@ import struct
 from collections.abc import Collection
 from typing import Any
 
-from ..core import sources
-from ..core.inert import Global
+from ..core.checkpoint.inert import Global
+from ..core.storage import sources
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 from .torchfile import MAX_PICKLE, MOST_CONTAINERS, MOST_VALUES, ZIP, TorchFile
 from .unpickle import Unpickler

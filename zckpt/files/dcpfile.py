@@ -29,12 +29,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import sources
-from ..core.checksum import crc32
-from ..core.filenames import path_inside
-from ..core.inert import Foreign, Global
-from ..core.inventory import gaps, known, refuse_gaps, role
-from ..core.resources import free_memory
+from ..core.checkpoint.inert import Foreign, Global
+from ..core.passes.resources import free_memory
+from ..core.storage import sources
+from ..core.storage.checksum import crc32
+from ..core.storage.filenames import path_inside
+from ..core.storage.inventory import gaps, known, refuse_gaps, role
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -437,10 +437,10 @@ def need_agreement(table: ItemTable, name: str) -> None:
                 described[row] = True
     if not all(described):
         rows = [row for row, is_known in enumerate(described) if not is_known]
-        strangers = dict.fromkeys(key for key, _ in table.locations.named(rows))
+        unlisted_files = dict.fromkeys(key for key, _ in table.locations.named(rows))
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{name}: it names files of {_all_shown([*strangers])}, which no item describes",
+            f"{name}: it names files of {_all_shown([*unlisted_files])}, which no item describes",
         )
     _need_separate(table, name)
 

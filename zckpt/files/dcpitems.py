@@ -28,12 +28,12 @@ from weakref import finalize
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core import sources
-from ..core.dtypes import SIZES
-from ..core.elsewhere import Fingerprint
-from ..core.fragments import Extent, Record
-from ..core.inventory import missing_file
-from ..core.sequences import Joined, Made
+from ..core.checkpoint.dtypes import SIZES
+from ..core.storage import sources
+from ..core.storage.byte_sources import Fingerprint
+from ..core.storage.fragments import Extent, Record
+from ..core.storage.inventory import missing_file
+from ..core.storage.sequences import Joined, Made
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, safe
 from .dcpfile import ITEMS
 from .dcptable import METADATA, ItemBox, ItemLocation, ItemTable, Places

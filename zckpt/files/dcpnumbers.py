@@ -14,10 +14,10 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
-from ..core import sources
-from ..core.fragments import Extent
+from ..core.checkpoint.inert import Scalar
 from ..core.grouping import by_key
-from ..core.inert import Scalar
+from ..core.storage import sources
+from ..core.storage.fragments import Extent
 from .dcpfile import most_metadata, read_table
 from .dcptable import METADATA
 from .torchfile import Parsed, TorchFile

@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core.inert import Foreign, Global, Size
+from ..core.checkpoint.inert import Foreign, Global, Size
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 CHUNK = f"{METADATA_MODULE}.ChunkStorageMetadata"

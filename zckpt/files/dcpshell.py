@@ -14,14 +14,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core.fileio import align, write_all
-from ..core.folder import Folder
-from ..core.fragments import Extent
+from ..core.checkpoint.inert import Foreign, Global, Scalar, Size
 from ..core.grouping import by_key, portions
-from ..core.inert import Foreign, Global, Scalar, Size
-from ..core.layout import Shell
-from ..core.sources import pread
-from ..core.streaming import carry_out_all
+from ..core.passes.layout import Shell
+from ..core.passes.streaming import carry_out_all
+from ..core.storage.fileio import align, write_all
+from ..core.storage.folder import Folder
+from ..core.storage.fragments import Extent
+from ..core.storage.sources import pread
 from .dcpfile import VERSION, laid_table
 from .dcptable import ItemBox, ItemKey, ItemLocation, Items, TensorItem
 from .pickling import Record, Repeated

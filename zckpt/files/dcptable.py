@@ -18,8 +18,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.dtypes import FROM_TORCH
-from ..core.fragments import Extent
+from ..core.checkpoint.dtypes import FROM_TORCH
+from ..core.storage.fragments import Extent
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint, safe
 
 METADATA = ".metadata"

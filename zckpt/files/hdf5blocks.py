@@ -23,8 +23,8 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from ..core import sources
-from ..core.fragments import Extent
+from ..core.storage import sources
+from ..core.storage.fragments import Extent
 from ..errors import CorruptCheckpoint
 
 SUPERBLOCK = 96  # bytes, with 8 for an address and 8 for a length

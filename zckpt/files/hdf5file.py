@@ -16,10 +16,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core import elsewhere, sources
-from ..core.dtypes import FROM_TORCH, NUMBERS
-from ..core.fileio import align
-from ..core.fragments import Extent
+from ..core.checkpoint.dtypes import FROM_TORCH, NUMBERS
+from ..core.storage import byte_sources, sources
+from ..core.storage.fileio import align
+from ..core.storage.fragments import Extent
 from ..errors import MALFORMED, OF_SYSTEM, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 from .hdf5blocks import Blocks
 
@@ -91,7 +91,7 @@ def _opened(h5py: Any, path: str) -> Iterator[tuple[int, Any]]:
     """The number of an open file, and the file as h5py sees it."""
     with sources.opened(path) as file:
         # a path that h5py opens by itself is faster, but has no bytes if these lie elsewhere
-        given = file if elsewhere.of(file.fileno()) else path
+        given = file if byte_sources.of(file.fileno()) else path
         with h5py.File(given, "r", locking=False) as opened:
             yield file.fileno(), opened
 

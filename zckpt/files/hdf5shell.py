@@ -20,9 +20,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core.dtypes import SIZES
-from ..core.fileio import align
-from ..core.layout import Shell
+from ..core.checkpoint.dtypes import SIZES
+from ..core.passes.layout import Shell
+from ..core.storage.fileio import align
 from .hdf5file import DTYPES, import_h5py
 
 NUMPY = {dtype: name for name, dtype in DTYPES.items()}

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.inert import Foreign, Global, Size, known_global, types_in
+from ..core.checkpoint.inert import Foreign, Global, Size, known_global, types_in
 
 _PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # names of modules in protocol 2
 LONG = 10_000  # integers that are worth another way to write them

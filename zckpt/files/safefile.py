@@ -16,13 +16,13 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, convert
 
-from ..core import sources
-from ..core.dtypes import SIZES, Dtype
-from ..core.fileio import align
-from ..core.fragments import Extent
+from ..core.checkpoint.dtypes import SIZES, Dtype
+from ..core.checkpoint.manifest import Sizes
 from ..core.grouping import portions
-from ..core.layout import Shell
-from ..core.manifest import Sizes
+from ..core.passes.layout import Shell
+from ..core.storage import sources
+from ..core.storage.fileio import align
+from ..core.storage.fragments import Extent
 from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief
 
 T = TypeVar("T")

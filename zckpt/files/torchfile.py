@@ -21,13 +21,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core import sources
-from ..core.checksum import crc32
-from ..core.dtypes import NUMBERS, SIZES, STORAGES, decode
-from ..core.entries import Entry, Key
-from ..core.fileio import crc_of
-from ..core.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
-from ..core.inert import Global, Scalar, TensorName, inside, map_values, to_json
+from ..core.checkpoint.dtypes import NUMBERS, SIZES, STORAGES, decode
+from ..core.checkpoint.entries import Entry, Key
+from ..core.checkpoint.inert import Global, Scalar, TensorName, inside, map_values, to_json
+from ..core.storage import sources
+from ..core.storage.checksum import crc32
+from ..core.storage.fileio import crc_of
+from ..core.storage.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
 from ..errors import (
     RESTORABLE,
     CorruptCheckpoint,

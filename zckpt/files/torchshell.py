@@ -18,16 +18,16 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.checksum import crc32, crc_of_zeros
-from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
-from ..core.entries import Entry, Key
-from ..core.fileio import write_all
-from ..core.folder import Folder
-from ..core.fragments import Extent, row_major
-from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
-from ..core.layout import Shell
-from ..core.manifest import Manifest
-from ..core.streaming import carry_out_all
+from ..core.checkpoint.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
+from ..core.checkpoint.entries import Entry, Key
+from ..core.checkpoint.inert import Foreign, Global, Scalar, TensorName, map_values
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.layout import Shell
+from ..core.passes.streaming import carry_out_all
+from ..core.storage.checksum import crc32, crc_of_zeros
+from ..core.storage.fileio import write_all
+from ..core.storage.folder import Folder
+from ..core.storage.fragments import Extent, row_major
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import Directories, ZipMember, read_directory

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core.dtypes import FROM_TORCH, SIZES
-from ..core.inert import Foreign, Global
+from ..core.checkpoint.dtypes import FROM_TORCH, SIZES
+from ..core.checkpoint.inert import Foreign, Global
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint, brief
 from .unpickle import Build
 

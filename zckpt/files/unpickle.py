@@ -16,8 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from ..core import sources
-from ..core.inert import (
+from ..core.checkpoint.inert import (
     MAX_INTEGER,
     OWN_HASH,
     Foreign,
@@ -27,7 +26,8 @@ from ..core.inert import (
     require_tree,
     types_in,
 )
-from ..core.resources import uncollected
+from ..core.passes.resources import uncollected
+from ..core.storage import sources
 from ..errors import MALFORMED, CorruptCheckpoint
 from .dcprows import ROWS, Rows, Unusual
 

@@ -13,8 +13,8 @@ from operator import itemgetter
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core import elsewhere, sources
-from ..core.fragments import Extent
+from ..core.storage import byte_sources, sources
+from ..core.storage.fragments import Extent
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
@@ -97,7 +97,7 @@ def read_directory(
     has_crcs = any(entry.crc for entry in entries if entry.length)
     found: list[tuple[_Entry, int]] = []
     places: list[tuple[int, int]] = []
-    followed = zip_.followed(entries) if elsewhere.of(file) else {}
+    followed = zip_.followed(entries) if byte_sources.of(file) else {}
     for entry in entries:
         stop = entry.stop
         if entry.length:  # ZeRO-3 leaves empty storages on every rank, which are not worth a read

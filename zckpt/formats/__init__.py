@@ -11,8 +11,8 @@
     groups.py      the groups that a target's optimizer expects
     schedulers.py  where a program has the state of its scheduler
     order.py       in which order checkpoints were saved
-    strangers.py   what an optimizer has beside the states of its parameters
-    lost.py        the weights of a checkpoint whose optimizer cannot be read
+    extra_states.py  what an optimizer has beside the states of its parameters
+    weights_alone.py  the weights of a checkpoint whose optimizer cannot be read
     nearby.py      where a file is that a checkpoint lacks
     private.py     how reports call what only one format's files can hold
     zero.py        the arithmetic of ZeRO partitions
@@ -29,11 +29,11 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from ..core import sources
-from ..core.filenames import is_tag
-from ..core.inert import Foreign
-from ..core.manifest import Manifest, Sighting
-from ..core.marks import is_marked
+from ..core.checkpoint.inert import Foreign
+from ..core.checkpoint.manifest import Manifest, Sighting
+from ..core.storage import sources
+from ..core.storage.filenames import is_tag
+from ..core.storage.marks import is_marked
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, ZckptError, listed, meant
 from ..files import hdf5file
 from ..files.beginning import number_in

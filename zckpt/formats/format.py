@@ -24,14 +24,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ..core import agreement
-from ..core.folder import Folder
-from ..core.inventory import Role
-from ..core.layout import CopyOutcome, Layout
-from ..core.manifest import Manifest
-from ..core.mended import Mended
-from ..core.partition import Partition
-from ..core.resources import uncollected
+from ..core.checkpoint import agreement
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.mended import Mended
+from ..core.passes.layout import CopyOutcome, Layout
+from ..core.passes.resources import uncollected
+from ..core.ranks.partition import Partition
+from ..core.storage.folder import Folder
+from ..core.storage.inventory import Role
 from ..errors import Notice, problem
 from ..training.options import DP, Option, Options
 from .reading import Reading
@@ -87,7 +87,7 @@ class Format(Struct, frozen=True, eq=False):
     """`read` warns itself if the files do not need `Reading.tp_rules`."""
     compares: str | None = None
     """Which elements of masters are compared with the weights before a conversion: see
-    core/masters.py. None if checksums say that the tensors are of one save."""
+    core/comparison/masters.py. None if checksums say that the tensors are of one save."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
     loads_by_place: bool = False

@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import optimizer_states, states
-from ..core.facts import FlatBufferEngine
-from ..core.manifest import Manifest
+from ..core.checkpoint import optimizer_states, states
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.manifest import Manifest
 from ..errors import WrongOption, listed, warning
 from ..training import schedulers
 from ..training.options import BUFFERS, FROZEN, OPTIMIZER, Options

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import chain
 from shlex import quote
 
-from ..core import sources
+from ..core.storage import sources
 from ..errors import IncompleteCheckpoint, NotACheckpoint, ZckptError
 
 PICKLE = "data.pkl"

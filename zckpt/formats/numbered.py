@@ -20,9 +20,9 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from ..core import sources
-from ..core.manifest import Manifest
-from ..core.siblings import SiblingList
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.siblings import SiblingList
+from ..core.storage import sources
 from ..training.trainers import OPEN_FILES, OPEN_FOLDERS
 
 NUMBER, DIGIT = re.compile(r"[0-9]\Z"), re.compile(r"[0-9]")

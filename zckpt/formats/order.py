@@ -22,8 +22,8 @@ from functools import cache
 
 from msgspec import Struct
 
-from ..core import sources
-from ..core.filenames import counting
+from ..core.storage import sources
+from ..core.storage.filenames import counting
 
 Number = Callable[[str], float | None]
 ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..core.facts import MAX_DP
-from ..core.inventory import Role, Row, gaps, known, refuse_gaps
+from ..core.checkpoint.facts import MAX_DP
+from ..core.storage.inventory import Role, Row, gaps, known, refuse_gaps
 from ..errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.facts import FlatBufferEngine
-from ..core.inert import map_values
-from ..core.layout import Shell
-from ..core.manifest import Manifest, Sibling
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.inert import map_values
+from ..core.checkpoint.manifest import Manifest, Sibling
+from ..core.passes.layout import Shell
 from ..errors import ZckptError
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell

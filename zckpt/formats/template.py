@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.entries import Entry, Key
+from ..core.checkpoint.entries import Entry, Key
+from ..core.checkpoint.inert import by_value
+from ..core.checkpoint.manifest import Manifest, Parameter
+from ..core.checkpoint.optimizer_states import States
+from ..core.checkpoint.weights import states_by_weight
 from ..core.grouping import by_key
-from ..core.inert import by_value
-from ..core.manifest import Manifest, Parameter
-from ..core.optimizer_states import States
-from ..core.weights import states_by_weight
 from ..errors import InconsistentCheckpoint, MissingData, Notice, WrongOption, listed
 from ..training.hyperparameters import given_groups
 from ..training.optimizers import keep_other_states
@@ -59,9 +59,9 @@ class Template:
             own = [every[each] for every in (known, tied) for each in names if each in every]
             owners |= {name: own[0]} if own else {}
         lost = [name for name in wanted if name not in owners]
-        strangers = sorted({*known.values()}.difference(owners.values()))
-        if lost or strangers:
-            sides = {"only the source has": strangers, "only --like has": lost}
+        extra_states = sorted({*known.values()}.difference(owners.values()))
+        if lost or extra_states:
+            sides = {"only the source has": extra_states, "only --like has": lost}
             text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
             raise MissingData(
                 "like-does-not-fit",

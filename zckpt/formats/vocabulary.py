@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ..core.entries import Entry
-from ..core.fileio import align
-from ..core.manifest import Manifest
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.storage.fileio import align
 from ..errors import Notice, WrongOption, note
 from ..naming.families.layouts import with_rows
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from ..core.fragments import Extent, Fragment, Runs
+from ..core.storage.fragments import Extent, Fragment, Runs
 
 
 def round_robin(count: int, dp: int) -> list[int]:

@@ -20,10 +20,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import formats
-from ..core import sources
-from ..core.facts import FlatBufferEngine
-from ..core.inert import plain_group
-from ..core.manifest import Manifest, Sibling
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.inert import plain_group
+from ..core.checkpoint.manifest import Manifest, Sibling
+from ..core.storage import sources
 from ..errors import ZckptError, literal
 from ..training import lightning
 from ..training.megatron_arguments import arguments

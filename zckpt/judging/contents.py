@@ -9,8 +9,9 @@ from __future__ import annotations
 import warnings
 
 from .. import formats
-from ..core import duplicates, masters, sources
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison import duplicates, masters
+from ..core.storage import sources
 from ..errors import Notice, WrongOption
 from ..formats.format import Format
 

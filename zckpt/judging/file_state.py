@@ -9,9 +9,9 @@ import zipfile
 import zlib
 from typing import BinaryIO
 
-from ..core import sources
-from ..core.inventory import State
-from ..core.manifest import Sibling
+from ..core.checkpoint.manifest import Sibling
+from ..core.storage import sources
+from ..core.storage.inventory import State
 
 OF_TORCH = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 OF_JSON, OF_TENSORS = ".json", ".safetensors"

@@ -13,12 +13,12 @@ from contextlib import suppress
 from itertools import chain, islice
 
 from .. import formats
-from ..core import sources
-from ..core.inventory import Known, Role, Row, State, any_of, known, nearest
-from ..core.manifest import Manifest
-from ..core.weights import is_optimizers
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import is_optimizers
+from ..core.storage import sources
+from ..core.storage.inventory import Known, Role, Row, State, any_of, known, nearest
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ZckptError
-from ..formats.statedict.finding import has_groups
+from ..formats.statedict.state_dict_search import has_groups
 from ..training import needs
 from ..training.trainers import STATE, counter
 from .file_state import state_of

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import formats
+from ..core.checkpoint.manifest import Manifest
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
 from ..errors import Notice, counted, listed, problem, warning
 from ..formats.options import Keywords, options_of
 

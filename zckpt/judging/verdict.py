@@ -19,10 +19,10 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from .. import formats
-from ..core import mended
-from ..core.inventory import Row, State
-from ..core.manifest import Manifest
-from ..core.unlisted import refuse_share
+from ..core.checkpoint import mended
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.unlisted import refuse_share
+from ..core.storage.inventory import Row, State
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -10,5 +10,5 @@
     mend.py         the report, and the copy
 
 Nothing is found out here: damage is what a reader refuses, and what a comparison of all bytes
-finds. The source is never changed: readers see it through `core/corrections.py`.
+finds. The source is never changed: readers see it through `core/storage/corrections.py`.
 """

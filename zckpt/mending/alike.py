@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from ..core import sources
-from ..core.corrections import Correction, corrected
-from ..core.inventory import known
-from ..core.mended import Mended
+from ..core.checkpoint.mended import Mended
+from ..core.storage import sources
+from ..core.storage.corrections import Correction, corrected
+from ..core.storage.inventory import known
 from ..errors import ZckptError
+from ..judging.damaged_source import Found, kept
 from ..judging.inventory import ALL_ROLES, files_below
-from ..judging.lost import Found, kept
 
 AXIS = "dp"
 FEWEST = 2  # other ranks that must have the same

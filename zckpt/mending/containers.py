@@ -11,11 +11,11 @@ import struct
 from collections.abc import Iterator
 from contextlib import closing
 
-from ..core import sources
-from ..core.corrections import Correction
-from ..core.fileio import Reader
-from ..core.fragments import Extent, Record
-from ..core.records import Damage, RecordChecker
+from ..core.storage import sources
+from ..core.storage.corrections import Correction
+from ..core.storage.fileio import Reader
+from ..core.storage.fragments import Extent, Record
+from ..core.storage.records import Damage, RecordChecker
 from ..errors import ZckptError
 from ..files.zipdirectory import ZipMember, read_directory, zips_in
 

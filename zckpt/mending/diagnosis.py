@@ -15,14 +15,14 @@ from itertools import chain
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core import sources
-from ..core.compare import ComparisonOutcome, compare
-from ..core.corrections import Correction, corrected
-from ..core.fileio import crc_of
-from ..core.fragments import Record
-from ..core.manifest import Manifest
-from ..core.records import Damage
-from ..core.resources import Begin, Copying
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.compare import ComparisonOutcome, compare
+from ..core.passes.resources import Begin, Copying
+from ..core.storage import sources
+from ..core.storage.corrections import Correction, corrected
+from ..core.storage.fileio import crc_of
+from ..core.storage.fragments import Record
+from ..core.storage.records import Damage
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

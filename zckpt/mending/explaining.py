@@ -20,14 +20,14 @@ from contextlib import closing
 
 from msgspec import Struct
 
-from ..core.checksum import flipped_bits
-from ..core.corrections import Correction
-from ..core.dtypes import NUMBERS, SIZES, decode
-from ..core.entries import Entry
-from ..core.fileio import Buffer, Reader
-from ..core.fragments import Extent
-from ..core.mended import By, Mended, Value
-from ..core.records import Damage
+from ..core.checkpoint.dtypes import NUMBERS, SIZES, decode
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.mended import By, Mended, Value
+from ..core.storage.checksum import flipped_bits
+from ..core.storage.corrections import Correction
+from ..core.storage.fileio import Buffer, Reader
+from ..core.storage.fragments import Extent
+from ..core.storage.records import Damage
 from ..errors import Notice, counted, note, problem, warning
 from .witnesses import Contents, Witnesses
 

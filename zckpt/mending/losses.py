@@ -4,8 +4,8 @@ elsewhere    other bytes are the same: a copy on another rank, a weight's master
 made-up      nothing has them, but a run could go on with others: masters that are widened weights
 gone         nothing has them, and nothing can take their place
 
-Another rank's file stands in for a lost one (judging/lost.py), so names, shapes and elements are
-known. Its values are not looked at.
+Another rank's file stands in for a lost one (judging/damaged_source.py), so names, shapes and
+elements are known. Its values are not looked at.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core.description import Report, line_of
-from ..core.entries import Entry, Key
+from ..core.checkpoint.entries import Entry, Key
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.mended import CODE, Mended
+from ..core.checkpoint.weights import WEIGHTS, agreement, is_widened
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
-from ..core.mended import CODE, Mended
-from ..core.weights import WEIGHTS, agreement, is_widened
+from ..core.passes.description import Report, line_of
 from ..errors import Notice, ZckptError, counted, listed, note, problem
 from ..formats.reading import Reading
-from ..judging.lost import Found, kept, what_is_there
+from ..judging.damaged_source import Found, kept, what_is_there
 from ..reading import read
 from .alike import Alike
 

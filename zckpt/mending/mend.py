@@ -17,16 +17,17 @@ from msgspec.structs import asdict, replace
 from .. import formats
 from ..copying import convert, staging, targets
 from ..copying.journal import Identity
-from ..core import mended, sources
-from ..core.corrections import corrected
-from ..core.description import VERSION, Report, line_of, said
-from ..core.layout import Layout, Shell
-from ..core.manifest import Manifest, Run, Sibling
-from ..core.mended import MENDED, Mended
-from ..core.records import mark_of
-from ..core.resources import Begin, Copying, Tell
-from ..core.siblings import SiblingList, following, relative
-from ..core.sources import files_seen
+from ..core.checkpoint import mended
+from ..core.checkpoint.manifest import Manifest, Run, Sibling
+from ..core.checkpoint.mended import MENDED, Mended
+from ..core.checkpoint.siblings import SiblingList, following, relative
+from ..core.passes.description import VERSION, Report, line_of, said
+from ..core.passes.layout import Layout, Shell
+from ..core.passes.resources import Begin, Copying, Tell
+from ..core.storage import sources
+from ..core.storage.corrections import corrected
+from ..core.storage.records import mark_of
+from ..core.storage.sources import files_seen
 from ..core.version import __version__
 from ..errors import (
     CorruptCheckpoint,

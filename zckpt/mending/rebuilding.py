@@ -17,20 +17,20 @@ from tempfile import TemporaryDirectory
 from msgspec import Struct
 
 from .. import formats
-from ..core.cast import cast
-from ..core.dtypes import SIZES
-from ..core.entries import Entry
-from ..core.fileio import crc_of, write_all
-from ..core.fragments import Extent, Fragment
-from ..core.layout import Shell
-from ..core.manifest import Manifest
-from ..core.mended import Mended
-from ..core.pieces import ElementReader, ReadRequest
-from ..core.records import RecordChecker
-from ..core.streaming import reading
+from ..core.checkpoint.cast import cast
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.mended import Mended
+from ..core.passes.layout import Shell
+from ..core.passes.pieces import ElementReader, ReadRequest
+from ..core.passes.streaming import reading
+from ..core.storage.fileio import crc_of, write_all
+from ..core.storage.fragments import Extent, Fragment
+from ..core.storage.records import RecordChecker
 from ..errors import MissingData, WrongOption, ZckptError, listed
 from ..files.torchshell import state_checksums
-from ..judging.lost import Found, kept
+from ..judging.damaged_source import Found, kept
 
 MASTERS, ZERO, OLDER = "masters", "moments=zero", "moments=older"
 CHOICES = (MASTERS, ZERO, OLDER)

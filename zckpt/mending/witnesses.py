@@ -12,19 +12,19 @@ from functools import partial
 
 from msgspec import Struct
 
-from ..core.cast import are_rounded
-from ..core.corrections import Correction, corrected
-from ..core.dtypes import SIZES
-from ..core.entries import Entry, Key
-from ..core.fileio import Buffer, crc_of
-from ..core.fragments import Fragment
+from ..core.checkpoint.cast import are_rounded
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry, Key
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.masters import with_masters
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
-from ..core.masters import with_masters
-from ..core.pieces import ElementReader, ReadRequest
-from ..core.plan import Match
-from ..core.records import Damage, RecordChecker
-from ..core.streaming import reading
+from ..core.passes.pieces import ElementReader, ReadRequest
+from ..core.passes.plan import Match
+from ..core.passes.streaming import reading
+from ..core.storage.corrections import Correction, corrected
+from ..core.storage.fileio import Buffer, crc_of
+from ..core.storage.fragments import Fragment
+from ..core.storage.records import Damage, RecordChecker
 
 BLOCK = 1 << 20  # bytes that are compared at once
 SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks

@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core import slicing
-from ..core.placement import Shapes
+from ..core.checkpoint import slicing
+from ..core.checkpoint.placement import Shapes
 
 # the output layer's shares are also those of an embedding that is tied to it
 NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")

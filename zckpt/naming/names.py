@@ -17,9 +17,9 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core.entries import Entry
-from ..core.facts import FlatBufferEngine
-from ..core.manifest import Manifest
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.manifest import Manifest
 from ..errors import MissingData, Notice, WrongOption, joined, listed, note
 from ..training.options import Renames
 from .patterns import INFO, under_names

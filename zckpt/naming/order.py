@@ -14,8 +14,8 @@ from shlex import quote
 
 from msgspec.structs import replace
 
-from ..core.facts import StateDictEngine
-from ..core.manifest import Manifest
+from ..core.checkpoint.facts import StateDictEngine
+from ..core.checkpoint.manifest import Manifest
 from ..errors import MissingData, WrongOption, listed
 from .names import RENAME_HINT
 

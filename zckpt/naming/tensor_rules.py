@@ -26,8 +26,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ..core import sources
-from ..core.placement import KINDS, Placement, Shapes, Sliced, of_rule
+from ..core.checkpoint.placement import KINDS, Placement, Shapes, Sliced, of_rule
+from ..core.storage import sources
 from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,

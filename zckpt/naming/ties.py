@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
 from ..errors import WrongOption, listed
 from . import peft
 

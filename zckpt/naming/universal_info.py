@@ -24,10 +24,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import slicing
-from ..core.fragments import row_major
-from ..core.placement import Boxes, Cut, PaddedRows, Placement, Replicated, Shapes, Sliced
-from ..core.slicing import Piece, Slicing
+from ..core.checkpoint import slicing
+from ..core.checkpoint.placement import (
+    Boxes,
+    Cut,
+    PaddedRows,
+    Placement,
+    Replicated,
+    Shapes,
+    Sliced,
+)
+from ..core.checkpoint.slicing import Piece, Slicing
+from ..core.storage.fragments import row_major
 from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from .patterns import PARTS, WIDTHS, check_patterns, fields_of
 from .tensor_rules import TensorRule

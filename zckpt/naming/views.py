@@ -21,7 +21,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ..core.fragments import (
+from ..core.checkpoint.slicing import boxes_in
+from ..core.storage.fragments import (
     ZEROS,
     Box,
     Extent,
@@ -31,7 +32,6 @@ from ..core.fragments import (
     row_major,
     strided,
 )
-from ..core.slicing import boxes_in
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from ..core.checkpoint.manifest import Manifest
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
 from ..errors import AmbiguousCheckpoint, MissingData, Notice, counted, listed, warning
 from . import peft, ties
 from .names import names_of, renamed

@@ -22,8 +22,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core.description import VERSION, Report, said
-from ..core.statistics import json_number
+from ..core.comparison.statistics import json_number
+from ..core.passes.description import VERSION, Report, said
 from ..errors import MissingData, Notice, WrongOption, counted, listed, note
 from . import runs
 from .distances import SAME, TOLERANCES, apart, has_numbers, tolerance

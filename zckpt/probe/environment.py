@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.checksum import crc32
+from ..core.storage.checksum import crc32
 from ..core.version import __version__
 from .compiled import is_compiled
 from .subscribers import modules

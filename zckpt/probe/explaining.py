@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core.dtypes import FLOATS
+from ..core.checkpoint.dtypes import FLOATS
 from ..errors import counted, listed
 from .runs import OF_WEIGHTS, TensorRecord
 

@@ -7,9 +7,9 @@
     single numbers      the mean over the ranks, such as the loss
     the same on all     compared once, such as the embedding of positions
 
-Statistics of rows join exactly (see core/statistics.py), CRC-32s too. Of the samples those are
-compared that lie at the same place in both runs. If the runs do not have the same number of batches
-in a step (gradient accumulation), all batches of the step are joined.
+Statistics of rows join exactly (see core/comparison/statistics.py), CRC-32s too. Of the samples
+those are compared that lie at the same place in both runs. If the runs do not have the same number
+of batches in a step (gradient accumulation), all batches of the step are joined.
 
 Which rows a rank takes is up to the program. Three ways are tried on the inputs of the model: rank
 0 takes the first rows (Accelerate); ranks take rows in turns (torch's DistributedSampler); unknown,
@@ -25,10 +25,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core.checksum import combine
-from ..core.dtypes import SIZES
+from ..core.checkpoint.dtypes import SIZES
+from ..core.comparison.statistics import Statistics, json_number
 from ..core.grouping import by_key
-from ..core.statistics import Statistics, json_number
+from ..core.storage.checksum import combine
 from ..errors import Notice, note
 from .distances import SAME, TOLERANCES, apart
 from .runs import OF_WEIGHTS, Run, TensorRecord

@@ -22,7 +22,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.fileio import in_pages, memory_of
+from ..core.storage.fileio import in_pages, memory_of
 
 THREAD = "zckpt-stream"
 LITTLE = 1 << 20  # bytes; fewer are read in less time than a thread may take to wake up

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.statistics import json_number
+from ..core.comparison.statistics import json_number
 from . import metrics
 from .clock import Clock
 from .statistics import Measurer, holds_bytes

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct, convert, field
 
-from ..core.dtypes import FROM_TORCH
+from ..core.checkpoint.dtypes import FROM_TORCH
 from ..errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

@@ -28,10 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.cast import array
-from ..core.checksum import combine, crc32
-from ..core.dtypes import FLOATS, FROM_TORCH, NUMBERS
-from ..core.statistics import CANCELLED, NORMAL, Statistics, json_number, measure, sum_of_squares
+from ..core.checkpoint.cast import array
+from ..core.checkpoint.dtypes import FLOATS, FROM_TORCH, NUMBERS
+from ..core.comparison.statistics import (
+    CANCELLED,
+    NORMAL,
+    Statistics,
+    json_number,
+    measure,
+    sum_of_squares,
+)
+from ..core.storage.checksum import combine, crc32
 
 NAMES = {getattr(torch, kind): name for kind, name in FROM_TORCH.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

@@ -5,8 +5,8 @@ files that have their elements; after it their memory is released. While a modul
 reads the weights of the next ones (`prefetch.py`). So the needed memory is that of the two largest
 modules (and of the tensors of the modules around them), not that of the model. A tied weight stays
 loaded if it fits into that memory. The model may be on torch's `meta` device. The model's forward
-asks for the tensors, one module at a time: so this is not a pass of core/streaming.py over all of
-them.
+asks for the tensors, one module at a time: so this is not a pass of core/passes/streaming.py over
+all of them.
 
 A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
 the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.entries import Entry
-from ..core.fileio import Reader, align, in_pages
-from ..core.manifest import Manifest
-from ..core.pieces import ElementReader, ReadRequest
-from ..core.records import RecordChecker
-from ..core.weights import weight_of
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import weight_of
+from ..core.passes.pieces import ElementReader, ReadRequest
+from ..core.storage.fileio import Reader, align, in_pages
+from ..core.storage.records import RecordChecker
 from ..errors import MissingData, listed
 from ..formats.reading import Reading
 from ..judging.contents import check_to_load

@@ -23,9 +23,9 @@ from ..copying.journal import Identity, Journal, Region, difference
 from ..copying.journals import ProcessJournal, regions_of
 from ..copying.sharing import Begun, Portion, Sharing, largest_first
 from ..copying.without_locks import WRITER, LonelyJournal, writer_of
-from ..core.checksum import crc32
-from ..core.pooling import Pool, Running
-from ..core.resources import Progress
+from ..core.passes.pooling import Pool, Running
+from ..core.passes.resources import Progress
+from ..core.storage.checksum import crc32
 from ..core.version import __version__
 from ..errors import MALFORMED, ProcessLost, WrongOption, brief, cause
 from .group import Group

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import prod
 
-from ..core.checksum import flipped_bit
-from ..core.compare import ComparisonOutcome, Result
-from ..core.description import Report, line_of
-from ..core.dtypes import SIZES
-from ..core.entries import Entry
-from ..core.fragments import Extent, Fragment, Fragments, Runs, boxes_of
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.compare import ComparisonOutcome, Result
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
-from ..core.records import Damage
+from ..core.passes.description import Report, line_of
+from ..core.storage.checksum import flipped_bit
+from ..core.storage.fragments import Extent, Fragment, Fragments, Runs, boxes_of
+from ..core.storage.records import Damage
 from ..errors import CorruptCheckpoint, Notice, listed, note, problem
 
 PADDING = ", in padding: harmless, no tensor lies there"

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from ..core import sources
-from ..core.checksum import crc32
-from ..core.fileio import crc_of
-from ..core.fragments import Extent
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.storage import sources
+from ..core.storage.checksum import crc32
+from ..core.storage.fileio import crc_of
+from ..core.storage.fragments import Extent
 
 Covered = tuple[int, int, int]
 """Offset and length of bytes, and their CRC-32, or -1 for those of a tensor."""

@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
-from ..core.description import Report, line_of, matching
-from ..core.dtypes import NUMBERS
-from ..core.entries import Entry
-from ..core.fileio import Buffer
-from ..core.manifest import Manifest
-from ..core.pieces import ElementReader, ReadRequest
-from ..core.records import RecordChecker
-from ..core.resources import Begin, Copying, Progress, describe
-from ..core.statistics import Statistics, exponents, magnitudes, measure
-from ..core.streaming import batches, chunk_size, finish, stream
-from ..core.weights import WEIGHTS
+from ..core.checkpoint.dtypes import NUMBERS
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import WEIGHTS
+from ..core.comparison.statistics import Statistics, exponents, magnitudes, measure
+from ..core.passes.description import Report, line_of, matching
+from ..core.passes.pieces import ElementReader, ReadRequest
+from ..core.passes.resources import Begin, Copying, Progress, describe
+from ..core.passes.streaming import batches, chunk_size, finish, stream
+from ..core.storage.fileio import Buffer
+from ..core.storage.records import RecordChecker
 from ..errors import Notice, warning
 from . import damage
 

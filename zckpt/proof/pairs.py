@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ..core.description import matching
-from ..core.dtypes import SIZES
-from ..core.entries import Entry, Key
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry, Key
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import WEIGHTS, weight_of
+from ..core.comparison.masters import with_masters
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
-from ..core.masters import with_masters
-from ..core.plan import Match, match, of_copies
-from ..core.weights import WEIGHTS, weight_of
+from ..core.passes.description import matching
+from ..core.passes.plan import Match, match, of_copies
 from . import unsupported
 from .states import twins
 

@@ -7,13 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from ..core.compare import ComparisonOutcome, Result
-from ..core.description import Report, advice, said
-from ..core.difference import Difference
-from ..core.entries import Entry
-from ..core.manifest import Manifest
-from ..core.plan import Match
-from ..core.statistics import json_number, magnitudes
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.compare import ComparisonOutcome, Result
+from ..core.comparison.difference import Difference
+from ..core.comparison.statistics import json_number, magnitudes
+from ..core.passes.description import Report, advice, said
+from ..core.passes.plan import Match
 from ..core.version import __version__
 from ..errors import listed, note
 from . import damage

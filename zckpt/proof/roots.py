@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.manifest import Manifest, fitting_roots
-from ..core.states import entries_in
+from ..core.checkpoint.manifest import Manifest, fitting_roots
+from ..core.checkpoint.states import entries_in
 from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 

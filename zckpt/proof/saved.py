@@ -6,16 +6,12 @@ from typing import Any
 
 from msgspec import Struct, convert, field
 
-from ..core import compare, description, keys, sources
-from ..core.compare import Result
-from ..core.description import Report
-from ..core.dtypes import Dtype
-from ..core.entries import Entry, Key, key_of
-from ..core.facts import facts_of
-from ..core.fragments import Runs
-from ..core.grouping import by_key
-from ..core.inert import from_json, plain_group
-from ..core.manifest import (
+from ..core.checkpoint import keys
+from ..core.checkpoint.dtypes import Dtype
+from ..core.checkpoint.entries import Entry, Key, key_of
+from ..core.checkpoint.facts import facts_of
+from ..core.checkpoint.inert import from_json, plain_group
+from ..core.checkpoint.manifest import (
     Files,
     Hex,
     Manifest,
@@ -26,11 +22,18 @@ from ..core.manifest import (
     parameters_from_json,
     parameters_to_json,
 )
-from ..core.optimizer_states import StateRow, States, of_parameters
-from ..core.origin import Origin
-from ..core.plan import Match, match
-from ..core.resources import Begin, Copying
-from ..core.states import Selection, State, states_of, with_updates
+from ..core.checkpoint.optimizer_states import StateRow, States, of_parameters
+from ..core.checkpoint.origin import Origin
+from ..core.checkpoint.states import Selection, State, states_of, with_updates
+from ..core.comparison import compare
+from ..core.comparison.compare import Result
+from ..core.grouping import by_key
+from ..core.passes import description
+from ..core.passes.description import Report
+from ..core.passes.plan import Match, match
+from ..core.passes.resources import Begin, Copying
+from ..core.storage import sources
+from ..core.storage.fragments import Runs
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,

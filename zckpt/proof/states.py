@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..core.description import Report
-from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
-from ..core.inert import Foreign, alike, from_json, inside, nested, to_json
-from ..core.manifest import Manifest
-from ..core.origin import Origin
-from ..core.weights import WEIGHTS, is_optimizers
+from ..core.checkpoint.facts import (
+    FlatBufferEngine,
+    NamedWeightsEngine,
+    StateDictEngine,
+    with_facts,
+)
+from ..core.checkpoint.inert import Foreign, alike, from_json, inside, nested, to_json
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.origin import Origin
+from ..core.checkpoint.weights import WEIGHTS, is_optimizers
+from ..core.passes.description import Report
 from ..errors import Notice, listed, note
 
 MODULE = "module"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..core.description import Report
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.optimizer_states import StateRow
 from ..core.grouping import by_key
-from ..core.manifest import Manifest
-from ..core.optimizer_states import StateRow
-from ..core.plan import Match
+from ..core.passes.description import Report
+from ..core.passes.plan import Match
 from ..errors import Notice, listed, note
 
 Owned = tuple[str, tuple[str, ...]]

@@ -7,12 +7,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.description import Report
-from ..core.entries import name_of
-from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
-from ..core.inert import Scalar, alike, plain_group, to_json
-from ..core.manifest import Manifest, Parameter
-from ..core.states import State, harmless, missing_in, untouched, with_frozen
+from ..core.checkpoint.entries import name_of
+from ..core.checkpoint.facts import (
+    FlatBufferEngine,
+    NamedWeightsEngine,
+    StateDictEngine,
+    StepPlace,
+    layers_of,
+)
+from ..core.checkpoint.inert import Scalar, alike, plain_group, to_json
+from ..core.checkpoint.manifest import Manifest, Parameter
+from ..core.checkpoint.states import State, harmless, missing_in, untouched, with_frozen
+from ..core.passes.description import Report
 from ..errors import Notice, counted, joined, listed, note
 from .states import by_keys, engine_name
 

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ..core import compare, keys
-from ..core.compare import Result
-from ..core.description import Report, line_of, said
-from ..core.entries import Key, name_of
-from ..core.manifest import Manifest
-from ..core.missing_states import missing_states
-from ..core.plan import Match
-from ..core.resources import Begin, Copying
-from ..core.states import Selection
-from ..core.statistics import extent
-from ..core.weights import WEIGHTS, is_optimizers
+from ..core.checkpoint import keys
+from ..core.checkpoint.entries import Key, name_of
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.missing_states import missing_states
+from ..core.checkpoint.states import Selection
+from ..core.checkpoint.weights import WEIGHTS, is_optimizers
+from ..core.comparison import compare
+from ..core.comparison.compare import Result
+from ..core.comparison.statistics import extent
+from ..core.passes.description import Report, line_of, said
+from ..core.passes.plan import Match
+from ..core.passes.resources import Begin, Copying
 from ..errors import MissingData, counted, listed, note, problem
 from . import damage, unsupported, values
-from .beside import siblings
 from .file_digest import same_files
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import changes, difference, findings, versions
+from .sibling_files import siblings
 from .states import states
 
 FINDINGS = (

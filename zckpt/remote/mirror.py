@@ -25,10 +25,10 @@ from typing import TypeVar
 
 from msgspec import Struct, field
 
-from ..core import elsewhere, unfinished
-from ..core.checksum import crc32
-from ..core.unfinished import UNFINISHED as UNFINISHED
-from ..core.unfinished import Note
+from ..core.storage import byte_sources, unfinished
+from ..core.storage.checksum import crc32
+from ..core.storage.unfinished import UNFINISHED as UNFINISHED
+from ..core.storage.unfinished import Note
 from ..errors import IncompleteCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
@@ -94,7 +94,7 @@ _numbers = itertools.count()
 
 
 class File(Struct, eq=False, dict=True):
-    """The bytes of one object: an `elsewhere.Elsewhere`."""
+    """The bytes of one object: an `byte_sources.ByteSource`."""
 
     url: Url
     store: Store
@@ -189,7 +189,7 @@ class Mirror(Struct, eq=False):
     path: str
     top: str
     files: dict[str, File] = field(default_factory=dict)
-    registered: list[elsewhere.Fingerprint] = field(default_factory=list)
+    registered: list[byte_sources.Fingerprint] = field(default_factory=list)
     read_already: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -216,7 +216,7 @@ class Mirror(Struct, eq=False):
     def remove(self) -> None:
         """Removes the folder."""
         for fingerprint in self.registered:
-            elsewhere.forget(fingerprint)
+            byte_sources.forget(fingerprint)
         self.registered.clear()
         shutil.rmtree(self.top, ignore_errors=True)
 
@@ -392,7 +392,7 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
     stamp = found.time // 10**9 * 10**9 + own % 10**9
     os.utime(path, ns=(stamp, stamp))
     mirror.files[found.key] = file
-    mirror.registered.append(elsewhere.register(path, file))
+    mirror.registered.append(byte_sources.register(path, file))
 
 
 def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:

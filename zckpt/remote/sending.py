@@ -26,18 +26,18 @@ from typing import Any
 
 from msgspec import Struct, field, to_builtins
 
-from ..core.checksum import crc32
-from ..core.fileio import crc_of
-from ..core.fragments import Extent
-from ..core.resources import Begin
-from ..core.sources import walk
-from ..core.unfinished import Note
+from ..core.passes.resources import Begin
+from ..core.storage.checksum import crc32
+from ..core.storage.fileio import crc_of
+from ..core.storage.fragments import Extent
+from ..core.storage.sources import walk
+from ..core.storage.unfinished import Note
 from ..core.version import __version__
 from ..errors import CorruptCheckpoint, Notice, TargetExists, ZckptError, warning
-from . import failures, outgoing
+from . import failures, upload
 from .mirror import UNFINISHED
-from .outgoing import names_at, order
 from .stores import PART, Found, Store, etag_of, store_of
+from .upload import names_at, order
 from .urls import Url
 
 SMALL = 64 << 20  # bytes: a last file up to this size is put on condition that there is none
@@ -133,7 +133,7 @@ class _Sending(Struct, dict=True):
         self._noting, self._noted = threading.Lock(), time.monotonic()
         there = names_at(self.url)
         if UNFINISHED in there:
-            earlier = outgoing.note_of(self.url, self.store, there[UNFINISHED])
+            earlier = upload.note_of(self.url, self.store, there[UNFINISHED])
             for name, crc in earlier.sent.items():
                 is_there = name in there and there[name].size == sizes.get(name)
                 if is_there and crc == _crc_of(os.path.join(self.path, name)):

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..core.description import Report, line_of
-from ..core.entries import Entry, key_of
+from ..core.checkpoint.entries import Entry, key_of
+from ..core.comparison.statistics import extent, magnitudes
 from ..core.grouping import by_key
-from ..core.statistics import extent, magnitudes
+from ..core.passes.description import Report, line_of
 from ..errors import brief, counted, note
-from ..judging.lost import Found
+from ..judging.damaged_source import Found
 from .numbers import finite
 
 OTHERS = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..core.description import Report, line_of
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.description import Report, line_of
 from ..errors import Notice, warning
-from ..judging.lost import Found
+from ..judging.damaged_source import Found
 from ..proof import damage
 
 KINDS = {

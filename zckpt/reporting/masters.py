@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..core.description import Report, line_of
-from ..core.difference import ULPS
-from ..core.entries import key_of
+from ..core.checkpoint.entries import key_of
+from ..core.comparison.difference import ULPS
+from ..core.passes.description import Report, line_of
 from ..errors import counted, problem
-from ..judging.lost import Found
+from ..judging.damaged_source import Found
 from .measuring import Distance, original, place_of
 
 

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
-from ..core.cast import array, cast
-from ..core.checksum import Cover, crc32
-from ..core.description import Report
-from ..core.difference import Difference, measure_difference, same
-from ..core.dtypes import NUMBERS, SIZES
-from ..core.entries import Entry, name_of
+from ..core.checkpoint.cast import array, cast
+from ..core.checkpoint.dtypes import NUMBERS, SIZES
+from ..core.checkpoint.entries import Entry, name_of
+from ..core.checkpoint.inert import plain_group
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import agreement
+from ..core.comparison.difference import Difference, measure_difference, same
 from ..core.grouping import by_key
-from ..core.inert import plain_group
-from ..core.manifest import Manifest
-from ..core.pieces import ReadRequest
-from ..core.records import RecordCounts
-from ..core.resources import Begin, Copying
-from ..core.streaming import finish
-from ..core.weights import agreement
-from ..judging.lost import Found, kept
+from ..core.passes.description import Report
+from ..core.passes.pieces import ReadRequest
+from ..core.passes.resources import Begin, Copying
+from ..core.passes.streaming import finish
+from ..core.storage.checksum import Cover, crc32
+from ..core.storage.records import RecordCounts
+from ..judging.damaged_source import Found, kept
 from ..proof import health
 
 FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"

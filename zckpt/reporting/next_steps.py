@@ -14,11 +14,11 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.description import Report
-from ..core.entries import Entry
+from ..core.checkpoint.entries import Entry
+from ..core.passes.description import Report
 from ..errors import ZckptError, joined, listed
 from ..judging import about
-from ..judging.lost import Found, kept
+from ..judging.damaged_source import Found, kept
 from ..resume.runs import Candidate, candidates, folder_of, judged
 
 DAMAGED = ("checksum", "NaN", "infinite")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.description import Report
-from ..core.manifest import slot_key
-from ..judging.lost import Found
+from ..core.checkpoint.manifest import slot_key
+from ..core.passes.description import Report
+from ..judging.damaged_source import Found
 
 NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 """What the table has of a tensor that was measured."""

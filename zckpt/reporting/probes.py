@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ..core.description import VERSION, Report, said
+from ..core.passes.description import VERSION, Report, said
 from ..core.version import __version__
 from ..errors import note
-from . import line
+from . import summary
 
 
 def document(report: Report) -> Report:
@@ -39,7 +39,7 @@ def document(report: Report) -> Report:
         "command": "probe-diff",
         "path": report["a"],
         "version": __version__,
-        "line": line.EMPTY | about,
+        "line": summary.EMPTY | about,
         "against": {
             **dict.fromkeys(("step", "histogram", "first", "worst")),
             "path": report["b"],

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.description import Report, line_of
+from ..core.passes.description import Report, line_of
 from ..errors import Notice, counted, problem
 from ..resume.runs import Candidate
 from .numbers import finite

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..core.description import Report
-from ..core.inert import plain_group
-from ..core.manifest import Manifest
+from ..core.checkpoint.inert import plain_group
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.description import Report
 from ..errors import counted
-from ..judging.lost import Found, file_in
+from ..judging.damaged_source import Found, file_in
 
 
 def section(found: Found) -> Report:

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
-from ..core.description import Report
-from ..core.pace import telling
-from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
+from ..core.passes.description import Report
+from ..core.passes.pace import telling
+from ..core.passes.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..errors import ProcessFailed, WrongOption, ZckptError, counted, notice_of, safe
 from ..processes.launcher import Launch, address, joined, launched
 from ..processes.ranks import Ranks, Told

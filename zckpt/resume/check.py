@@ -9,9 +9,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import api, formats
-from ..core.description import VERSION, line_of, said, unopened
-from ..core.manifest import Manifest
-from ..core.replicas import not_compared
+from ..core.checkpoint.manifest import Manifest
+from ..core.comparison.replicas import not_compared
+from ..core.passes.description import VERSION, line_of, said, unopened
 from ..errors import NotACheckpoint, Notice, WrongOption, ZckptError, listed, problem, warning
 from ..judging.loads import engine_differences, missing_of, obstacles, unlike
 from ..judging.verdict import CONTRADICTIONS, Verdict, step_of
@@ -46,7 +46,7 @@ class Question(Struct, frozen=True):
     files: Mapping[str, str]
 
 
-@api.anywhere("path", "like")
+@api.takes_urls("path", "like")
 def check(
     path: str,
     asked: Asked,

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from .. import formats
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
 from ..errors import (
     Notice,
     WrongOption,

@@ -16,10 +16,10 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from .. import api
-from ..core import sources
-from ..core.description import VERSION, Report, said
-from ..core.manifest import Manifest
-from ..core.resources import READING_JOBS, Begin
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.description import VERSION, Report, said
+from ..core.passes.resources import READING_JOBS, Begin
+from ..core.storage import sources
 from ..errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
@@ -45,7 +45,7 @@ BEING_WRITTEN = 60
 """Seconds. A program that saves writes sooner than that again."""
 
 
-@api.anywhere("run")
+@api.takes_urls("run")
 def list_checkpoints(
     run: str | os.PathLike[str],
     *,

@@ -3,7 +3,7 @@
 1. rank 0 lists the checkpoints, and looks at the metadata of the newest one
 2. if its engine does not load it at this size: is it there at this size? does it fit there?
 3. all ranks read all bytes of what will be loaded or resharded, and check their checksums
-4. all ranks write it at this size, once; `beside.py` says where, and who else may be there
+4. all ranks write it at this size, once; `cache.py` says where, and who else may be there
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from .. import api
-from ..core.description import VERSION, Report, line_of, said, unopened
-from ..core.replicas import not_compared
-from ..core.resources import Begin, Copying
+from ..core.comparison.replicas import not_compared
+from ..core.passes.description import VERSION, Report, line_of, said, unopened
+from ..core.passes.resources import Begin, Copying
 from ..errors import (
     IncompleteCheckpoint,
     MissingData,
@@ -41,7 +41,7 @@ from ..formats.numbered import name_of
 from ..judging import verdict
 from ..judging.loads import missing_of, obstacles
 from ..processes.ranks import Ranks, Told
-from . import beside
+from . import cache
 from .fitting import Asked, Words, batch, conversion, name_for, sizes_of, to_load
 from .runs import Candidate, alone, candidates, damage, judged
 
@@ -100,7 +100,7 @@ class Resuming(Struct, dict=True):
                     hint="name a folder that all nodes see: scratch=, or --scratch DIR",
                 )
             )
-        self.folder = beside.folder_of(self.run, self.scratch)
+        self.folder = cache.folder_of(self.run, self.scratch)
         self.damaged: set[str] = set()
         self._removed: list[str] = []
         self.records: dict[str, int] | None = None
@@ -193,7 +193,7 @@ class Resuming(Struct, dict=True):
                 return None
             plan |= finished
         if target:
-            beside.hold(target)
+            cache.hold(target)
         loaded = os.path.normpath(os.path.join(target, plan["inside"])) if target else None
         aside = [
             warning(
@@ -286,7 +286,7 @@ class Resuming(Struct, dict=True):
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
         """The directory for it: complete, or to be written by this job, which is alone then."""
         if os.path.isdir(self.folder):
-            beside.opened(self.folder).close()
+            cache.opened(self.folder).close()
         removed: set[str] = set()
         number = 1
         while True:
@@ -297,7 +297,7 @@ class Resuming(Struct, dict=True):
                 )
                 is_complete = "already_complete" in dry
                 if is_complete and target not in self.damaged:
-                    beside.hold(target)
+                    cache.hold(target)
             except TargetExists:  # of another source, options or version; or being written now
                 if self._becomes_alone(target):
                     continue
@@ -328,20 +328,20 @@ class Resuming(Struct, dict=True):
         """Waits until no other job writes in the folder; False if that is so already."""
         if self._is_alone:
             return False
-        beside.make(self.folder, self.run)
-        self.stack.enter_context(beside.alone_in(self.folder))
+        cache.make(self.folder, self.run)
+        self.stack.enter_context(cache.alone_in(self.folder))
         self._is_alone = True
-        self._removed += beside.sweep(self.folder, target)
+        self._removed += cache.sweep(self.folder, target)
         return True
 
     def _removes(self, target: str) -> bool:
         """Whether nothing is there now, complete or begun."""
         is_gone = self._remove(target)
-        return self._remove(target + beside.PARTIAL) and is_gone
+        return self._remove(target + cache.PARTIAL) and is_gone
 
     def _remove(self, path: str) -> bool:
         was_there = os.path.lexists(path)
-        is_gone = beside.remove(path)
+        is_gone = cache.remove(path)
         self._removed += [path] if was_there and is_gone else []
         return is_gone
 
@@ -351,7 +351,7 @@ class Resuming(Struct, dict=True):
         return line_of(own.problems[0]) if own.problems else None
 
     def _discard(self, target: str) -> None:
-        beside.let_go(target)
+        cache.let_go(target)
         self._becomes_alone(target)
         self._remove(target)
 
@@ -359,8 +359,8 @@ class Resuming(Struct, dict=True):
         """What becomes of a target that is there; None if it is another one than was to be."""
         if "is_of_another" in report:
             return None
-        beside.hold(target)
-        self._removed += beside.tidy(self.folder, target, self.keep)
+        cache.hold(target)
+        self._removed += cache.tidy(self.folder, target, self.keep)
         is_written = "already_complete" not in report  # another job's was there first
         return {
             "said": report["warnings"],

@@ -21,9 +21,9 @@ from typing import Any
 from msgspec import Struct
 
 from .. import api, formats
-from ..core import sources
-from ..core.description import Report
 from ..core.grouping import by_key
+from ..core.passes.description import Report
+from ..core.storage import sources
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,

@@ -12,10 +12,10 @@ import os
 import re
 from collections.abc import Callable, Iterable
 
-from ..core import sources
-from ..core.layout import Shell
-from ..core.manifest import Sibling
-from ..core.siblings import SiblingList
+from ..core.checkpoint.manifest import Sibling
+from ..core.checkpoint.siblings import SiblingList
+from ..core.passes.layout import Shell
+from ..core.storage import sources
 from ..errors import NotACheckpoint, Notice, warning
 from .trainers import STATE, json_of
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.facts import FlatBufferEngine
-from ..core.inert import nested, to_json
-from ..core.manifest import Manifest
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.inert import nested, to_json
+from ..core.checkpoint.manifest import Manifest
 from ..errors import Notice, listed, warning
 from .optimizers import known_optimizer, likely_optimizer
 from .options import Options

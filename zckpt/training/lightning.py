@@ -17,8 +17,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..core.facts import StateDictEngine
-from ..core.manifest import Manifest
+from ..core.checkpoint.facts import StateDictEngine
+from ..core.checkpoint.manifest import Manifest
 from ..errors import AmbiguousCheckpoint, literal
 from . import trainers
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.inert import Foreign
+from ..core.checkpoint.inert import Foreign
 
 ARGS = "args"
 TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")

@@ -18,9 +18,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ..core.facts import FlatBufferEngine, StateDictEngine
-from ..core.inventory import Role, known, role
-from ..core.manifest import Manifest
+from ..core.checkpoint.facts import FlatBufferEngine, StateDictEngine
+from ..core.checkpoint.manifest import Manifest
+from ..core.storage.inventory import Role, known, role
 from ..errors import listed, note
 from .lightning import META as META_FILE
 from .lightning import NAME as LIGHTNING

@@ -17,11 +17,11 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ..core.dtypes import STORAGES, TORCH_NAMES
-from ..core.facts import FlatBufferEngine
-from ..core.inert import ITSELF, MAX_DEPTH, Foreign, Global, inside, map_values
-from ..core.inert import PLAIN as PLAIN_TYPES
-from ..core.manifest import Manifest
+from ..core.checkpoint.dtypes import STORAGES, TORCH_NAMES
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.inert import ITSELF, MAX_DEPTH, Foreign, Global, inside, map_values
+from ..core.checkpoint.inert import PLAIN as PLAIN_TYPES
+from ..core.checkpoint.manifest import Manifest
 from ..errors import CorruptCheckpoint, Notice, listed, note
 
 PLAIN = (

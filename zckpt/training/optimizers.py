@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.manifest import Manifest
-from ..core.weights import is_optimizers
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.weights import is_optimizers
 from ..errors import WrongOption
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

@@ -13,9 +13,9 @@ from typing import Any, Generic, TypedDict, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
-from ..core.dtypes import OPTIONS as DTYPES
-from ..core.facts import MAX_DP
-from ..core.inert import is_dotted
+from ..core.checkpoint.dtypes import OPTIONS as DTYPES
+from ..core.checkpoint.facts import MAX_DP
+from ..core.checkpoint.inert import is_dotted
 from ..errors import WrongOption
 from .steps import WRITTEN
 

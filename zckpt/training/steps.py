@@ -27,14 +27,14 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ..core.agreement import KEEP, Step, agree, need_whole
-from ..core.checksum import crc_of_zeros
-from ..core.entries import Key
-from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
+from ..core.checkpoint.agreement import KEEP, Step, agree, need_whole
+from ..core.checkpoint.entries import Key
+from ..core.checkpoint.facts import NamedWeightsEngine, StateDictEngine, StepPlace
+from ..core.checkpoint.inert import Scalar
+from ..core.checkpoint.manifest import Manifest, Sighting, is_step
+from ..core.checkpoint.weights import is_optimizers
 from ..core.grouping import by_key
-from ..core.inert import Scalar
-from ..core.manifest import Manifest, Sighting, is_step
-from ..core.weights import is_optimizers
+from ..core.storage.checksum import crc_of_zeros
 from ..errors import Notice, WrongOption, listed, warning
 from .faults import COUNTED_START
 from .optimizers import plain_name

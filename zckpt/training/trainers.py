@@ -17,11 +17,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import sources
-from ..core.filenames import number_of
-from ..core.inert import Scalar
-from ..core.manifest import Sibling
-from ..core.siblings import SiblingList
+from ..core.checkpoint.inert import Scalar
+from ..core.checkpoint.manifest import Sibling
+from ..core.checkpoint.siblings import SiblingList
+from ..core.storage import sources
+from ..core.storage.filenames import number_of
 from ..errors import Notice, literal, note, warning
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"

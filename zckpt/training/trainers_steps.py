@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..core import sources
-from ..core.facts import FlatBufferEngine
-from ..core.manifest import Manifest, Sibling, Sighting, is_step
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.manifest import Manifest, Sibling, Sighting, is_step
+from ..core.storage import sources
 from ..errors import Notice, ZckptError, problem, warning
 from . import lightning
 from .best import CHECKPOINT

@@ -8,11 +8,11 @@ the target's format lays out is then written by `copying.convert`.
     next_groups.py the groups of the next run: --groups-from
     set_groups.py  hyper-parameters that the user replaces: --set-group
     beginnings.py  the states of parameters that the source did not train
-    keeping.py     whether the target has every state of the source's optimizer
+    state_loss.py  whether the target has every state of the source's optimizer
     effects.py     which options of the user change nothing
     report.py      what can be said before the first byte is written
-    running.py     how a conversion runs, and whom it informs
+    run_options.py  how a conversion runs, and whom it informs
     numbered.py    a target that has the form of its source's numbered folder
-    several.py     several checkpoints of a trainer's run as one target
+    run_checkpoints.py  several checkpoints of a trainer's run as one target
     models.py      several models of one program as one target
 """

@@ -16,15 +16,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import states
-from ..core.dtypes import SIZES
-from ..core.entries import Entry
-from ..core.fragments import ZEROS, Extent, solid
+from ..core.checkpoint import states
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.inert import Scalar
+from ..core.checkpoint.manifest import Manifest, Parameter, slot_key
+from ..core.checkpoint.optimizer_states import StateRow, of_parameters
+from ..core.checkpoint.weights import is_optimizers
 from ..core.grouping import by_key
-from ..core.inert import Scalar
-from ..core.manifest import Manifest, Parameter, slot_key
-from ..core.optimizer_states import StateRow, of_parameters
-from ..core.weights import is_optimizers
+from ..core.storage.fragments import ZEROS, Extent, solid
 from ..errors import Notice, UnsupportedState, listed, warning
 from ..formats.format import Format
 from ..training.optimizers import NUMBERS, begins_with_zeros

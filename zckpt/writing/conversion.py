@@ -15,17 +15,19 @@ from ..copying import convert, staging, targets, without_locks
 from ..copying.journal import Identity
 from ..copying.sharing import ended
 from ..copying.staging import Staging
-from ..core import description, mended, replicas, states
-from ..core.description import Report, said
-from ..core.facts import layers_of
-from ..core.fileio import write_all
-from ..core.folder import Folder
-from ..core.layout import CopyOutcome, Layout
-from ..core.manifest import Manifest
-from ..core.masters import Rounding
-from ..core.records import mark_of
-from ..core.sources import files_seen
-from ..core.unlisted import refuse_share
+from ..core.checkpoint import mended, states
+from ..core.checkpoint.facts import layers_of
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.unlisted import refuse_share
+from ..core.comparison import replicas
+from ..core.comparison.masters import Rounding
+from ..core.passes import description
+from ..core.passes.description import Report, said
+from ..core.passes.layout import CopyOutcome, Layout
+from ..core.storage.fileio import write_all
+from ..core.storage.folder import Folder
+from ..core.storage.records import mark_of
+from ..core.storage.sources import files_seen
 from ..core.version import __version__
 from ..errors import Notice, TargetExists, WrongOption
 from ..formats.deepspeed_states import estimates
@@ -51,9 +53,9 @@ from ..training.options import (
     refuse,
 )
 from . import effects, models, next_groups
-from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
-from .running import Running
+from .run_options import Running
+from .state_loss import Keeping, dropped_states, unable_to_step
 from .target import has_plain_names, laid_out, named_for
 
 FEW = 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import formats
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
 from ..errors import Notice, WrongOption, listed, warning
 from ..formats.dcp.options import LAYOUT
 from ..training.options import (

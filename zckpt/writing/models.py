@@ -13,9 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.filenames import number_of, numbered
-from ..core.layout import Layout
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.layout import Layout
+from ..core.storage.filenames import number_of, numbered
 from ..errors import MissingData, Notice, WrongOption
 from ..formats.format import Format
 from ..formats.reading import Reading

@@ -15,11 +15,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core import states
-from ..core.description import Report
-from ..core.facts import FlatBufferEngine, StateDictEngine
+from ..core.checkpoint import states
+from ..core.checkpoint.facts import FlatBufferEngine, StateDictEngine
+from ..core.checkpoint.manifest import Manifest, Parameter
 from ..core.grouping import by_key
-from ..core.manifest import Manifest, Parameter
+from ..core.passes.description import Report
 from ..errors import (
     MissingData,
     Notice,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from ..core.filenames import path_inside
-from ..core.layout import Layout, Shell
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.layout import Layout, Shell
+from ..core.storage.filenames import path_inside
 from ..errors import note, warning
 from ..formats.format import Format
 from ..formats.numbered import is_numbered, name_of

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.description import VERSION, Report, said
-from ..core.layout import Layout
-from ..core.manifest import Manifest
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.description import VERSION, Report, said
+from ..core.passes.layout import Layout
 from ..errors import counted, warning
 from ..formats.format import Format
 from ..naming import ties

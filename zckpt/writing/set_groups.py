@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.facts import FlatBufferEngine
-from ..core.inert import Scalar, nested
-from ..core.manifest import Manifest
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.inert import Scalar, nested
+from ..core.checkpoint.manifest import Manifest
 from ..errors import Notice, WrongOption, counted, listed, warning
 from ..formats.deepspeed_states.options import CONFIG
 from ..formats.schedulers import schedulers_of, with_schedulers

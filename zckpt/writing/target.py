@@ -9,9 +9,9 @@ from itertools import chain
 from msgspec.structs import replace
 
 from .. import formats
-from ..core.facts import layers_of
-from ..core.layout import Layout, Shell
-from ..core.manifest import Manifest
+from ..core.checkpoint.facts import layers_of
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.layout import Layout, Shell
 from ..errors import MissingData, NotACheckpoint
 from ..formats.format import Format
 from ..formats.hf.options import MODEL_CONFIG

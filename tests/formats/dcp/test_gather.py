@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import zckpt
-from zckpt.core.partition import Joined, Nameless
+from zckpt.core.ranks.partition import Joined, Nameless
 from zckpt.formats.dcp import gather, hf, read
 from zckpt.formats.statedict.tree import TensorPiece
 

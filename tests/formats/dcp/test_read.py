@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
-from zckpt.core.facts import StateDictEngine
+from zckpt.core.checkpoint.facts import StateDictEngine
 from zckpt.formats.dcp import read as dcp_read
 
 from ...conftest import texts

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.manifest import Sibling
+from zckpt.core.checkpoint.manifest import Sibling
 from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of
 from zckpt.naming.auto_tp import AutoTP, heads_in
 

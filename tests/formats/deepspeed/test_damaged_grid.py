@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core import plan
-from zckpt.core.plan import Pair
-from zckpt.core.records import Record
+from zckpt.core.passes import plan
+from zckpt.core.passes.plan import Pair
+from zckpt.core.storage.records import Record
 from zckpt.errors import ZckptError
 
 from ...conftest import ROOT, Once

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt import errors
-from zckpt.core.optimizer_states import states_in
+from zckpt.core.checkpoint.optimizer_states import states_in
 from zckpt.formats.deepspeed_states.estimates import stated
 
 from ...conftest import ROOT, Result

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.checkpoint.facts import FlatBufferEngine
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

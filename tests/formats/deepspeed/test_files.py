@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.grid import Grid
+from zckpt.core.checkpoint.grid import Grid
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
 from zckpt.files.torchfile import Parsed
 from zckpt.formats.deepspeed.files import (

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.entries import name_of
-from zckpt.core.facts import StepPlace
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Sighting
+from zckpt.core.checkpoint.entries import name_of
+from zckpt.core.checkpoint.facts import StepPlace
+from zckpt.core.checkpoint.inert import Scalar
+from zckpt.core.checkpoint.manifest import Manifest, Sighting
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 
 from ...conftest import texts

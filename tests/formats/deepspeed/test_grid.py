@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.entries import name_of
-from zckpt.core.facts import Vocabulary
-from zckpt.core.loading import fill
-from zckpt.core.placement import Cut
+from zckpt.core.checkpoint.entries import name_of
+from zckpt.core.checkpoint.facts import Vocabulary
+from zckpt.core.checkpoint.placement import Cut
+from zckpt.core.passes.loading import fill
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
     IncompleteCheckpoint,
@@ -228,7 +228,9 @@ class TestFiles:
             ("layer_*", ZckptError, "layer"),
         ],
     )
-    def test_lost(self, run: Path, lost: str, error: Any, said: str, tmp_path: Path) -> None:
+    def test_weights_alone(
+        self, run: Path, lost: str, error: Any, said: str, tmp_path: Path
+    ) -> None:
         for path in run.glob(f"*/{lost}"):
             path.unlink()
         with pytest.raises(error, match=said) as raised:

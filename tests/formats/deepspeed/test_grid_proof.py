@@ -13,10 +13,11 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core import merge, slicing
-from zckpt.core.entries import Entry, Key
-from zckpt.core.placement import Cut, Shapes, Sliced
-from zckpt.core.slicing import Slicing
+from zckpt.core.checkpoint import slicing
+from zckpt.core.checkpoint.entries import Entry, Key
+from zckpt.core.checkpoint.placement import Cut, Shapes, Sliced
+from zckpt.core.checkpoint.slicing import Slicing
+from zckpt.core.ranks import merge
 
 from ...conftest import texts
 from ...engines.deepspeed import submit

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.facts import FlatBufferEngine
-from zckpt.core.inert import Foreign
+from zckpt.core.checkpoint.facts import FlatBufferEngine
+from zckpt.core.checkpoint.inert import Foreign
 from zckpt.files.torchfile import Tensor, TorchFile
 from zckpt.proof.verify import FINDINGS
 

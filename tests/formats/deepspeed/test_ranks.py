@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.grid import Grid
+from zckpt.core.checkpoint.grid import Grid
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
 from zckpt.formats.deepspeed.files import GridFiles
 from zckpt.formats.deepspeed.ranks import check_grid

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.facts import FlatBufferEngine, TensorParallel, Vocabulary
-from zckpt.core.manifest import Manifest, Sighting
-from zckpt.core.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.facts import FlatBufferEngine, TensorParallel, Vocabulary
+from zckpt.core.checkpoint.manifest import Manifest, Sighting
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption, ZckptError
 from zckpt.formats.deepspeed.run_template import as_in_run
 from zckpt.formats.options import options_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.inventory import known
+from zckpt.core.storage.inventory import known
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.files.torchfile import TorchFile
 from zckpt.formats.deepspeed.files import ROLES

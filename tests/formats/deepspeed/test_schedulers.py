@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.facts import FlatBufferEngine, StateDictEngine
-from zckpt.core.inert import TensorName
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.facts import FlatBufferEngine, StateDictEngine
+from zckpt.core.checkpoint.inert import TensorName
+from zckpt.core.checkpoint.manifest import Manifest
 from zckpt.formats import schedulers as of_programs
 from zckpt.formats.deepspeed_states import schedulers
 

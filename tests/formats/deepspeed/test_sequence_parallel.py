@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, Place
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

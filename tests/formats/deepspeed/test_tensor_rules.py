@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.placement import Sliced
-from zckpt.core.slicing import joined
+from zckpt.core.checkpoint.placement import Sliced
+from zckpt.core.checkpoint.slicing import joined
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.formats.deepspeed.gather.tensor import Cut, stated
 from zckpt.naming.tensor_rules import decide
 from zckpt.naming.universal_info import UniversalInfo

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.inert import to_json
+from zckpt.core.checkpoint.inert import to_json
 
 from ...conftest import Result, texts
 from ...engines import deepspeed

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.facts import TensorParallel, Vocabulary
-from zckpt.core.manifest import Run
-from zckpt.core.placement import Boxes, Cut, from_text
+from zckpt.core.checkpoint.facts import TensorParallel, Vocabulary
+from zckpt.core.checkpoint.manifest import Run
+from zckpt.core.checkpoint.placement import Boxes, Cut, from_text
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed_universal.files import SliceInfo
 from zckpt.formats.deepspeed_universal.slicing import placement_of, slice_info

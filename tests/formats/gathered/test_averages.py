@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.entries import name_of
+from zckpt.core.checkpoint.entries import name_of
 
 from ...conftest import Once, texts
 from ...engines import slices

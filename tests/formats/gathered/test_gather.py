@@ -16,15 +16,16 @@ from torch import Tensor
 
 import zckpt
 from zckpt import errors
-from zckpt.core.entries import name_of
-from zckpt.core.partition import Joined, Nameless, Whole
-from zckpt.formats.gathered import distributed, gather, ranked, read
-from zckpt.formats.gathered.distributed import DeviceMesh
+from zckpt.core.checkpoint.entries import name_of
+from zckpt.core.ranks.partition import Joined, Nameless, Whole
+from zckpt.formats.gathered import gather, rank_trees, read
+from zckpt.formats.gathered import sharded_tensors as saved_tensors
+from zckpt.formats.gathered.sharded_tensors import DeviceMesh
 
 from ..broken import assert_gathers, found, reading, shifted, swapped, without
 from . import plain_torch
-from .test_local import save_local
-from .test_ranked import Saved
+from .test_rank_trees import Saved
+from .test_zero_redundancy import save_local
 from .torch_ranks import Axes, dtensors, save, sharded_tensors
 
 MODEL = {
@@ -90,10 +91,10 @@ class TestDTensors:
 def test_axes_of_a_mesh_in_another_order(tmp_path: Path) -> None:
     """Two axes of a mesh cut rows: the reader takes the second for the first."""
     run = save(tmp_path / "run", 4, {"w": torch.randn(8, 3)}, dtensors((2, 2), [0, 0]))
-    right = distributed._mesh_axes
+    right = saved_tensors._mesh_axes
 
     def broken(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(distributed, "_mesh_axes", lambda mesh: right(mesh)[::-1])
+        patch.setattr(saved_tensors, "_mesh_axes", lambda mesh: right(mesh)[::-1])
 
     assert found(run, tmp_path, broken)[0] == {"w/param", "w/exp_avg", "w/exp_avg_sq"}
 
@@ -102,7 +103,7 @@ def test_a_reader_with_another_placement(tmp_path: Path) -> None:
     """Columns of a square matrix that are taken for rows: of one rank the bytes are as many."""
     square = {"w": torch.randn(4, 4)}
     run = save(tmp_path / "run", 4, square, dtensors((2, 2), [0, 1]))
-    right = ranked.read_distributed
+    right = rank_trees.read_distributed
 
     def transposed(*arguments: Any) -> Any:
         tensor = right(*arguments)
@@ -110,7 +111,7 @@ def test_a_reader_with_another_placement(tmp_path: Path) -> None:
         return replace(tensor, parts=parts)
 
     def broken(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(ranked, "read_distributed", transposed)
+        patch.setattr(rank_trees, "read_distributed", transposed)
 
     assert found(run, tmp_path, broken)[0] == {"w/param", "w/exp_avg", "w/exp_avg_sq"}
 
@@ -145,7 +146,7 @@ class TestShardedTensors:
 
     def test_swapped_ranks(self, tmp_path: Path) -> None:
         run = save(tmp_path / "run", 2, {"w": torch.randn(6, 3)}, sharded_tensors(2))
-        right = ranked.read_distributed
+        right = rank_trees.read_distributed
 
         def wrong(*arguments: Any) -> Any:
             tensor = right(*arguments)
@@ -153,7 +154,7 @@ class TestShardedTensors:
             return replace(tensor, parts=tuple(parts))
 
         def broken(patch: pytest.MonkeyPatch) -> None:
-            patch.setattr(ranked, "read_distributed", wrong)
+            patch.setattr(rank_trees, "read_distributed", wrong)
 
         assert found(run, tmp_path, broken)[0] == {"w/param", "w/exp_avg", "w/exp_avg_sq"}
 
@@ -177,7 +178,7 @@ class TestShardedTensors:
 
 def test_a_mesh_that_does_not_state_the_coordinate(tmp_path: Path) -> None:
     """As nothing else than torch writes it: it is read, but the rule has nothing to go by."""
-    from .test_ranked import WHOLE, cut
+    from .test_rank_trees import WHOLE, cut
 
     run = tmp_path / "run"
     run.mkdir()

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import zckpt
 from zckpt import errors
-from zckpt.core.filenames import numbered
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
+from zckpt.core.storage.filenames import numbered
 
 from ...conftest import Once, Result, texts
 from ...engines import trainers

@@ -15,7 +15,7 @@ from torch import nn
 
 import zckpt
 from zckpt import errors
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 
 from ... import faults
 from ...conftest import Result, texts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zckpt import errors
-from zckpt.formats.gathered.local import dealt, partition
+from zckpt.formats.gathered.zero_redundancy import dealt, partition
 
 GROUPS = st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4)
 

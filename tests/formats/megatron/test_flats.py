@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import zckpt as package
 from zckpt import errors
-from zckpt.core.fragments import Extent, Fragment, Runs
+from zckpt.core.storage.fragments import Extent, Fragment, Runs
 from zckpt.formats.megatron.buffers.flats import read_bytes
 from zckpt.formats.megatron.buffers.order import expert_of, orders
 from zckpt.formats.megatron.buffers.placing import Flat, Local, places

@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 import zckpt as package
 from zckpt import errors
-from zckpt.core.inert import TensorName
+from zckpt.core.checkpoint.inert import TensorName
 from zckpt.formats.megatron.fsdp import plain_name
 
 from ...conftest import ROOT

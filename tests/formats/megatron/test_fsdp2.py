@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core import loading
-from zckpt.core.entries import key_of
-from zckpt.core.fragments import Extent
-from zckpt.core.inert import Foreign
+from zckpt.core.checkpoint.entries import key_of
+from zckpt.core.checkpoint.inert import Foreign
+from zckpt.core.passes import loading
+from zckpt.core.storage.fragments import Extent
 from zckpt.errors import UnsupportedCheckpoint
 from zckpt.formats.megatron import fsdp2
 from zckpt.formats.statedict.tree import TensorPiece

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zckpt import errors
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.partition import Joined
+from zckpt.core.ranks.partition import Joined
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.formats.megatron import gather, read
 from zckpt.formats.megatron.gather import rule
 

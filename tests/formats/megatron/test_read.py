@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 
 import zckpt as package
 from zckpt import errors
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 from zckpt.formats.megatron.groups import members
 from zckpt.formats.megatron.names import axes_of, named
 

@@ -19,8 +19,8 @@ from torch.distributed import checkpoint as dcp
 
 import zckpt as package
 from zckpt import errors
-from zckpt.core.inert import TensorName
-from zckpt.core.manifest import Parameter
+from zckpt.core.checkpoint.inert import TensorName
+from zckpt.core.checkpoint.manifest import Parameter
 from zckpt.formats.megatron import names, optimizers
 from zckpt.formats.megatron.vocabulary import for_tensor_ranks
 from zckpt.formats.megatron.write import MegatronWriter, _boxes

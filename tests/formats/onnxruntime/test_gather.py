@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt import errors
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Runs
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.storage.fragments import Runs
 from zckpt.formats.onnxruntime.read import _Entries
 
 from ...engines import onnxruntime_files as files

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.entries import name_of
-from zckpt.core.fragments import Extent
-from zckpt.core.partition import Joined, Nameless, Partition, Whole
+from zckpt.core.checkpoint.entries import name_of
+from zckpt.core.ranks.partition import Joined, Nameless, Partition, Whole
+from zckpt.core.storage.fragments import Extent
 from zckpt.formats.statedict.gather import partitions
 
 from ...conftest import ROOT

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.entries import name_of
+from zckpt.core.checkpoint.entries import name_of
 
 from ...conftest import ROOT, Result, texts
 from ..equality import same_bits

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zckpt import errors
-from zckpt.core.fragments import Extent
+from zckpt.core.storage.fragments import Extent
 from zckpt.formats.statedict.tree import TensorPiece, assembled
 
 

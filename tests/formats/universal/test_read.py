@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 import zckpt
 from zckpt import errors
-from zckpt.core.manifest import Manifest
+from zckpt.core.checkpoint.manifest import Manifest
 
 from ...conftest import ROOT, texts
 from ...manifests import changed

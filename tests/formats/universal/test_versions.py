@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.entries import name_of
+from zckpt.core.checkpoint.entries import name_of
 
 from ...conftest import EXAMPLE, ROOT
 from ..equality import same_bits

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from zckpt.core.fragments import Extent, solid
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.naming.families.layouts import LAYOUTS
 from zckpt.naming.families.rules import HUGGING_FACE, MEGATRON
 from zckpt.naming.families.sizes import Sizes

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Runs
-from zckpt.core.partition import FlatMember
-from zckpt.core.plan import Match
+from zckpt.core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.passes.plan import Match
+from zckpt.core.ranks.partition import FlatMember
+from zckpt.core.storage.fragments import Runs
 from zckpt.proof.allgather import elements as module
 from zckpt.proof.allgather.buckets import Block
 from zckpt.proof.allgather.elements import BITS, any_unequal, bytes_of, difference_of

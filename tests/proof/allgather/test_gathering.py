@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from zckpt.core.checksum import Cover, crc32
-from zckpt.core.dtypes import SIZES
-from zckpt.core.entries import Entry, key_of, name_of
-from zckpt.core.fragments import Extent, Runs, solid
-from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, Whole
-from zckpt.core.plan import Match
+from zckpt.core.checkpoint.dtypes import SIZES
+from zckpt.core.checkpoint.entries import Entry, key_of, name_of
+from zckpt.core.passes.plan import Match
+from zckpt.core.ranks.partition import BoxPart, FlatMember, Joined, Partitioned, Whole
+from zckpt.core.storage.checksum import Cover, crc32
+from zckpt.core.storage.fragments import Extent, Runs, solid
 from zckpt.errors import CorruptCheckpoint
 from zckpt.proof.allgather import buffers, gathering, readers
 from zckpt.proof.allgather.buckets import Cut

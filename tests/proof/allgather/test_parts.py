@@ -7,10 +7,18 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry, key_of, name_of
-from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.partition import UNNAMED, BoxPart, FlatMember, Joined, Nameless, Partitioned, Whole
+from zckpt.core.checkpoint.entries import Entry, key_of, name_of
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.ranks.partition import (
+    UNNAMED,
+    BoxPart,
+    FlatMember,
+    Joined,
+    Nameless,
+    Partitioned,
+    Whole,
+)
+from zckpt.core.storage.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, solid
 from zckpt.proof.allgather.parts import alone, by_name, cut_over, first_extent, strided, with_names
 
 EMPTY = Runs(())

@@ -11,10 +11,10 @@ from zlib import crc32
 import pytest
 import torch
 
-from zckpt.core.entries import Entry
-from zckpt.core.fragments import Extent, Fragment, Runs, solid
-from zckpt.core.partition import FlatMember
-from zckpt.core.plan import Match
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.passes.plan import Match
+from zckpt.core.ranks.partition import FlatMember
+from zckpt.core.storage.fragments import Extent, Fragment, Runs, solid
 from zckpt.errors import CorruptCheckpoint
 from zckpt.proof.allgather import readers as module
 from zckpt.proof.allgather.buckets import Block

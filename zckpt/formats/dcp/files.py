@@ -18,10 +18,10 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ...core import sources
-from ...core.filenames import by_counting
 from ...core.grouping import by_key
-from ...core.inventory import role
+from ...core.storage import sources
+from ...core.storage.filenames import by_counting
+from ...core.storage.inventory import role
 from ...errors import Notice, UnsupportedCheckpoint, warning
 from ...files.beginning import number_in
 from ...files.dcpfile import ITEMS, names_any

@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...core import sources
-from ...core.partition import BoxPart, Partition
+from ...core.ranks.partition import BoxPart, Partition
+from ...core.storage import sources
 from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
 from ...files import safefile
 from ...files.dcpfile import read_table

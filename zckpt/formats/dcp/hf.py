@@ -16,19 +16,19 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ...core.dtypes import SIZES, encode
-from ...core.fragments import Record
+from ...core.checkpoint.dtypes import SIZES, encode
+from ...core.checkpoint.inert import Scalar
 from ...core.grouping import portions
-from ...core.inert import Scalar
-from ...core.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps, role
-from ...core.layout import Shell
+from ...core.passes.layout import Shell
+from ...core.storage.fragments import Record
+from ...core.storage.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps, role
 from ...errors import CorruptCheckpoint, warning
 from ...files import safefile
 from ...files.dcptable import ItemBox
 from ...files.safefile import SavedTensor, read_with_metadata
 from ...training.trainers import CONSOLIDATED, once_more, vocabulary
-from ..statedict.finding import find_optimizers, read_optimizer, value_at
 from ..statedict.names import shape_of
+from ..statedict.state_dict_search import find_optimizers, read_optimizer, value_at
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 from ..statedict.write import BlankTensor
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.entries import Entry
-from ...core.fragments import Record, solid
-from ...core.inert import Foreign
+from ...core.checkpoint.entries import Entry
+from ...core.checkpoint.inert import Foreign
+from ...core.storage.fragments import Record, solid
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import attributes, read_table
 from ...files.dcpitems import ItemFiles, require_same

@@ -10,13 +10,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core import sources
-from ...core.fileio import crc_of
-from ...core.fragments import Fragments, Record
-from ...core.inert import PLAIN, Scalar, nested
-from ...core.manifest import Manifest
-from ...core.origin import Origin
-from ...core.sequences import Made
+from ...core.checkpoint.inert import PLAIN, Scalar, nested
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.origin import Origin
+from ...core.storage import sources
+from ...core.storage.fileio import crc_of
+from ...core.storage.fragments import Fragments, Record
+from ...core.storage.sequences import Made
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -36,12 +36,11 @@ from ...files.torchfile import Tensor, TorchFile
 from ...files.torchtensors import class_of
 from ...training.steps import step_of
 from ...training.trainers import beside, inside, once_more
-from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
-from ..statedict.finding import is_extra
 from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.own_facts import checked
 from ..statedict.read import manifest
+from ..statedict.state_dict_search import is_extra
 from ..statedict.tree import (
     MAX_LIST,
     Difference,
@@ -67,6 +66,7 @@ from ..statedict.tree import (
     whole_piece,
 )
 from ..statedict.weights import weights_of
+from ..weights_alone import is_of_files, weights_or_raise
 from . import hf
 from .files import (
     MODEL,
@@ -251,8 +251,8 @@ class _FolderReader:
                 f"{name} has paths of {listed(table.unsaved, 4)}, of which no rank saved anything"
             )
             saved.warnings.append(warning("elements-missing", message, file=name))
-        if strangers := [str(key)[:80] for key in table.others if key not in FIELDS]:
-            message = f"{name} has fields that zckpt does not know: {listed(strangers)}"
+        if unknown := [str(key)[:80] for key in table.others if key not in FIELDS]:
+            message = f"{name} has fields that zckpt does not know: {listed(unknown)}"
             saved.warnings.append(warning("version-unsupported", message, file=name))
         version = table.others.get("version")
         if not isinstance(version, (str, type(None))):

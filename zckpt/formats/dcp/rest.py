@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ...core import sources
-from ...core.folder import Folder
-from ...core.inert import TensorName, map_values
-from ...core.layout import Shell
-from ...core.manifest import Manifest
+from ...core.checkpoint.inert import TensorName, map_values
+from ...core.checkpoint.manifest import Manifest
+from ...core.passes.layout import Shell
+from ...core.storage import sources
+from ...core.storage.folder import Folder
 from ...errors import note
 from ...files.torchfile import TorchFile, is_torch
 from ...files.torchshell import Storages, seal_records, shell, thawed

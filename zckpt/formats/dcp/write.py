@@ -17,12 +17,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.dtypes import SIZES, TORCH_NAMES
-from ...core.folder import Folder
+from ...core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from ...core.checkpoint.inert import Foreign, Scalar, TensorName
+from ...core.checkpoint.manifest import Manifest
 from ...core.grouping import by_key
-from ...core.inert import Foreign, Scalar, TensorName
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest
+from ...core.passes.layout import Layout, Shell
+from ...core.storage.folder import Folder
 from ...errors import (
     MissingData,
     Notice,

@@ -20,11 +20,11 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ...core.dtypes import FLOATS
-from ...core.manifest import Manifest
-from ...core.merge import merge
-from ...core.optimizer_states import States
-from ...core.placement import EP_RANK, Table
+from ...core.checkpoint.dtypes import FLOATS
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.optimizer_states import States
+from ...core.checkpoint.placement import EP_RANK, Table
+from ...core.ranks.merge import merge
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -47,7 +47,7 @@ from ..deepspeed_states.experts import (
     size_in,
 )
 from ..deepspeed_states.manifest import manifest_of
-from ..deepspeed_states.of_files import strangers_of
+from ..deepspeed_states.of_files import extra_states_of
 from ..deepspeed_states.states import EngineStates, Found, dictionary, open_files
 from ..deepspeed_states.tensors import ManifestTensors, is_extra
 from ..reading import Reading
@@ -305,5 +305,5 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         states=first.states.without_form("number", "other", "unsupported")
         + tensors.numbers
         + others
-        + States(tuple(strangers_of(states))).of_form("unsupported"),
+        + States(tuple(extra_states_of(states))).of_form("unsupported"),
     )

@@ -19,10 +19,10 @@ from itertools import chain
 
 from msgspec import Struct, field
 
-from ...core import sources
-from ...core.grid import Grid
+from ...core.checkpoint.grid import Grid
 from ...core.grouping import by_key
-from ...core.inventory import Numbers, Role, gaps, known, refuse_gaps, role
+from ...core.storage import sources
+from ...core.storage.inventory import Numbers, Role, gaps, known, refuse_gaps, role
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

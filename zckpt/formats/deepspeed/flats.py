@@ -14,12 +14,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core import agreement
-from ...core.dtypes import SIZES
-from ...core.facts import StepPlace
-from ...core.fragments import Fragments, Slices, solid
-from ...core.inert import Scalar
-from ...core.manifest import Sighting, slot_name
+from ...core.checkpoint import agreement
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.facts import StepPlace
+from ...core.checkpoint.inert import Scalar
+from ...core.checkpoint.manifest import Sighting, slot_name
+from ...core.storage.fragments import Fragments, Slices, solid
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, Notice, listed
 from ...files.torchfile import Tensor
 from ...training import steps

@@ -12,10 +12,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.facts import layers_of
-from ...core.grid import Grid, Place
-from ...core.manifest import Manifest
-from ...core.replicas import averaged, check_slices
+from ...core.checkpoint.facts import layers_of
+from ...core.checkpoint.grid import Grid, Place
+from ...core.checkpoint.manifest import Manifest
+from ...core.comparison.replicas import averaged, check_slices
 from ...errors import Notice, problem
 from ...files.torchshell import seal_records
 from ...training.options import DP, EP, PP, TP, Options

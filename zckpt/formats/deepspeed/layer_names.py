@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ...core.facts import Pipeline
+from ...core.checkpoint.facts import Pipeline
 from ...core.grouping import by_key
 
 TIED = "tied_modules."

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...core.inert import PYTHON_NUMBERS, Foreign
-from ...core.layout import Shell
-from ...core.manifest import slot_key
+from ...core.checkpoint.inert import PYTHON_NUMBERS, Foreign
+from ...core.checkpoint.manifest import slot_key
+from ...core.passes.layout import Shell
 from ...errors import Notice, listed, warning
 from ...files.torchshell import Contents, Storages
 from ...training.hyperparameters import are_given, are_inferred

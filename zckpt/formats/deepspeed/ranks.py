@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core.checkpoint.inert import Foreign, nested
 from ...core.grouping import by_key
-from ...core.inert import Foreign, nested
-from ...core.inventory import gaps, refuse_gaps
+from ...core.storage.inventory import gaps, refuse_gaps
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -17,13 +17,13 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from ...core.entries import Entry
-from ...core.facts import FlatBufferEngine
-from ...core.grid import Place
+from ...core.checkpoint.entries import Entry
+from ...core.checkpoint.facts import FlatBufferEngine
+from ...core.checkpoint.grid import Place
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.states import as_unsupported
 from ...core.grouping import by_key
-from ...core.manifest import Manifest
-from ...core.merge import agreed_steps, numbered_alike, united, with_steps
-from ...core.states import as_unsupported
+from ...core.ranks.merge import agreed_steps, numbered_alike, united, with_steps
 from ...errors import MALFORMED, ZckptError, not_understood
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse

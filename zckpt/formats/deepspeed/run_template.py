@@ -20,9 +20,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.facts import UNCUT, FlatBufferEngine
-from ...core.manifest import Manifest
-from ...core.optimizer_states import Form
+from ...core.checkpoint.facts import UNCUT, FlatBufferEngine
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.optimizer_states import Form
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, warning
 from ...naming.patterns import INFO
 from ...training.options import Options

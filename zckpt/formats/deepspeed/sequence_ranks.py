@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.grid import Grid
-from ...core.inventory import Numbers, Role
+from ...core.checkpoint.grid import Grid
+from ...core.storage.inventory import Numbers, Role
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ..deepspeed_states.directories import EXPERT, LAYER, MODEL, MODEL_3, OPTIMIZER
 

@@ -18,15 +18,15 @@ from itertools import chain
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core import sources
-from ...core.facts import Pipeline, layers_of
-from ...core.grid import Grid, Place
-from ...core.inventory import known
-from ...core.layout import Shell
-from ...core.manifest import Manifest, Sibling
-from ...core.merge import merge
-from ...core.placement import Table
-from ...core.replicas import compare_copies
+from ...core.checkpoint.facts import Pipeline, layers_of
+from ...core.checkpoint.grid import Grid, Place
+from ...core.checkpoint.manifest import Manifest, Sibling
+from ...core.checkpoint.placement import Table
+from ...core.comparison.replicas import compare_copies
+from ...core.passes.layout import Shell
+from ...core.ranks.merge import merge
+from ...core.storage import sources
+from ...core.storage.inventory import known
 from ...errors import Notice, UnsupportedCheckpoint, WrongOption
 from ...files.torchshell import Storages, shell
 from ...training.options import (

@@ -13,8 +13,8 @@ import os
 
 from msgspec.structs import replace
 
-from ...core.inventory import known
-from ...core.manifest import Manifest
+from ...core.checkpoint.manifest import Manifest
+from ...core.storage.inventory import known
 from ...errors import InconsistentCheckpoint, ZckptError
 from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.agreement import check_names
@@ -29,8 +29,8 @@ from ..deepspeed_states.states import (
     open_files,
     shapes_of_groups,
 )
-from ..lost import OF_FILES, weights_or_raise
 from ..reading import Reading
+from ..weights_alone import OF_FILES, weights_or_raise
 from .stage_0.naming import shapes_of, weights_in
 
 IN_STAGE_3 = "in stage 3 the optimizer's files hold the weights too: without them nothing is left"

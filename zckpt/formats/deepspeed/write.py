@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest
+from ...core.checkpoint.manifest import Manifest
+from ...core.passes.layout import Layout, Shell
 from ...errors import Notice, UnsupportedCheckpoint, WrongOption, counted, listed, literal
 from ...naming.order import need_order
 from ...training import lightning

@@ -8,7 +8,15 @@ from itertools import combinations, zip_longest
 from typing import Any
 
 from ...core.grouping import by_key
-from ...core.inventory import Known, Numbers, Role, SavedName, nameless, refuse_others, saved_names
+from ...core.storage.inventory import (
+    Known,
+    Numbers,
+    Role,
+    SavedName,
+    nameless,
+    refuse_others,
+    saved_names,
+)
 from ...errors import InconsistentCheckpoint, Notice, brief, note
 from ...files.torchfile import Tensor, TorchFile
 from .directories import LAYER, MODEL, MODEL_3, OPTIMIZER, ROLES

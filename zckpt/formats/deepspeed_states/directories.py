@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from msgspec import Struct
 
-from ...core import sources
-from ...core.filenames import MOST_FOLDERS, by_counting, file_names, is_tag, number_of
-from ...core.inventory import known, role
-from ...core.siblings import SiblingList, leads_out
+from ...core.checkpoint.siblings import SiblingList, leads_out
+from ...core.storage import sources
+from ...core.storage.filenames import MOST_FOLDERS, by_counting, file_names, is_tag, number_of
+from ...core.storage.inventory import known, role
 from ...errors import (
     AmbiguousCheckpoint,
     IncompleteCheckpoint,

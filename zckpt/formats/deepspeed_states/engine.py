@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.facts import FlatBufferEngine, layers_of
-from ...core.inert import nested
-from ...core.manifest import Manifest
+from ...core.checkpoint.facts import FlatBufferEngine, layers_of
+from ...core.checkpoint.inert import nested
+from ...core.checkpoint.manifest import Manifest
 from ...errors import WrongOption
 from ...training.options import DP, LIKE, SP, Options
 from .options import CONFIG, NAMES, OLDER_NAMES, STAGE

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.inert import Scalar
-from ...core.manifest import Manifest
-from ...core.optimizer_states import BY_RANK
+from ...core.checkpoint.inert import Scalar
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.optimizer_states import BY_RANK
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint, brief, listed, warning
 from ...files.torchshell import Storages, thawed
 from .states import EngineStates

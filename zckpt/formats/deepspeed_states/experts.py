@@ -27,9 +27,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.facts import ExpertLayer, layers_of
-from ...core.inert import nested
-from ...core.manifest import Manifest
+from ...core.checkpoint.facts import ExpertLayer, layers_of
+from ...core.checkpoint.inert import nested
+from ...core.checkpoint.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, listed
 from .directories import TagDirectory, refuse
 

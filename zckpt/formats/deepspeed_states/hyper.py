@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ...core.dtypes import FLOATS, NUMBERS
-from ...core.manifest import Manifest
+from ...core.checkpoint.dtypes import FLOATS, NUMBERS
+from ...core.checkpoint.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, UnsupportedState, WrongOption, listed
 from ...training.hyperparameters import are_given, are_inferred, given_groups
 from ...training.optimizers import (

@@ -9,13 +9,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core import optimizer_states
-from ...core.facts import FlatBufferEngine, StepPlace
+from ...core.checkpoint import optimizer_states
+from ...core.checkpoint.facts import FlatBufferEngine, StepPlace
+from ...core.checkpoint.inert import Foreign, nested
+from ...core.checkpoint.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
+from ...core.checkpoint.optimizer_states import States
+from ...core.checkpoint.origin import Origin
 from ...core.grouping import by_key
-from ...core.inert import Foreign, nested
-from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
-from ...core.optimizer_states import States
-from ...core.origin import Origin
 from ...errors import Notice, listed, note, warning
 from ...files.torchfile import TorchFile
 from ...training import steps
@@ -25,12 +25,12 @@ from . import estimates
 from .directories import siblings, trainer_around
 from .of_files import (
     RANK_KEYS,
+    extra_states_of,
     layout,
     model_values,
     of_ranks,
     optimizer_values,
     own_client_state,
-    strangers_of,
 )
 from .states import (
     COUNTERS,
@@ -83,7 +83,7 @@ def manifest_of(
                 *others,
                 *of_partitions,
                 *optimizer_states.estimates(estimated),
-                *strangers_of(ranks),
+                *extra_states_of(ranks),
             )
         ),
         replicas=tuple(tensors.replicas),

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.dtypes import FLOATS
-from ...core.facts import ExpertLayer
-from ...core.fragments import row_major
-from ...core.grid import Grid, Place
-from ...core.inert import Size
-from ...core.layout import Shell
+from ...core.checkpoint.dtypes import FLOATS
+from ...core.checkpoint.facts import ExpertLayer
+from ...core.checkpoint.grid import Grid, Place
+from ...core.checkpoint.inert import Size
+from ...core.passes.layout import Shell
+from ...core.storage.fragments import row_major
 from ...files.torchfile import Tensor
 from ...files.torchshell import Contents, Storages
 from ...naming import peft

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from ...core.checksum import crc32
-from ...core.entries import Entry, Key
-from ...core.inert import Foreign, alike, to_json
-from ...core.optimizer_states import StateRow
-from ...core.states import BESIDE_STATE, OF_NO_GROUP
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.inert import Foreign, alike, to_json
+from ...core.checkpoint.optimizer_states import StateRow
+from ...core.checkpoint.states import BESIDE_STATE, OF_NO_GROUP
+from ...core.storage.checksum import crc32
 from ...errors import Notice, note
 from ...naming.names import plain
-from ..strangers import Stranger, is_plain, sorted_out
+from ..extra_states import ExtraState, is_plain, sorted_out
 from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapper_of
 from .tensors import is_extra
 
@@ -154,7 +154,7 @@ OF_ENGINE = OF_BASE | {
 """What the engine's wrappers of optimizers write (0.5.10 to 0.19.8); a converter leaves some."""
 
 
-def strangers_of(ranks: EngineStates) -> list[StateRow]:
+def extra_states_of(ranks: EngineStates) -> list[StateRow]:
     """The numbers of no parameter, and the states that are not read.
 
     Each has the values of all ranks, unless they are one number. Keys that begin with `zckpt` are
@@ -167,10 +167,10 @@ def strangers_of(ranks: EngineStates) -> list[StateRow]:
             for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))
         ]
 
-    return sorted_out(_strangers(ranks), keep)
+    return sorted_out(_extra_states(ranks), keep)
 
 
-def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
+def _extra_states(ranks: EngineStates) -> Iterator[ExtraState]:
     if not ranks.optimizers:
         return
     known = set(range(len(ranks.param_shapes())))
@@ -191,4 +191,4 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
                 continue
             values = [each.get(key) for each in dictionaries]
             is_one = all(is_plain(value) and alike(value, values[0]) for value in values)
-            yield Stranger(key, values[0] if is_one else values, reason)
+            yield ExtraState(key, values[0] if is_one else values, reason)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...core import agreement
-from ...core.inert import Foreign, Global
+from ...core.checkpoint import agreement
+from ...core.checkpoint.inert import Foreign, Global
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training.options import OPTIMIZER

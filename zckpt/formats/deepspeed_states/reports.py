@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.facts import StateDictEngine
-from ...core.manifest import Manifest
-from ...core.weights import weight_of
+from ...core.checkpoint.facts import StateDictEngine
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.weights import weight_of
 from ...errors import Notice, brief, listed, warning
 from ...training.faults import UNSCALED_GRADIENTS
 from ...training.options import BUFFERS

@@ -17,9 +17,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.facts import FlatBufferEngine
-from ...core.inert import nested
-from ...core.manifest import Manifest
+from ...core.checkpoint.facts import FlatBufferEngine
+from ...core.checkpoint.inert import nested
+from ...core.checkpoint.manifest import Manifest
 from ...errors import Notice, warning
 from ...training import lightning
 from ...training.trainers import program_of

@@ -11,13 +11,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ...core import agreement
-from ...core.entries import Entry, Key
-from ...core.facts import StepPlace
-from ...core.fragments import Fragments
-from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
-from ...core.manifest import Sighting
-from ...core.optimizer_states import Part, StateRow, unsupported
+from ...core.checkpoint import agreement
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.facts import StepPlace
+from ...core.checkpoint.inert import Foreign, Scalar, inside, map_values, nested, to_json
+from ...core.checkpoint.manifest import Sighting
+from ...core.checkpoint.optimizer_states import Part, StateRow, unsupported
+from ...core.storage.fragments import Fragments
 from ...errors import CorruptCheckpoint, Notice, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero

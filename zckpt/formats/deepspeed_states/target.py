@@ -17,14 +17,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core import agreement
-from ...core.dtypes import SIZES
-from ...core.facts import StepPlace
+from ...core.checkpoint import agreement
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.facts import StepPlace
+from ...core.checkpoint.inert import Scalar
+from ...core.checkpoint.manifest import Manifest, Sibling, slot_key
+from ...core.checkpoint.states import states_of, untouched
+from ...core.checkpoint.weights import WIDE, is_optimizers, weight_of
 from ...core.grouping import by_key
-from ...core.inert import Scalar
-from ...core.manifest import Manifest, Sibling, slot_key
-from ...core.states import states_of, untouched
-from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -225,7 +225,7 @@ class DeepSpeedTarget:
         """Optimizer states of a parameter with their dtypes, as wide as its master.
 
         A master that is cast from a weight of few bits has states of as few bits beside it. A state
-        that is left out here is refused by `writing/keeping.py`, which reads the shells back.
+        that is left out here is refused by `writing/state_loss.py`, which reads the shells back.
         """
         if self.options.weights_only:
             return ()

@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry, Key
-from ...core.fragments import Fragments, Runs, Slices
-from ...core.inert import inside, map_values
-from ...core.manifest import Parameter
-from ...core.optimizer_states import OF_OTHERS, StateRow, of_parameters
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.inert import inside, map_values
+from ...core.checkpoint.manifest import Parameter
+from ...core.checkpoint.optimizer_states import OF_OTHERS, StateRow, of_parameters
+from ...core.storage.fragments import Fragments, Runs, Slices
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from .states import EngineStates, FlatBuffer

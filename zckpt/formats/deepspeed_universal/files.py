@@ -21,7 +21,7 @@ import os
 from typing import Any
 
 from ...core.grouping import by_key
-from ...core.inventory import Numbers, Role, every, gaps, known, refuse_gaps, role
+from ...core.storage.inventory import Numbers, Role, every, gaps, known, refuse_gaps, role
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.directories import (
     MODEL,

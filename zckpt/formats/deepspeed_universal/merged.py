@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...core import sources
-from ...core.inert import nested
-from ...core.inventory import known, missing_file
+from ...core.checkpoint.inert import nested
+from ...core.storage import sources
+from ...core.storage.inventory import known, missing_file
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

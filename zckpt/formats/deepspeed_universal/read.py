@@ -11,12 +11,13 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ...core import agreement, sources
-from ...core.facts import StepPlace
+from ...core.checkpoint import agreement
+from ...core.checkpoint.facts import StepPlace
+from ...core.checkpoint.inert import Scalar, to_json
+from ...core.checkpoint.manifest import Manifest, Sighting, slot_name
 from ...core.grouping import by_key
-from ...core.inert import Scalar, to_json
-from ...core.inventory import ANY, missing_file, refuse_others, saved_names
-from ...core.manifest import Manifest, Sighting, slot_name
+from ...core.storage import sources
+from ...core.storage.inventory import ANY, missing_file, refuse_others, saved_names
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -34,8 +35,8 @@ from ...training.faults import LOST_STEPS
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of, with_files
 from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
-from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
+from ..weights_alone import is_of_files, weights_or_raise
 from .files import CUTS, KIND, MASTER, VIEW, ZERO, SliceInfo, is_name
 from .merged import MergedStates
 from .slicing import cuts_of

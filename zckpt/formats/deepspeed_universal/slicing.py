@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec import convert
 
-from ...core.facts import UNCUT, TensorParallel, Vocabulary
-from ...core.inert import Foreign
-from ...core.manifest import Manifest
-from ...core.placement import Boxes, Cut, Placement, Replicated
+from ...core.checkpoint.facts import UNCUT, TensorParallel, Vocabulary
+from ...core.checkpoint.inert import Foreign
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.placement import Boxes, Cut, Placement, Replicated
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...naming.patterns import INFO, fields_of
 from ..deepspeed_states.target import DeepSpeedTarget

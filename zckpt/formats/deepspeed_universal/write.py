@@ -14,10 +14,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.facts import FlatBufferEngine
-from ...core.filenames import is_tag
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest, slot_key
+from ...core.checkpoint.facts import FlatBufferEngine
+from ...core.checkpoint.manifest import Manifest, slot_key
+from ...core.passes.layout import Layout, Shell
+from ...core.storage.filenames import is_tag
 from ...errors import (
     InconsistentCheckpoint,
     Notice,

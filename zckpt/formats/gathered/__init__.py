@@ -2,11 +2,11 @@
 
     files.py          which files make the checkpoint
     read.py           the state dicts in them, and their manifest
-    distributed.py    ShardedTensor and DTensor in the file of one rank
-    ranked.py         the same, merged over all ranks
+    sharded_tensors.py  ShardedTensor and DTensor in the file of one rank
+    rank_trees.py     the same, merged over all ranks
     averages.py       averages that ranks saved as plain slices, beside the model's DTensors
     items.py          ranks' items as torch_checkpointing names them, and slices in safetensors
-    local.py          the state that each rank saved of its own part
+    zero_redundancy.py  the state that each rank saved of its own part
     write.py          whole files that plain torch and trainers load
     write_ranks.py    files that each of N ranks loads alone, as verl saves FSDP2
     functions.py      what zckpt does with them

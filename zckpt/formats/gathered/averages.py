@@ -16,22 +16,22 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.dtypes import FLOATS
-from ...core.inert import nested
+from ...core.checkpoint.dtypes import FLOATS
+from ...core.checkpoint.inert import nested
 from ...errors import Notice, warning
 from ...files.torchfile import Tensor, TorchFile
-from ..statedict.finding import DEPTH, is_optimizer, without
 from ..statedict.slices import entry_of, omitted
+from ..statedict.state_dict_search import DEPTH, is_optimizer, without
 from ..statedict.tree import Difference, Leaf, TreePath, dotted
-from .distributed import (
+from .rank_trees import joined as joined_parts
+from .rank_trees import text
+from .sharded_tensors import (
     DistributedTensor,
     LocalPart,
     MeshCache,
     is_distributed,
     read_distributed,
 )
-from .ranked import joined as joined_parts
-from .ranked import text
 
 Tensors = dict[int, Tensor]
 """A plain tensor of each rank."""

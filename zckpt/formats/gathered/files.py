@@ -10,7 +10,8 @@
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
     model_R.pt + optimizer_R.pt + ...               ranks' items (torch_checkpointing), see items.py
 
-The names tell files apart. State dicts are told apart by their content: see statedict/finding.py.
+The names tell files apart. State dicts are told apart by their content: see
+statedict/state_dict_search.py.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ...core import sources
-from ...core.filenames import by_counting, counted, number_of, numbered
-from ...core.inert import Scalar
-from ...core.inventory import Known, known, role
+from ...core.checkpoint.inert import Scalar
+from ...core.storage import sources
+from ...core.storage.filenames import by_counting, counted, number_of, numbered
+from ...core.storage.inventory import Known, known, role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -38,8 +39,8 @@ from ...errors import (
 from ...files.beginning import number_in
 from ...files.torchfile import Tensor, TorchFile, is_torch, peek
 from ...naming import peft
-from ..statedict.finding import has_groups
-from . import distributed, items
+from ..statedict.state_dict_search import has_groups
+from . import items, sharded_tensors
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 ACCELERATES = "optimizer.bin"
@@ -69,8 +70,8 @@ OTHER_NAMES = (
 DEPTH = 4
 COUNTER = "global_step"
 ROLES = (
-    *distributed.OF_RANKS,
-    *distributed.OF_ITEMS,
+    *sharded_tensors.OF_RANKS,
+    *sharded_tensors.OF_ITEMS,
     role("optimizer", r".*optim[^/]*"),
     role("model", r".*(?:model|weights)[^/]*"),
 )
@@ -273,7 +274,7 @@ def _is_others(name: str) -> bool:
 
 def _of_rank(name: str) -> Known | None:
     """What the name of a rank's file says: its stem, the rank, and maybe the number of ranks."""
-    return None if "rank" not in name or _is_others(name) else known(distributed.OF_RANKS, name)
+    return None if "rank" not in name or _is_others(name) else known(sharded_tensors.OF_RANKS, name)
 
 
 def _is_part(folder: str, name: str) -> bool:
@@ -287,7 +288,7 @@ def _is_part(folder: str, name: str) -> bool:
         value = peek(path)
     except ZckptError:
         return False
-    return next(distributed.distributed_in(value), None) is not None or has_groups(value)
+    return next(sharded_tensors.distributed_in(value), None) is not None or has_groups(value)
 
 
 def _has_state_dicts(path: str) -> bool:
@@ -314,7 +315,7 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
         return any(_has_tensors(item, depth - 1) for item in value.values())
     if isinstance(value, list) and depth:  # of models
         return any(_has_tensors(item, depth - 1) for item in value if isinstance(item, dict))
-    return isinstance(value, Tensor) or distributed.is_distributed(value)
+    return isinstance(value, Tensor) or sharded_tensors.is_distributed(value)
 
 
 def whole_of(path: str) -> str | None:

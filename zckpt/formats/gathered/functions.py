@@ -1,7 +1,7 @@
 """What does zckpt do with these files?"""
 
-from ...core.layout import Layout
-from ...core.manifest import Manifest
+from ...core.checkpoint.manifest import Manifest
+from ...core.passes.layout import Layout
 from ...errors import Notice
 from ...training.options import DP, Options
 from ..format import Functions, other_dp

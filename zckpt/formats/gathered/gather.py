@@ -23,10 +23,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core import sources
-from ...core.fileio import crc_of
-from ...core.inert import Foreign, Global
-from ...core.partition import BoxPart, Partition
+from ...core.checkpoint.inert import Foreign, Global
+from ...core.ranks.partition import BoxPart, Partition
+from ...core.storage import sources
+from ...core.storage.fileio import crc_of
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files import safefile
 from ...files.torchfile import Parsed, Tensor, TorchFile

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from ...core import sources
-from ...core.filenames import counted
+from ...core.storage import sources
+from ...core.storage.filenames import counted
 from ...errors import UnsupportedCheckpoint, ZckptError
 from ...files import safefile
 from ...files.torchfile import Tensor, is_torch, peek
 from ..statedict.tree import TreePath
-from . import distributed
+from . import sharded_tensors
 
 METADATA = "metadata.pkl"
 CONSOLIDATE = "torch_checkpointing.hf.consolidation.consolidate_hf_safetensors_checkpoint"
@@ -107,7 +107,7 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
             value = peek(paths[rank])
         except ZckptError:
             continue
-        return next(distributed.distributed_in(value), None) is not None
+        return next(sharded_tensors.distributed_in(value), None) is not None
     return False
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core import sources
-from ...core.facts import StateDictEngine
-from ...core.filenames import number_of, numbered
-from ...core.inert import nested
-from ...core.inventory import ANY, nameless, refuse_others, saved_names
-from ...core.manifest import Manifest
-from ...core.origin import Origin
+from ...core.checkpoint.facts import StateDictEngine
+from ...core.checkpoint.inert import nested
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.origin import Origin
+from ...core.storage import sources
+from ...core.storage.filenames import number_of, numbered
+from ...core.storage.inventory import ANY, nameless, refuse_others, saved_names
 from ...errors import (
     MALFORMED,
     IncompleteCheckpoint,
@@ -29,14 +29,14 @@ from ...errors import (
 )
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
-from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.own_facts import checked
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, TreePath, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of, zero_scalars
-from . import averages, distributed, local, ranked
+from ..weights_alone import is_of_files, weights_or_raise
+from . import averages, rank_trees, sharded_tensors, zero_redundancy
 from .files import StateDictFiles, locate, slices, whole_of
 from .items import METADATA, refusal, said_of
 
@@ -64,7 +64,7 @@ def with_copies(path: str) -> Manifest:
     return replace(manifest, replicas=(*manifest.replicas, *replicas))
 
 
-def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Copies]]:
+def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
     """The manifest of files of torch.save, and copies of tensors that ranks have whole.
 
     A tag is the name of one of a folder's files.
@@ -92,7 +92,7 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
 
 def _read_located(
     path: str, located: StateDictFiles, files: Sequence[str], reading: Reading
-) -> tuple[Manifest, Sequence[ranked.Copies]]:
+) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
     """The same, of the files that were `located`; of `files`, which are slices, one is shown."""
     reader = _TreeReader(path, located, reading)
     if files:
@@ -181,11 +181,11 @@ class _TreeReader:
         self.names: dict[str, list[str]] = {}
         self.is_one = reading.root is not None or not files.models
         self.has_local_states = False
-        self.copies: list[ranked.Copies] = []
+        self.copies: list[rank_trees.Copies] = []
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
         folders = {path: file.saved_as for path, file in self.opened.items()}
         beside_them = os.listdir(path) if sources.is_folder(path) else ()
-        names = saved_names((*distributed.OF_RANKS, ANY), folders, beside_them)
+        names = saved_names((*sharded_tensors.OF_RANKS, ANY), folders, beside_them)
         refuse_others(names, "ranks" if files.ranks else "kinds")
         self.notes = nameless([name for name in names if name.own.rank])
         extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
@@ -283,8 +283,8 @@ class _TreeReader:
             self.saved.warnings += zero_scalars(path, tensors)
             return tensors
         file = self._open(path)
-        if next(distributed.distributed_in(file.value), None) is not None:
-            ranked.refuse_part(file)
+        if next(sharded_tensors.distributed_in(file.value), None) is not None:
+            rank_trees.refuse_part(file)
             return self._merge({0: file}).tree
         is_one = path == self.files.whole.get(None) and isinstance(file.value, dict)
         return self._leaves(file, self._without_stated(file, ()) if is_one else file.value)
@@ -294,9 +294,9 @@ class _TreeReader:
         world = self.files.world or max(files) + 1
         if not self.files.items:
             is_beside = key == "optim" and "model" in self.files.whole  # the whole model's file
-            are_shares = is_beside and len(files) < world and local.is_local(files)
+            are_shares = is_beside and len(files) < world and zero_redundancy.is_local(files)
             try:
-                ranked.refuse_missing(files, world, are_shares)
+                rank_trees.refuse_missing(files, world, are_shares)
             except IncompleteCheckpoint as error:
                 if not is_beside or not self.weights_only:
                     raise
@@ -304,30 +304,32 @@ class _TreeReader:
                 self.saved.omitted.append(said)
                 return {}
         self.saved.origin = replace(self.saved.origin, dp=max(world, self.saved.origin.dp or 1))
-        if "model" in self.files.whole and local.is_local(files):
+        if "model" in self.files.whole and zero_redundancy.is_local(files):
             # one file alone may be all that there was: which weights it lists is said of it
             self.has_local_states = len(files) > 1
-            return local.merge(self.saved, files, self.step_policy, self.param_names)
+            return zero_redundancy.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps
         self.copies += merged.copies
         return merged.tree
 
     def rows_mesh(self, manifest: Manifest) -> tuple[str, str | None] | None:
-        """The mesh on which FSDP2 has cut each parameter into rows; see `distributed.rows_mesh`."""
+        """The mesh on which FSDP2 cut each parameter into rows: `sharded_tensors.rows_mesh`."""
         model = self.files.ranks.get("model")
         if model is None or self.files.world is None or self.files.whole:
             return None
         values = {key: self.opened[paths[0]].value for key, paths in self.files.ranks.items()}
-        cut = {name for name, each in values["model"].items() if distributed.is_distributed(each)}
+        cut = {
+            name for name, each in values["model"].items() if sharded_tensors.is_distributed(each)
+        }
         if cut != {n for name, p in manifest.parameters.items() for n in (name, *p.aliases)}:
             return None
-        tensors = distributed.distributed_in([*values.values()])
-        meshes = {distributed.rows_mesh(tensor) for tensor in tensors}
+        tensors = sharded_tensors.distributed_in([*values.values()])
+        meshes = {sharded_tensors.rows_mesh(tensor) for tensor in tensors}
         return meshes.pop() if len(meshes) == 1 else None
 
-    def _merge(self, files: dict[int, TorchFile], place: TreePath = ()) -> ranked.MergedRanks:
-        merged = ranked.merge(files, self.step_policy, place, self.by_checksums)
+    def _merge(self, files: dict[int, TorchFile], place: TreePath = ()) -> rank_trees.MergedRanks:
+        merged = rank_trees.merge(files, self.step_policy, place, self.by_checksums)
         self.saved.different += merged.different
         self.saved.uncompared += merged.uncompared
         self.saved.of_ranks |= merged.of_ranks

@@ -30,11 +30,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.filenames import numbered
-from ...core.folder import Folder
-from ...core.inert import Scalar, TensorName, map_values
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest
+from ...core.checkpoint.inert import Scalar, TensorName, map_values
+from ...core.checkpoint.manifest import Manifest
+from ...core.passes.layout import Layout, Shell
+from ...core.storage.filenames import numbered
+from ...core.storage.folder import Folder
 from ...errors import listed, literal, note, warning
 from ...files import safefile
 from ...files.torchshell import Storages, seal_records, shell

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ...core.dtypes import TORCH_NAMES
-from ...core.fragments import row_major
-from ...core.inert import Foreign, Global, Size
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest
+from ...core.checkpoint.dtypes import TORCH_NAMES
+from ...core.checkpoint.inert import Foreign, Global, Size
+from ...core.checkpoint.manifest import Manifest
+from ...core.passes.layout import Layout, Shell
+from ...core.storage.fragments import row_major
 from ...errors import WrongOption, counted, literal
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, shell

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ...core import sources
-from ...core.manifest import Manifest
-from ...core.origin import Origin
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.origin import Origin
+from ...core.storage import sources
 from ...naming import peft
 from ...training.trainers import beside
 from ..reading import USUAL, Reading

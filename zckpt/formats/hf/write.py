@@ -23,16 +23,16 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core import sources
-from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
-from ...core.entries import Entry, Key
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest, Parameter, Sibling
-from ...core.masters import results_of
-from ...core.optimizer_states import NO_STATES
-from ...core.plan import Match
-from ...core.siblings import FOLLOW, SiblingList
-from ...core.weights import agreement, weight_of
+from ...core.checkpoint.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.manifest import Manifest, Parameter, Sibling
+from ...core.checkpoint.optimizer_states import NO_STATES
+from ...core.checkpoint.siblings import FOLLOW, SiblingList
+from ...core.checkpoint.weights import agreement, weight_of
+from ...core.comparison.masters import results_of
+from ...core.passes.layout import Layout, Shell
+from ...core.passes.plan import Match
+from ...core.storage import sources
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files import safefile
 from ...naming import peft, saving, ties, weights

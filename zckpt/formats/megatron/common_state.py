@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...core import sources
-from ...core.inert import Foreign
+from ...core.checkpoint.inert import Foreign
+from ...core.storage import sources
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 from ...files.dcpitems import ItemFiles
 from ...files.dcptable import ItemTable

@@ -17,9 +17,9 @@ import json
 import os
 from typing import Any
 
-from ...core import sources
-from ...core.filenames import by_counting
-from ...core.inventory import known, role
+from ...core.storage import sources
+from ...core.storage.filenames import by_counting
+from ...core.storage.inventory import known, role
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

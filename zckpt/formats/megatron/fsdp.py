@@ -24,10 +24,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core import sources
-from ...core.entries import Entry, Key
-from ...core.inert import Scalar, TensorName, inside, to_json
-from ...core.manifest import Manifest, slot_name
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.inert import Scalar, TensorName, inside, to_json
+from ...core.checkpoint.manifest import Manifest, slot_name
+from ...core.storage import sources
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -46,7 +46,7 @@ from ..reading import Reading
 from ..statedict.tree import MAX_LIST, TensorPiece, assembled, piece_of, put
 from .common_state import FSDP, WEIGHTS_ONLY, arguments
 from .groups import FileStep, agreed_step
-from .manifest import Content, manifest_of, require_groups, size_of, strangers, without_weights
+from .manifest import Content, extra_states, manifest_of, require_groups, size_of, without_weights
 from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
@@ -138,7 +138,7 @@ class FsdpReader:
             records=self.files.records,
             keys=known,
             objects=objects | self._random_states(),
-            omitted=strangers(self.table),
+            omitted=extra_states(self.table),
             group_of=group_of,
         )
         return manifest_of(content, step_policy)

@@ -8,7 +8,7 @@ Why a run does not load them as they are (`obstacles`):
     gated layers that torch's FSDP2 has cut                                    the same dp and tp do
 """
 
-from ...core.manifest import Manifest
+from ...core.checkpoint.manifest import Manifest
 from ...errors import Notice
 from ...training.options import DP, EP, PP, TP, Option, Options
 from ..format import Functions, differs

@@ -17,10 +17,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...core.agreement import Step, agree
-from ...core.facts import StepPlace
+from ...core.checkpoint.agreement import Step, agree
+from ...core.checkpoint.facts import StepPlace
+from ...core.checkpoint.manifest import Sighting
 from ...core.grouping import by_key
-from ...core.manifest import Sighting
 from ...errors import CorruptCheckpoint
 from ...files.torchfile import TorchFile
 from ...training import steps

@@ -10,17 +10,17 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ...core.entries import Entry, Key
-from ...core.facts import NamedWeightsEngine
-from ...core.fragments import Record
-from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sibling, Sighting
-from ...core.merge import tensor
-from ...core.origin import OF_ANY_ENGINE, Origin
-from ...core.placement import TENSOR_RANK, Sliced, Table
-from ...core.sequences import Joined
-from ...core.siblings import BESIDE, FOLLOW
-from ...core.unfinished import UNFINISHED
-from ...core.weights import is_optimizers
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.facts import NamedWeightsEngine
+from ...core.checkpoint.manifest import Files, Manifest, Notices, Parameter, Run, Sibling, Sighting
+from ...core.checkpoint.origin import OF_ANY_ENGINE, Origin
+from ...core.checkpoint.placement import TENSOR_RANK, Sliced, Table
+from ...core.checkpoint.siblings import BESIDE, FOLLOW
+from ...core.checkpoint.weights import is_optimizers
+from ...core.ranks.merge import tensor
+from ...core.storage.fragments import Record
+from ...core.storage.sequences import Joined
+from ...core.storage.unfinished import UNFINISHED
 from ...errors import (
     MissingData,
     Notice,
@@ -189,7 +189,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     )
 
 
-def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[Notice]:
+def extra_states(table: ItemTable, own: Iterable[str] = ()) -> list[Notice]:
     """Notes on what is in a directory beside its items and its `own` files."""
     known = {*table.files, *table.locations.paths, *own}
     of_zckpt = (BESIDE, UNFINISHED)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry
-from ...core.facts import NamedWeightsEngine
-from ...core.fragments import ZEROS, Extent, solid
-from ...core.manifest import Manifest
-from ...core.masters import ALL, results_of, unlike
-from ...core.replicas import copies_of
-from ...core.weights import is_optimizers
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry
+from ...core.checkpoint.facts import NamedWeightsEngine
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.weights import is_optimizers
+from ...core.comparison.masters import ALL, results_of, unlike
+from ...core.comparison.replicas import copies_of
+from ...core.storage.fragments import ZEROS, Extent, solid
 from ...errors import InconsistentCheckpoint, Notice, counted, listed, warning
 from ...training.faults import MIXED_BUCKETS
 from ...training.optimizers import MOMENTS

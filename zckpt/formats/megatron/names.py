@@ -84,15 +84,15 @@ def keys_of(
     """
     by_name = {named(key, (PLACE,) * axes_of(key)): key for key in keys}
     parts: dict[str, dict[tuple[int, ...], str]] = {}
-    strangers = []
+    unnamed = []
     for name in names:
         for general, place in _generalized(name):
             if general in by_name:
                 parts.setdefault(by_name[general], {})[place] = name
                 break
         else:
-            strangers.append(name)
-    return parts, strangers
+            unnamed.append(name)
+    return parts, unnamed
 
 
 def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.inert import by_value
-from ...core.manifest import Manifest
+from ...core.checkpoint.inert import by_value
+from ...core.checkpoint.manifest import Manifest
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -76,14 +76,14 @@ def _optimizer(
     inner = own.get("optimizer")
     known = inner if isinstance(inner, Mapping) else {}
     return {
-        "optimizer": {"param_groups": list(groups), **strangers_in(known)},
+        "optimizer": {"param_groups": list(groups), **extra_states_in(known)},
         **{key: first[key] for key in ("grad_scaler",) if key in first},
-        **strangers_in(own),
+        **extra_states_in(own),
         "param_state_sharding_type": READABLE,
     }
 
 
-def strangers_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def extra_states_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron-Core has not put there."""
     return {key: value for key, value in optimizer.items() if key not in OF_WRAPPER}
 
@@ -104,10 +104,10 @@ def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
     """The groups with the values of `--group-defaults`; raises WrongOption for unknown ones."""
     given = options.defaults(len(groups))
     known = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
-    if strangers := sorted({key for values in given for key in values} - known):
+    if extra_states := sorted({key for values in given for key in values} - known):
         raise WrongOption(
             "option-names-nothing",
-            f"--group-defaults: no group of the source has {listed(strangers)}",
+            f"--group-defaults: no group of the source has {listed(extra_states)}",
             hint=f"its groups have {listed(sorted(map(str, known)), 99)}",
         )
     return [{**group, **values} for group, values in zip(groups, given, strict=True)]

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from ...core import sources
-from ...core.entries import Entry
-from ...core.manifest import Manifest
-from ...core.placement import Boxes, Sliced
+from ...core.checkpoint.entries import Entry
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.placement import Boxes, Sliced
+from ...core.storage import sources
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -61,11 +61,11 @@ from .manifest import (
     BUFFERS,
     WITH_MODEL,
     Content,
+    extra_states,
     manifest_of,
     require_groups,
     require_states_by_parameter,
     size_of,
-    strangers,
     without_weights,
 )
 from .masters import check as check
@@ -161,7 +161,7 @@ class _Reader:
         content.files = [*self.table.files, *sorted(self.files.sizes), *own]
         content.siblings = siblings.files
         own += (os.path.join(self.folder, each.name.split("/")[0]) for each in siblings.files)
-        content.omitted = [*strangers(self.table, own), *siblings.omitted]
+        content.omitted = [*extra_states(self.table, own), *siblings.omitted]
         content.records = self.files.records
         return manifest_of(content, step_policy)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.entries import Entry, Key
-from ...core.inert import Foreign, by_value
-from ...core.manifest import Manifest
-from ...core.weights import is_optimizers
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.inert import Foreign, by_value
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.weights import is_optimizers
 from ...errors import (
     MissingData,
     UnsupportedCheckpoint,

@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...core import sources
-from ...core.manifest import Sibling
-from ...core.siblings import SiblingList
+from ...core.checkpoint.manifest import Sibling
+from ...core.checkpoint.siblings import SiblingList
+from ...core.storage import sources
 from ...training.trainers import OPEN_FOLDERS
 
 CONFIG, TRAIN_STATE, TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.manifest import Manifest
+from ...core.checkpoint.manifest import Manifest
 from ...errors import MissingData, WrongOption
 from ...training.megatron_arguments import DIVISOR, PADDED, with_sizes
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options

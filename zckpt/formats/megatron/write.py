@@ -27,13 +27,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES, TORCH_NAMES
-from ...core.entries import Entry, Key
-from ...core.folder import Folder
-from ...core.inert import Foreign, Global, TensorName, inside, map_values
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest, slot_key
-from ...core.weights import is_optimizers, weight_of
+from ...core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.inert import Foreign, Global, TensorName, inside, map_values
+from ...core.checkpoint.manifest import Manifest, slot_key
+from ...core.checkpoint.weights import is_optimizers, weight_of
+from ...core.passes.layout import Layout, Shell
+from ...core.storage.folder import Folder
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal, note
 from ...files.dcpfile import sealed
 from ...files.dcpshell import (
@@ -180,11 +180,11 @@ class MegatronWriter:
                 "no _extra_state of modules, or one for the 8-bit floats of several experts",
                 hint="give --like RUN, a torch_dist directory that the next run has saved",
             )
-        parts, strangers = keys_of(names, keys)
-        if strangers:
+        parts, extra_states = keys_of(names, keys)
+        if extra_states:
             raise MissingData(
                 "names-do-not-fit",
-                f"no key of the source's Megatron-Core files has {listed(strangers)}",
+                f"no key of the source's Megatron-Core files has {listed(extra_states)}",
                 hint="leave --rename out: Megatron-Core needs its own names; for mp_rank_* and "
                 "fsdp_dtensor, zckpt knows the keys of a GPTModel's own modules alone",
             )

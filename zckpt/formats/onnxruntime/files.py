@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from ...core import sources
-from ...core.filenames import by_counting
 from ...core.grouping import by_key
-from ...core.inventory import known, role
+from ...core.storage import sources
+from ...core.storage.filenames import by_counting
+from ...core.storage.inventory import known, role
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ...core.dtypes import SIZES
-from ...core.entries import Key, name_of
-from ...core.fragments import Extent
-from ...core.inventory import known
-from ...core.partition import FlatMember, Partition, Partitioned, Whole
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Key, name_of
+from ...core.ranks.partition import FlatMember, Partition, Partitioned, Whole
+from ...core.storage.fragments import Extent
+from ...core.storage.inventory import known
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import locate

@@ -23,8 +23,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from ...core.facts import MAX_DP
-from ...core.fragments import Extent, Record
+from ...core.checkpoint.facts import MAX_DP
+from ...core.storage.fragments import Extent, Record
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

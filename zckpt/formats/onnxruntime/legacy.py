@@ -25,10 +25,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core import sources
-from ...core.entries import Entry, Key
-from ...core.inert import inside
-from ...core.inventory import nameless, refuse_others, role, saved_names
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.inert import inside
+from ...core.storage import sources
+from ...core.storage.inventory import nameless, refuse_others, role, saved_names
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ...core.entries import Entry, Key
-from ...core.fragments import Extent, Record
+from ...core.checkpoint.entries import Entry, Key
+from ...core.storage.fragments import Extent, Record
 from ...errors import Notice
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}

@@ -12,15 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ...core import agreement
-from ...core.entries import Entry, Key
-from ...core.facts import NamedWeightsEngine
-from ...core.fragments import Fragment, Runs, solid
-from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
-from ...core.masters import first_difference, refuse_damage, results_of
-from ...core.origin import Origin
-from ...core.plan import Match
-from ...core.replicas import copies_of
+from ...core.checkpoint import agreement
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.facts import NamedWeightsEngine
+from ...core.checkpoint.manifest import Files, Manifest, Notices, Parameter, Run, Sighting
+from ...core.checkpoint.origin import Origin
+from ...core.comparison.masters import first_difference, refuse_damage, results_of
+from ...core.comparison.replicas import copies_of
+from ...core.passes.plan import Match
+from ...core.storage.fragments import Fragment, Runs, solid
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,

@@ -17,12 +17,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.dtypes import FLOATS
-from ...core.folder import Folder
-from ...core.inert import Scalar
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest
-from ...core.weights import is_optimizers, weight_of
+from ...core.checkpoint.dtypes import FLOATS
+from ...core.checkpoint.inert import Scalar
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.weights import is_optimizers, weight_of
+from ...core.passes.layout import Layout, Shell
+from ...core.storage.folder import Folder
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,

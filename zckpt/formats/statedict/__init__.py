@@ -3,7 +3,7 @@
     tree.py        state dicts whose tensors are leaves: where their bytes lie
     weights.py     weights in safetensors files, as leaves
     keys.py        under which keys a program saves them
-    finding.py     which state dicts are the model's and the optimizer's
+    state_dict_search.py  which state dicts are the model's and the optimizer's
     roots.py       which optimizer trains which model, if there are several
     names.py       the model's name of every parameter that an optimizer knows
     matching.py    names for parameters that an optimizer knows by number

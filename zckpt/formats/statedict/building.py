@@ -12,25 +12,41 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core import agreement
-from ...core.entries import Entry, Key
-from ...core.facts import StateDictEngine, StepPlace
+from ...core.checkpoint import agreement
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.facts import StateDictEngine, StepPlace
+from ...core.checkpoint.inert import Scalar, TensorName, inside, is_number, map_values
+from ...core.checkpoint.manifest import (
+    Files,
+    Manifest,
+    Notices,
+    Parameter,
+    Run,
+    Sighting,
+    slot_name,
+)
+from ...core.checkpoint.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...core.grouping import by_key
-from ...core.inert import Scalar, TensorName, inside, is_number, map_values
-from ...core.manifest import Files, Manifest, Notices, Parameter, Run, Sighting, slot_name
-from ...core.optimizer_states import OF_OTHERS, StateRow, States, of_parameters
 from ...errors import InconsistentCheckpoint, listed, warning
 from ...naming import ties
 from ...training import steps
 from ...training.lightning import place_of
 from ...training.optimizers import name_of_groups
 from ...training.trainers import config_of
+from ..extra_states import ExtraState, sorted_out
 from ..reading import Reading
 from ..schedulers import KEYS, LISTED
-from ..strangers import Stranger, sorted_out
 from .equal_tensors import second_names
-from .finding import OptimizerState, is_buffer, is_extra, matches_any, merged, value_at, without
 from .roots import Root
+from .state_dict_search import (
+    OptimizerState,
+    is_buffer,
+    is_extra,
+    matches_any,
+    merged,
+    value_at,
+    without,
+)
 from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, missing_number
 
 
@@ -78,12 +94,12 @@ class ManifestBuilder:
         self._add_aliases()
         groups = self._groups() if self.optimizers and saved.keeps_groups else None
         in_pieces = (
-            Stranger(
+            ExtraState(
                 key, [*own.values()], f"tensors of the class {kind}, saved in pieces", tuple(own)
             )
             for (key, kind), own in self.in_pieces.items()
         )
-        strangers = sorted_out([*saved.strangers, *in_pieces], self._kept)
+        extra_states = sorted_out([*saved.extra_states, *in_pieces], self._kept)
         state, engine = self._state()
         others = of_parameters("other", self._kept(self.other, OF_OTHERS))
         return Manifest(
@@ -95,7 +111,7 @@ class ManifestBuilder:
             groups=groups,
             optimizer=self._optimizer(groups),
             state=state,
-            states=States((*self.numbers, *others, *strangers)),
+            states=States((*self.numbers, *others, *extra_states)),
             replicas=tuple(self.replicas),
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()

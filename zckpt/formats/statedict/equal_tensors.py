@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.dtypes import FLOATS, SIZES
-from ...core.duplicates import is_varied
+from ...core.checkpoint.dtypes import FLOATS, SIZES
+from ...core.comparison.duplicates import is_varied
 from .tree import Leaf
 
 

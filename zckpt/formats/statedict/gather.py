@@ -22,8 +22,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.manifest import slot_name
-from ...core.partition import UNNAMED, BoxPart, Joined, Nameless, Partition, Whole
+from ...core.checkpoint.manifest import slot_name
+from ...core.ranks.partition import UNNAMED, BoxPart, Joined, Nameless, Partition, Whole
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ...core.facts import Engine, StateDictEngine
+from ...core.checkpoint.facts import Engine, StateDictEngine
 from .tree import TreePath
 
 OPTIMIZER: TreePath = ("optim",)

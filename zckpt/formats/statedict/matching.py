@@ -20,8 +20,8 @@ from collections.abc import Collection, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
+from ...core.checkpoint.unlisted import LOST
 from ...core.grouping import by_key
-from ...core.unlisted import LOST
 from ...errors import MissingData, WrongOption, listed
 
 Shape = tuple[int, ...]

@@ -11,8 +11,8 @@ from ...files.torchtensors import class_of, shape_of_record
 from ...naming import peft
 from ...naming.names import matched
 from .equal_tensors import is_complex, is_float
-from .finding import OptimizerState
 from .matching import keeps_order, match
+from .state_dict_search import OptimizerState
 from .tree import Leaf, SavedTree
 
 ELEMENTWISE = frozenset(

@@ -7,28 +7,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.filenames import number_of
-from ...core.manifest import Manifest
-from ...core.states import BESIDE_STATE, OF_NO_GROUP
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.states import BESIDE_STATE, OF_NO_GROUP
+from ...core.storage.filenames import number_of
 from ...errors import InconsistentCheckpoint, MissingData, listed, note, warning
 from ...naming import peft
 from ...naming.names import names_in
 from ...training import lightning
 from ...training.trainers import config_of, of_model
+from ..extra_states import NO_NAMES, ExtraState
 from ..reading import USUAL, Reading
-from ..strangers import NO_NAMES, Stranger
 from .building import ManifestBuilder
-from .finding import (
-    OptimizerState,
-    beside,
-    choose_models,
-    find_models,
-    find_optimizers,
-    is_optimizer,
-    read_optimizer,
-    value_at,
-    without,
-)
 from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
 from .own_facts import joined
@@ -40,6 +29,17 @@ from .slices import (
     refuse_states,
     refuse_weights,
     taken_of_rank_0,
+)
+from .state_dict_search import (
+    OptimizerState,
+    beside,
+    choose_models,
+    find_models,
+    find_optimizers,
+    is_optimizer,
+    read_optimizer,
+    value_at,
+    without,
 )
 from .tree import Leaf, SavedTree, TreePath, dotted
 
@@ -251,8 +251,8 @@ def _named(
             continue
         names_by_path[path] = name_of
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
-        saved.strangers += [
-            Stranger(key, value, NO_NAMES, (root.prefix + name_of[key],))
+        saved.extra_states += [
+            ExtraState(key, value, NO_NAMES, (root.prefix + name_of[key],))
             for key, value in optimizer.others.items()
             if key in name_of
         ]
@@ -261,8 +261,8 @@ def _named(
             (optimizer.state, name_of.__contains__, OF_NO_GROUP),
             (whole, is_optimizers_key, BESIDE_STATE),
         ):
-            strangers = [key for key in values if not known(key)]
-            saved.strangers += [Stranger(key, values[key], reason) for key in strangers]
+            extra_states = [key for key in values if not known(key)]
+            saved.extra_states += [ExtraState(key, values[key], reason) for key in extra_states]
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     refuse_slices(trained if own and len(named) == len(own) else None)

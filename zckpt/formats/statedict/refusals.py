@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...core.inert import PLAIN
+from ...core.checkpoint.inert import PLAIN
 from ...errors import FlatParameters, InconsistentCheckpoint
-from .finding import DEPTH, OptimizerState
 from .names import ELEMENTWISE
 from .roots import fits
+from .state_dict_search import DEPTH, OptimizerState
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 FLAT = ("_flat_param", "flat_param")

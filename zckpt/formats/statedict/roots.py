@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from ...errors import AmbiguousCheckpoint, Notice, WrongOption, listed, meant, note, warning
 from .equal_tensors import is_float
-from .finding import OptimizerState
 from .names import shape_of, without_wrappers
+from .state_dict_search import OptimizerState
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")

@@ -17,10 +17,10 @@ from typing import Any
 
 from ...core.grouping import by_key
 from ...errors import InconsistentCheckpoint, Notice, counted, note, warning
-from .finding import MODELS, OptimizerState, lists_in, matches_any, without
 from .names import ELEMENTWISE
 from .refusals import WHOLE, is_part
 from .roots import fits
+from .state_dict_search import MODELS, OptimizerState, lists_in, matches_any, without
 from .tree import Difference, Leaf, SavedTree, TreePath, dotted
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -17,10 +17,13 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ...core import sources
-from ...core.dtypes import SIZES, decode
-from ...core.entries import Entry
-from ...core.fragments import (
+from ...core.checkpoint.dtypes import SIZES, decode
+from ...core.checkpoint.entries import Entry
+from ...core.checkpoint.inert import Scalar, map_values
+from ...core.checkpoint.manifest import Sibling
+from ...core.checkpoint.origin import Origin
+from ...core.storage import sources
+from ...core.storage.fragments import (
     Box,
     Boxes,
     Extent,
@@ -33,10 +36,7 @@ from ...core.fragments import (
     row_major,
     tile,
 )
-from ...core.inert import Scalar, map_values
-from ...core.manifest import Sibling
-from ...core.origin import Origin
-from ...core.sequences import Joined, Made
+from ...core.storage.sequences import Joined, Made
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -47,7 +47,7 @@ from ...errors import (
 from ...files.dcptable import METADATA, ItemBox
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
-from ..strangers import Stranger
+from ..extra_states import ExtraState
 
 MAX_CUT = 8  # axes
 MAX_LIST = 1_000_000  # elements of all lists of a tree
@@ -161,21 +161,21 @@ class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, and the files they came from.
 
     `origin` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
-    of numbers, each in the order of the model's parameters; by default one list per group.
-    `models` are the keys of several models, if files of their own say that they are such.
-    `beside` is the key under which an optimizer's keys are now that stood beside the model's.
-    `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights;
-    `stated_of` has that of one of several models, by its place. `folders` are those where model and
-    optimizer lie apart. `in_order` says whether the model's names stand in the program's order
-    (safetensors sorts them). `inferred` are names of parameters that no file states. `adapter` says
-    whether the model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files
-    state; several of one path may differ. `storage`, `bare` and `file` are the engine's.
-    `strangers` are what the optimizers have beside the states of parameters. `uncopied` are files
-    that are only compared. `likely` are optimizers that fit the one model that is read. `different`
-    are values of which ranks hold different ones, and `uncompared` counts the tensors that were not
-    compared. `buffers_named` says whether the user's globs named some of its tensors. `share` says
-    what shows that an optimizer is one rank's share, and `is_numbered` whether one knows its
-    parameters by number.
+    of numbers, each in the order of the model's parameters; by default one list per group. `models`
+    are the keys of several models, if files of their own say that they are such. `beside` is the
+    key under which an optimizer's keys are now that stood beside the model's. `stated` is what
+    zckpt wrote beside the state dicts: aliases, buffers, frozen weights; `stated_of` has that of
+    one of several models, by its place. `folders` are those where model and optimizer lie apart.
+    `in_order` says whether the model's names stand in the program's order (safetensors sorts them).
+    `inferred` are names of parameters that no file states. `adapter` says whether the model's state
+    has PEFT's names (see peft.py). `steps` are all that the ranks' files state; several of one path
+    may differ. `storage`, `bare` and `file` are the engine's. `extra_states` are what the
+    optimizers have beside the states of parameters. `uncopied` are files that are only compared.
+    `likely` are optimizers that fit the one model that is read. `different` are values of which
+    ranks hold different ones, and `uncompared` counts the tensors that were not compared.
+    `buffers_named` says whether the user's globs named some of its tensors. `share` says what shows
+    that an optimizer is one rank's share, and `is_numbered` whether one knows its parameters by
+    number.
     """
 
     root: str
@@ -187,7 +187,7 @@ class SavedTree(Struct, eq=False):
     omitted_files: list[Sibling] = field(default_factory=list)
     likely: list[str] = field(default_factory=list)
     omitted: list[Notice] = field(default_factory=list)
-    strangers: list[Stranger] = field(default_factory=list)
+    extra_states: list[ExtraState] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[Notice] = field(default_factory=list)
     orders: list[list[int]] | None = None

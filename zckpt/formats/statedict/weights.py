@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
-from ...core import sources
-from ...core.dtypes import FLOATS
-from ...core.filenames import path_inside
-from ...core.fragments import Record, solid
-from ...core.inventory import missing_file
+from ...core.checkpoint.dtypes import FLOATS
+from ...core.storage import sources
+from ...core.storage.filenames import path_inside
+from ...core.storage.fragments import Record, solid
+from ...core.storage.inventory import missing_file
 from ...errors import InconsistentCheckpoint, Notice, listed, warning
 from ...files import safefile
 from ...training.faults import ZERO_SCALARS

@@ -12,11 +12,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.facts import FlatBufferEngine
-from ...core.inert import Scalar, TensorName
-from ...core.manifest import Manifest, slot_key
-from ...core.optimizer_states import AMONG, BESIDE, OTHER
-from ...core.weights import WIDE, is_optimizers, weight_of
+from ...core.checkpoint.facts import FlatBufferEngine
+from ...core.checkpoint.inert import Scalar, TensorName
+from ...core.checkpoint.manifest import Manifest, slot_key
+from ...core.checkpoint.optimizer_states import AMONG, BESIDE, OTHER
+from ...core.checkpoint.weights import WIDE, is_optimizers, weight_of
 from ...errors import Notice, WrongOption, brief, counted, listed, note
 from ...naming import peft
 from ...training.hyperparameters import given_groups, torch_groups

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ...core.checksum import crc32
-from ...core.manifest import Manifest
-from ...core.weights import WEIGHTS, is_optimizers
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.weights import WEIGHTS, is_optimizers
+from ...core.storage.checksum import crc32
 from ...errors import brief, listed
 
 

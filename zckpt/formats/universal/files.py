@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import re
 
-from ...core import sources
-from ...core.inventory import role
+from ...core.storage import sources
+from ...core.storage.inventory import role
 
 ROLES = (
     role("metadata", r"manifest\.json", is_last=True),

@@ -1,6 +1,6 @@
 """What does zckpt do with these files?"""
 
-from ...core.manifest import Manifest
+from ...core.checkpoint.manifest import Manifest
 from ...errors import Notice, problem
 from ...training.options import Options
 from ..format import Functions

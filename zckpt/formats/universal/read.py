@@ -10,15 +10,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import asdict, replace
 
-from ...core import sources
-from ...core.dtypes import SIZES
-from ...core.entries import Entry, Key, key_of, name_of
-from ...core.facts import MAX_DP, facts_of
-from ...core.fileio import crc_of
-from ...core.filenames import is_tag, path_inside
-from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
-from ...core.inert import from_json
-from ...core.manifest import (
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry, Key, key_of, name_of
+from ...core.checkpoint.facts import MAX_DP, facts_of
+from ...core.checkpoint.inert import from_json
+from ...core.checkpoint.manifest import (
     Files,
     Manifest,
     Notices,
@@ -31,11 +27,15 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
-from ...core.mended import from_json as mended_from_json
-from ...core.optimizer_states import States
-from ...core.origin import Origin
-from ...core.siblings import SiblingList
-from ...core.states import tensors_in
+from ...core.checkpoint.mended import from_json as mended_from_json
+from ...core.checkpoint.optimizer_states import States
+from ...core.checkpoint.origin import Origin
+from ...core.checkpoint.siblings import SiblingList
+from ...core.checkpoint.states import tensors_in
+from ...core.storage import sources
+from ...core.storage.fileio import crc_of
+from ...core.storage.filenames import is_tag, path_inside
+from ...core.storage.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -50,8 +50,8 @@ from ...errors import (
 )
 from ...files import safefile
 from ...training.trainers import LOADED, OPEN_FILES, OPEN_FOLDERS
-from ..lost import is_of_files, weights_or_raise
 from ..reading import USUAL, Reading
+from ..weights_alone import is_of_files, weights_or_raise
 from .agreement import checksum, contradictions
 from .files import AROUND, MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
 

@@ -12,20 +12,21 @@ from msgspec.json import encode as encode_json
 from msgspec.json import format as format_json
 from msgspec.structs import replace
 
-from ...core import description, sources
-from ...core.checksum import crc32
-from ...core.dtypes import FLOATS, SIZES
-from ...core.entries import Entry, Key, name_of
-from ...core.facts import FlatBufferEngine
-from ...core.fileio import write_all
-from ...core.folder import Folder
-from ...core.inert import plain_group
-from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest, parameters_to_json, steps_to_json
-from ...core.mended import CODE, Mended, to_json
-from ...core.optimizer_states import NO_STATES
-from ...core.siblings import LINKED
-from ...core.sources import pread
+from ...core.checkpoint.dtypes import FLOATS, SIZES
+from ...core.checkpoint.entries import Entry, Key, name_of
+from ...core.checkpoint.facts import FlatBufferEngine
+from ...core.checkpoint.inert import plain_group
+from ...core.checkpoint.manifest import Manifest, parameters_to_json, steps_to_json
+from ...core.checkpoint.mended import CODE, Mended, to_json
+from ...core.checkpoint.optimizer_states import NO_STATES
+from ...core.checkpoint.siblings import LINKED
+from ...core.passes import description
+from ...core.passes.layout import Layout, Shell
+from ...core.storage import sources
+from ...core.storage.checksum import crc32
+from ...core.storage.fileio import write_all
+from ...core.storage.folder import Folder
+from ...core.storage.sources import pread
 from ...errors import MissingData, Notice, UnsupportedCheckpoint, literal, note
 from ...files import safefile
 from ...training.hyperparameters import are_inferred, given_groups

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry
 from ..views import View, cut, flattened, joined, parted, split, swapped, unstacked, view_of, zeros
 from .rules import HUGGING_FACE, MEGATRON
 from .sizes import Sizes

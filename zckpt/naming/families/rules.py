@@ -13,7 +13,7 @@ from pkgutil import get_data
 from msgspec import Struct
 from msgspec.json import decode
 
-from ...core import sources
+from ...core.storage import sources
 from ...errors import MALFORMED, WrongOption, cause
 
 HUGGING_FACE, MEGATRON = "Hugging Face", "Megatron"

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core import sources
-from ...core.manifest import Manifest, Sibling
+from ...core.checkpoint.manifest import Manifest, Sibling
+from ...core.storage import sources
 from ...errors import InconsistentCheckpoint, WrongOption
 from ...training.megatron_arguments import arguments
 from ...training.trainers import files_to_load_by, json_of

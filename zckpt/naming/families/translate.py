@@ -13,12 +13,12 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry, Key
-from ...core.facts import FlatBufferEngine
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.facts import FlatBufferEngine
+from ...core.checkpoint.manifest import Manifest, Parameter
+from ...core.checkpoint.optimizer_states import OF_OTHERS
 from ...core.grouping import by_key
-from ...core.manifest import Manifest, Parameter
-from ...core.optimizer_states import OF_OTHERS
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,

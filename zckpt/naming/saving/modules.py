@@ -13,11 +13,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry, Key
-from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.manifest import Manifest, Parameter, Run
 from ...core.grouping import by_key
-from ...core.manifest import Manifest, Parameter, Run
+from ...core.storage.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...errors import ZckptError
 from ...training.trainers import json_of
 from ..names import names_of

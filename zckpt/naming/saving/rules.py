@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.inert import nested
+from ...core.checkpoint.inert import nested
 from ...errors import MissingData
 
 Step = Sequence[Any]

@@ -8,11 +8,11 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry, Key
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.manifest import Manifest, Parameter
+from ...core.checkpoint.weights import WEIGHTS
 from ...core.grouping import by_key
-from ...core.manifest import Manifest, Parameter
-from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
 from ..names import names_of
 from ..views import View, view_of

@@ -1,9 +1,9 @@
 """Does a checkpoint equal another one if its engine's own rule puts it together?
 
 Every process reads some ranks' parts of the flat buffers, and torch.distributed gathers them. The
-engine's rule (`formats/*/gather.py`, in the words of `core/partition.py`) cuts the parameters out,
-not our manifest: this shares only the parser of files with the copying. The other checkpoint is
-read through its manifest.
+engine's rule (`formats/*/gather.py`, in the words of `core/ranks/partition.py`) cuts the parameters
+out, not our manifest: this shares only the parser of files with the copying. The other checkpoint
+is read through its manifest.
 
 A bucket is a range of columns of a (rank x element) matrix, over as many buffers as fit into
 memory. One coalesced all-gather fills a flat buffer that is allocated once, and tensors are
@@ -22,17 +22,17 @@ from collections.abc import Collection, Sequence
 from msgspec import Struct, msgpack
 from msgspec.structs import replace
 
-from ...core.checksum import Cover
-from ...core.compare import ComparisonOutcome, Result
-from ...core.description import Report, line_of, said
-from ...core.difference import Difference
-from ...core.dtypes import SIZES
-from ...core.entries import Key
-from ...core.manifest import Manifest
-from ...core.partition import Nameless, Partition
-from ...core.plan import match, of_copies
-from ...core.resources import Begin
-from ...core.states import Selection
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Key
+from ...core.checkpoint.manifest import Manifest
+from ...core.checkpoint.states import Selection
+from ...core.comparison.compare import ComparisonOutcome, Result
+from ...core.comparison.difference import Difference
+from ...core.passes.description import Report, line_of, said
+from ...core.passes.plan import match, of_copies
+from ...core.passes.resources import Begin
+from ...core.ranks.partition import Nameless, Partition
+from ...core.storage.checksum import Cover
 from ...errors import MissingExtra, listed, note, problem
 from .. import unsupported as of_unread
 from ..file_digest import same_files

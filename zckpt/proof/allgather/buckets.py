@@ -15,9 +15,9 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
-from ...core.fragments import Extent
-from ...core.partition import BoxPart, FlatMember, Joined, Partitioned
+from ...core.checkpoint.dtypes import SIZES
+from ...core.ranks.partition import BoxPart, FlatMember, Joined, Partitioned
+from ...core.storage.fragments import Extent
 
 
 class Spread(Partitioned, frozen=True):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.dtypes import SIZES
+from ...core.checkpoint.dtypes import SIZES
 from .buckets import Bucket
 from .elements import BITS
 from .readers import BlockMatch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from msgspec.structs import replace
 
-from ...core.difference import Difference, measure_difference, same
-from ...core.dtypes import SIZES, TORCH_NAMES
-from ...core.plan import Match
+from ...core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from ...core.comparison.difference import Difference, measure_difference, same
+from ...core.passes.plan import Match
 from .readers import BlockMatch, memory_of
 
 LINE = 4096  # bytes; rows at least this long are compared one by one

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
-from ...core.checksum import crc32
-from ...core.difference import Difference
-from ...core.dtypes import SIZES
-from ...core.entries import Key
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Key
+from ...core.comparison.difference import Difference
 from ...core.grouping import by_key
-from ...core.partition import Joined
-from ...core.plan import Match
-from ...core.resources import Progress, describe
+from ...core.passes.plan import Match
+from ...core.passes.resources import Progress, describe
+from ...core.ranks.partition import Joined
+from ...core.storage.checksum import crc32
 from .buckets import Block, Bucket, Cut, buckets, lines_of, share_of
 from .buffers import BucketBuffers
 from .elements import BITS, any_unequal, bytes_of, difference_of

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
-from ...core.entries import Entry, Key
-from ...core.fragments import Box, Extent, Fragment, Runs
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry, Key
+from ...core.checkpoint.manifest import Manifest
 from ...core.grouping import by_key
-from ...core.manifest import Manifest
-from ...core.partition import (
+from ...core.ranks.partition import (
     BoxPart,
     FlatMember,
     Joined,
@@ -24,6 +23,7 @@ from ...core.partition import (
     Partitioned,
     Whole,
 )
+from ...core.storage.fragments import Box, Extent, Fragment, Runs
 from .buckets import Cut, Spread, kind_of, side_by_side
 
 

@@ -1,7 +1,7 @@
 """Threads that read both sides of a bucket into the memory of tensors.
 
-A pass of core/streaming.py ends before its caller goes on. Here the caller gathers one bucket while
-threads read the next, so that every bucket has futures of its own.
+A pass of core/passes/streaming.py ends before its caller goes on. Here the caller gathers one
+bucket while threads read the next, so that every bucket has futures of its own.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.checksum import crc32
-from ...core.dtypes import SIZES
-from ...core.entries import Entry
-from ...core.fragments import Extent
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.entries import Entry
 from ...core.grouping import portions
-from ...core.pieces import ElementReader, ReadRequest
-from ...core.plan import Match
-from ...core.records import RecordChecker
-from ...core.streaming import reading
+from ...core.passes.pieces import ElementReader, ReadRequest
+from ...core.passes.plan import Match
+from ...core.passes.streaming import reading
+from ...core.storage.checksum import crc32
+from ...core.storage.fragments import Extent
+from ...core.storage.records import RecordChecker
 from .buckets import Block
 
 READ = 8 << 20  # bytes that one thread reads at a time

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core.dtypes import TORCH_NAMES
-from zckpt.core.entries import name_of
-from zckpt.core.fragments import Extent
+from zckpt.core.checkpoint.dtypes import TORCH_NAMES
+from zckpt.core.checkpoint.entries import name_of
 from zckpt.core.grouping import by_key
-from zckpt.core.partition import FlatMember, Joined, Partitioned, Whole
+from zckpt.core.ranks.partition import FlatMember, Joined, Partitioned, Whole
+from zckpt.core.storage.fragments import Extent
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed.gather import partitions
 from zckpt.formats.deepspeed.gather.grid import slices

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from zckpt.core.entries import name_of
-from zckpt.core.fragments import Extent
-from zckpt.core.partition import Nameless, Partition, Partitioned, Whole
+from zckpt.core.checkpoint.entries import name_of
+from zckpt.core.ranks.partition import Nameless, Partition, Partitioned, Whole
+from zckpt.core.storage.fragments import Extent
 from zckpt.errors import MissingData
 from zckpt.formats.deepspeed.gather import partitions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.facts import Pipeline
+from zckpt.core.checkpoint.facts import Pipeline
 from zckpt.formats.deepspeed import layer_names
 from zckpt.formats.deepspeed.layer_names import (
     LayerName,

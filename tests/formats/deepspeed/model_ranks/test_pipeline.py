@@ -9,12 +9,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.grid import Grid, Place
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import Pipeline
-from zckpt.core.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.facts import Pipeline
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
 from zckpt.errors import WrongOption
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import (
     assumed,

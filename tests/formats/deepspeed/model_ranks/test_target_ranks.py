@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline, TensorParallel
-from zckpt.core.grid import Grid, Place
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.origin import Origin
-from zckpt.core.placement import Cut
+from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine, Pipeline, TensorParallel
+from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.placement import Cut
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.read import stacked
 from zckpt.formats.deepspeed.target_ranks import TargetRanks, target_ranks

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
-from zckpt.core.manifest import Manifest, Parameter, Run, Sibling
-from zckpt.core.merge import merge
-from zckpt.core.origin import Origin
-from zckpt.core.placement import Boxes, Cut, PaddedRows, Placement, Replicated
+from zckpt.core.checkpoint.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run, Sibling
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.placement import Boxes, Cut, PaddedRows, Placement, Replicated
+from zckpt.core.ranks.merge import merge
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of, rows_of, sized, slices_of
 from zckpt.formats.options import options_of

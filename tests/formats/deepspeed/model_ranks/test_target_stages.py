@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline
-from zckpt.core.fragments import Runs
-from zckpt.core.grid import Grid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine, Pipeline
+from zckpt.core.checkpoint.grid import Grid
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.storage.fragments import Runs
 from zckpt.errors import Notice, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
 from zckpt.formats.options import options_of

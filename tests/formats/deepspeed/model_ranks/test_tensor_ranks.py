@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.entries import Entry
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Vocabulary
-from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.optimizer_states import StateRow, States
-from zckpt.core.origin import Origin
-from zckpt.core.placement import Cut, Replicated
+from zckpt.core.checkpoint.entries import Entry
+from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Vocabulary
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.optimizer_states import StateRow, States
+from zckpt.core.checkpoint.origin import Origin
+from zckpt.core.checkpoint.placement import Cut, Replicated
+from zckpt.core.storage.fragments import Extent, solid
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
 

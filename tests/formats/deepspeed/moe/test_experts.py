@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.manifest import Parameter
+from zckpt.core.checkpoint.manifest import Parameter
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

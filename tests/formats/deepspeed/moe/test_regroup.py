@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.facts import ExpertLayer, StateDictEngine
-from zckpt.core.manifest import Manifest, Parameter, Run
-from zckpt.core.origin import Origin
+from zckpt.core.checkpoint.facts import ExpertLayer, StateDictEngine
+from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
+from zckpt.core.checkpoint.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, MissingData, WrongOption
 from zckpt.formats.deepspeed.moe import regroup
 from zckpt.formats.deepspeed.moe.regroup import over_ranks

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core.entries import name_of
-from zckpt.core.inert import Scalar
+from zckpt.core.checkpoint.entries import name_of
+from zckpt.core.checkpoint.inert import Scalar
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

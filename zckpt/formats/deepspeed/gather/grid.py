@@ -15,12 +15,12 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core import sources
-from ....core.dtypes import SIZES, TORCH_NAMES
-from ....core.entries import Key, name_of
-from ....core.fragments import Fragment, Runs, solid
+from ....core.checkpoint.dtypes import SIZES, TORCH_NAMES
+from ....core.checkpoint.entries import Key, name_of
 from ....core.grouping import by_key
-from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
+from ....core.ranks.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
+from ....core.storage import sources
+from ....core.storage.fragments import Fragment, Runs, solid
 from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from .model_rank import OPTIMIZER, ModelRank

@@ -23,11 +23,11 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from ....core.dtypes import SIZES
-from ....core.entries import Key
+from ....core.checkpoint.dtypes import SIZES
+from ....core.checkpoint.entries import Key
+from ....core.checkpoint.manifest import slot_name
 from ....core.grouping import by_key
-from ....core.manifest import slot_name
-from ....core.partition import UNNAMED, FlatMember, Nameless, Partition, Partitioned, Whole
+from ....core.ranks.partition import UNNAMED, FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...deepspeed_states.module_names import as_in_module

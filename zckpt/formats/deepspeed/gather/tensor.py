@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core import sources
+from ....core.storage import sources
 from ....errors import UnsupportedCheckpoint
 from ....naming.tensor_families import FAMILIES
 

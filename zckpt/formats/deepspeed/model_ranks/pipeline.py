@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ....core.entries import Entry, Key
-from ....core.facts import FlatBufferEngine, Pipeline, layers_of
+from ....core.checkpoint.entries import Entry, Key
+from ....core.checkpoint.facts import FlatBufferEngine, Pipeline, layers_of
+from ....core.checkpoint.manifest import Manifest, Parameter
+from ....core.checkpoint.placement import STAGE, Table
+from ....core.comparison.masters import begins_as
 from ....core.grouping import by_key
-from ....core.manifest import Manifest, Parameter
-from ....core.masters import begins_as
-from ....core.merge import in_order, merge
-from ....core.placement import STAGE, Table
+from ....core.ranks.merge import in_order, merge
 from ....errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -36,7 +36,7 @@ from ....errors import (
 from ....files.torchfile import TorchFile
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
-from ...statedict.finding import BUFFERS
+from ...statedict.state_dict_search import BUFFERS
 from ..layer_names import (
     TIED,
     LayerName,

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby
 from math import inf, prod
 
-from ....core import slicing
-from ....core.facts import Pipeline
+from ....core.checkpoint import slicing
+from ....core.checkpoint.facts import Pipeline
+from ....core.checkpoint.manifest import Manifest
 from ....core.grouping import by_key
-from ....core.manifest import Manifest
 from ....errors import Notice, WrongOption, warning
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION

@@ -14,11 +14,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import slicing
-from ....core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
-from ....core.manifest import Manifest, Parameter
-from ....core.placement import TENSOR_RANK, Row, Shapes, Sliced, Table
-from ....core.split import names_in, split
+from ....core.checkpoint import slicing
+from ....core.checkpoint.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
+from ....core.checkpoint.manifest import Manifest, Parameter
+from ....core.checkpoint.placement import TENSOR_RANK, Row, Shapes, Sliced, Table
+from ....core.ranks.split import names_in, split
 from ....errors import (
     MissingData,
     Notice,

@@ -24,11 +24,11 @@ from itertools import chain
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.facts import FlatBufferEngine, Pipeline
-from ....core.grid import Grid, Place
-from ....core.manifest import Manifest
-from ....core.placement import Row
-from ....core.split import names_in, part
+from ....core.checkpoint.facts import FlatBufferEngine, Pipeline
+from ....core.checkpoint.grid import Grid, Place
+from ....core.checkpoint.manifest import Manifest
+from ....core.checkpoint.placement import Row
+from ....core.ranks.split import names_in, part
 from ....errors import Notice, UnsupportedCheckpoint, WrongOption, warning
 from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options

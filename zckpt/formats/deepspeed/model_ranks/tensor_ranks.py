@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from ....core.agreement import KEEP
-from ....core.facts import TensorParallel, Vocabulary, layers_of
-from ....core.inert import to_json
-from ....core.manifest import Manifest
-from ....core.merge import in_order, merge
-from ....core.placement import EP_RANK, TENSOR_RANK, Shapes, Sliced, Table
-from ....core.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
-from ....core.states import as_unsupported
+from ....core.checkpoint.agreement import KEEP
+from ....core.checkpoint.facts import TensorParallel, Vocabulary, layers_of
+from ....core.checkpoint.inert import to_json
+from ....core.checkpoint.manifest import Manifest
+from ....core.checkpoint.placement import EP_RANK, TENSOR_RANK, Shapes, Sliced, Table
+from ....core.checkpoint.states import as_unsupported
+from ....core.comparison.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
+from ....core.ranks.merge import in_order, merge
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,

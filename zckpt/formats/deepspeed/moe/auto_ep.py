@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core.inert import nested
+from ....core.checkpoint.inert import nested
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor
 from ...deepspeed_states.directories import refuse

@@ -27,14 +27,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core import agreement
-from ....core.facts import ExpertLayer, FlatBufferEngine
+from ....core.checkpoint import agreement
+from ....core.checkpoint.facts import ExpertLayer, FlatBufferEngine
+from ....core.checkpoint.manifest import Manifest
+from ....core.comparison.masters import begins_as
 from ....core.grouping import by_key
-from ....core.inventory import gaps, refuse_gaps
-from ....core.layout import Shell
-from ....core.manifest import Manifest
-from ....core.masters import begins_as
-from ....core.merge import in_order
+from ....core.passes.layout import Shell
+from ....core.ranks.merge import in_order
+from ....core.storage.inventory import gaps, refuse_gaps
 from ....errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

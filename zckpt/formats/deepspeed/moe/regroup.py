@@ -15,9 +15,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
+from ....core.checkpoint.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
+from ....core.checkpoint.manifest import Manifest
 from ....core.grouping import by_key
-from ....core.manifest import Manifest
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -44,8 +44,8 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
     another size does not have).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
-    if strangers := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
-        source = with_named_layers(source, strangers)
+    if unplaced := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
+        source = with_named_layers(source, unplaced)
         layers = ExpertLayers.of_manifest(source)
     if not layers:
         if ep not in (None, 1):
@@ -210,8 +210,8 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
 # -- layers that the names of a source show, if it does not state them
 
 
-def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
-    """A manifest that states its layers; `strangers` are experts' tensors of unknown layers.
+def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
+    """A manifest that states its layers; `unplaced` are experts' tensors of unknown layers.
 
     State dicts of a whole model, such as those that zckpt wrote from a DeepSpeed run, have all
     experts by their numbers, and the groups of their optimizer still have DeepSpeed's names.
@@ -223,7 +223,7 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
     if not isinstance(engine, StateDictEngine):
         raise MissingData(
             "layout-unknown",
-            f"{source.root} has experts ({listed(strangers, 1)}) and does not state their layers",
+            f"{source.root} has experts ({listed(unplaced, 1)}) and does not state their layers",
             hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
             file=source.root,
         )

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.dtypes import FLOATS, SIZES
-from ....core.fragments import row_major
+from ....core.checkpoint.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
+from ....core.storage.fragments import row_major
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.manifest import INFERRED

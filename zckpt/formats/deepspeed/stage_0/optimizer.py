@@ -21,11 +21,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.fragments import Fragments, solid
+from ....core.checkpoint.inert import Scalar, is_number
+from ....core.checkpoint.manifest import Manifest, slot_key, slot_name
 from ....core.grouping import by_key
-from ....core.inert import Scalar, is_number
-from ....core.layout import Shell
-from ....core.manifest import Manifest, slot_key, slot_name
+from ....core.passes.layout import Shell
+from ....core.storage.fragments import Fragments, solid
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -18,9 +18,10 @@ from typing import TypeVar
 
 from msgspec import Struct, field
 
-from ....core import cast, sources
-from ....core.dtypes import SIZES
+from ....core.checkpoint import cast
+from ....core.checkpoint.dtypes import SIZES
 from ....core.grouping import by_key
+from ....core.storage import sources
 from ....files.torchfile import Tensor, TorchFile
 
 SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding

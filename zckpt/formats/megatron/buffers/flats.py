@@ -21,14 +21,14 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ....core import sources
-from ....core.dtypes import SIZES
-from ....core.entries import Entry, Key
-from ....core.fragments import Extent, Fragment, Fragments, Runs, solid
+from ....core.checkpoint.dtypes import SIZES
+from ....core.checkpoint.entries import Entry, Key
+from ....core.checkpoint.inert import Global, inside
+from ....core.checkpoint.manifest import slot_name
+from ....core.checkpoint.slicing import Piece, Slicing, cut, joined, replicated
 from ....core.grouping import by_key
-from ....core.inert import Global, inside
-from ....core.manifest import slot_name
-from ....core.slicing import Piece, Slicing, cut, joined, replicated
+from ....core.storage import sources
+from ....core.storage.fragments import Extent, Fragment, Fragments, Runs, solid
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ....files.dcpitems import ItemFiles
 from ....files.dcptable import ItemTable

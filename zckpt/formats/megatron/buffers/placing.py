@@ -17,12 +17,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core.cast import are_rounded, rounded
-from ....core.dtypes import SIZES
-from ....core.entries import Entry
-from ....core.fileio import align
-from ....core.fragments import Extent, Runs
+from ....core.checkpoint.cast import are_rounded, rounded
+from ....core.checkpoint.dtypes import SIZES
+from ....core.checkpoint.entries import Entry
 from ....core.grouping import by_key
+from ....core.storage.fileio import align
+from ....core.storage.fragments import Extent, Runs
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements

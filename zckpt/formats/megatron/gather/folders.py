@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from ....core import sources
-from ....core.dtypes import SIZES
-from ....core.fragments import solid
+from ....core.checkpoint.dtypes import SIZES
 from ....core.grouping import by_key
-from ....core.partition import BoxPart, Joined
+from ....core.ranks.partition import BoxPart, Joined
+from ....core.storage import sources
+from ....core.storage.fragments import solid
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from . import rule
 from .rule import Filled, Shape

@@ -11,10 +11,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import sources
-from ....core.fragments import Fragment, Runs
 from ....core.grouping import by_key
-from ....core.partition import BoxPart, Joined, Partition
+from ....core.ranks.partition import BoxPart, Joined, Partition
+from ....core.storage import sources
+from ....core.storage.fragments import Fragment, Runs
 from ....errors import MALFORMED, not_understood
 from ....files.dcpfile import read_table
 from ....files.dcpitems import ItemFiles

@@ -18,10 +18,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core.dtypes import SIZES
-from ....core.fragments import Runs, solid
-from ....core.inert import Foreign
-from ....core.partition import BoxPart, Joined
+from ....core.checkpoint.dtypes import SIZES
+from ....core.checkpoint.inert import Foreign
+from ....core.ranks.partition import BoxPart, Joined
+from ....core.storage.fragments import Runs, solid
 from ....errors import UnsupportedCheckpoint
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchtensors import TORCH_DTYPES

@@ -19,8 +19,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core.placement import Cut, Placement, Replicated, Shapes, Sliced
-from ....core.slicing import replicated
+from ....core.checkpoint.placement import Cut, Placement, Replicated, Shapes, Sliced
+from ....core.checkpoint.slicing import replicated
 from ....errors import UnsupportedCheckpoint
 from ....naming.tensor_rules import TensorRule, TensorRules, decide
 from ..common_state import WEIGHTS_ONLY

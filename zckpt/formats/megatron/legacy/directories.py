@@ -22,12 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from typing import Any
 
-from ....core import sources
-from ....core.entries import Entry
+from ....core.checkpoint.entries import Entry
+from ....core.checkpoint.manifest import Manifest
+from ....core.checkpoint.placement import Sliced
 from ....core.grouping import by_key
-from ....core.inventory import missing_file
-from ....core.manifest import Manifest
-from ....core.placement import Sliced
+from ....core.storage import sources
+from ....core.storage.inventory import missing_file
 from ....errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -49,7 +49,7 @@ from ..manifest import BUFFERS, TIED, Content, manifest_of, require_states_by_pa
 from ..names import EMBEDDING, OF_MODULE, OF_OUTPUT, OUTPUT, KeysOfGpt, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
-from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
+from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, extra_states, ranks_of, with_own_experts
 
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
@@ -97,7 +97,7 @@ class LegacyReader:
             require_states_by_parameter(self.folder, self.args)
             if isinstance(self.common.get("optimizer"), (dict, list)):
                 self._states()
-        content.omitted = strangers(self.folder, self.ranks)
+        content.omitted = extra_states(self.folder, self.ranks)
         if self.ep > 1 and "rng_state" in self.common:
             message = "random states (rng_state), which every data-parallel rank has"
             content.omitted.append(note("rank-state-omitted", message, subject="rng_state"))

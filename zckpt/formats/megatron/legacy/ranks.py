@@ -18,9 +18,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ....core import sources
 from ....core.grouping import by_key
-from ....core.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps
+from ....core.storage import sources
+from ....core.storage.inventory import Numbers, every, gaps, known, missing_file, refuse_gaps
 from ....errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -199,7 +199,7 @@ def _require_known(
             )
 
 
-def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[Notice]:
+def extra_states(folder: str, ranks: Sequence[RankDirectory]) -> list[Notice]:
     """Notes on files and folders of the directory that zckpt does not read."""
     own = {os.path.basename(rank.folder) for rank in ranks}
     inside = [

@@ -1,0 +1,80 @@
+"""Which step is true where several files or ranks state one?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from ...errors import InconsistentCheckpoint, listed
+
+Step = float | int
+
+KEEP = "keep"
+"""The policy that keeps a step of its own for every parameter, if the format can store them."""
+
+
+def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
+    """The step that all places state, or what `policy` (max, min or a number) makes of them.
+
+    `keep` concerns different parameters, not several places of one parameter. Raises
+    InconsistentCheckpoint if places differ, or state no whole number, and no policy decides.
+    """
+    if policy is None:
+        need_whole(places)
+    values = {step for _, step in places}
+    if len(values) <= 1:
+        return values.pop() if values else None
+    if policy in (None, KEEP):
+        raise InconsistentCheckpoint(
+            "steps-disagree",
+            f"the optimizer's step differs: {_by_step(places)}",
+            hint="files of different saves may be mixed; if not, choose: --step-policy max|min|N",
+            steps=places,
+        )
+    if policy in ("max", "min"):
+        return max(values) if policy == "max" else min(values)
+    return int(str(policy))
+
+
+def need_whole(places: Iterable[tuple[str, Step]]) -> None:
+    for place, step in places:
+        if step != int(step):
+            raise InconsistentCheckpoint(
+                "file-damaged",
+                f"the optimizer's step is {step:g}, which is no number of updates: {place}",
+                hint="a file with another number may lie in its place: copy all files again; if "
+                "the optimizer counts so, add --step-policy keep",
+            )
+
+
+def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> None:
+    """Raises InconsistentCheckpoint if every file states one step, and the files differ.
+
+    `stated` are paths of files, each with the step that it states of a parameter. A file that
+    states several is of a run whose parameters were not updated equally often, as if layers were
+    unfrozen late. Then steps show nothing. Any `policy` lets different steps pass.
+    """
+    by_file: dict[str, set[Step]] = {}
+    for file, step in stated:
+        by_file.setdefault(file, set()).add(step)
+    several = any(len(steps) > 1 for steps in by_file.values())
+    if policy is not None or several or len(set().union(*by_file.values())) <= 1:
+        return
+    folder = os.path.commonpath([os.path.dirname(file) for file in by_file])
+    places = [(os.path.relpath(file, folder), by_file[file].pop()) for file in sorted(by_file)]
+    raise InconsistentCheckpoint(
+        "steps-disagree",
+        f"{folder or '.'}: the files state different steps: {_by_step(places)}",
+        hint="files of two saves seem to be mixed: take all files of one save; if layers were "
+        "unfrozen late, or ranks are stages of a pipeline, add --step-policy keep",
+        steps=places,
+    )
+
+
+def _by_step(places: Sequence[tuple[str, Step]]) -> str:
+    """The steps, each with some of the places that state it."""
+    values = {step for _, step in places}
+    lines = [
+        f"{step} ({listed([where for where, s in places if s == step], 3)})" for step in values
+    ]
+    return ", ".join(sorted(lines))

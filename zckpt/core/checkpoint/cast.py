@@ -1,0 +1,173 @@
+"""How are numbers cast from one float type to another? As torch does: to nearest, ties to even.
+
+numpy casts many numbers; ml_dtypes gives it bfloat16. `rounded` does without them, for
+a few numbers: `inspect`, and a conversion that compares where masters begin, import neither.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from math import copysign, inf
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UnsupportedCheckpoint
+from .dtypes import NUMBERS, SIZES, TORCH_NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CAST_BLOCK = 1 << 18  # elements that are cast at a time: they stay in the processor's cache
+CASTABLE = ("F64", "F32", "F16", "BF16")
+_INFINITE = 0x7F800000  # the bits of a float32; those of a NaN are larger
+
+
+def rounded(wide: bytes, dtype: str) -> bytes | None:
+    """Little-endian float32 numbers as F32, BF16 or F16; None for another type."""
+    if dtype == "F32":
+        return wide
+    if dtype == "BF16":
+        bits = struct.unpack(f"<{len(wide) // 4}I", wide)
+        return struct.pack(f"<{len(bits)}H", *map(_bfloat16, bits))
+    if dtype == "F16":
+        values = struct.unpack(f"<{len(wide) // 4}f", wide)
+        return b"".join(map(_float16, values))
+    return None
+
+
+def _bfloat16(bits: int) -> int:
+    if bits & 0x7FFFFFFF > _INFINITE:
+        return 0x7FC0
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _float16(value: float) -> bytes:
+    try:
+        return struct.pack("<e", value)
+    except OverflowError:  # Python has no rounding to infinity
+        return struct.pack("<e", copysign(inf, value))
+
+
+def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
+    """Whether few weights are, bit for bit, what as many masters are rounded to.
+
+    None for pairs of types that are not known: equal types, F32 to BF16 and F32 to F16 are.
+    """
+    if wide_dtype == narrow_dtype:
+        return wide == narrow
+    if len(wide) // SIZES[wide_dtype] != len(narrow) // SIZES[narrow_dtype]:
+        return False
+    if wide_dtype != "F32" or narrow_dtype not in ("BF16", "F16"):
+        return None
+    return rounded(wide, narrow_dtype) == narrow
+
+
+def numpy_type(dtype: str) -> np.dtype[Any]:
+    """numpy's type for a dtype; raises KeyError for types that are not numbers."""
+    import ml_dtypes
+    import numpy as np
+
+    if dtype not in NUMBERS:
+        raise KeyError(dtype)
+    own: Any = {"BF16": ml_dtypes.bfloat16, "BOOL": np.uint8}
+    result: np.dtype[Any] = np.dtype(own.get(dtype, TORCH_NAMES[dtype]))
+    return result
+
+
+def array(view: memoryview | bytes, dtype: str) -> np.ndarray[Any, Any]:
+    """The elements in numpy's type, without a copy; raises KeyError as `numpy_type` does."""
+    import numpy as np
+
+    return np.frombuffer(view, numpy_type(dtype))
+
+
+def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
+    """Fills `target` with the elements of `source`, block by block.
+
+    Raises UnsupportedCheckpoint for types that are not floats.
+    """
+    if source_dtype not in CASTABLE or target_dtype not in CASTABLE:
+        raise UnsupportedCheckpoint(
+            "type-unsupported", f"cannot turn {source_dtype} into {target_dtype}"
+        )
+    _cast(array(source, source_dtype), array(target, target_dtype))
+
+
+def _cast(values: np.ndarray[Any, Any], result: np.ndarray[Any, Any]) -> None:
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(values), CAST_BLOCK):
+            block = values[start : start + CAST_BLOCK]
+            if block.itemsize == 8 and result.itemsize == 2:  # torch rounds twice
+                block = block.astype(np.float32)
+            result[start : start + CAST_BLOCK] = block
+
+
+def refuse_overflow(
+    name: str, source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
+) -> None:
+    """Raises UnsupportedCheckpoint if `cast` has made a finite number of tensor `name` infinite.
+
+    F16 ends at 65,504, and models that were trained in BF16 may have larger weights. BF16 has the
+    range of F32, and is not searched.
+    """
+    import numpy as np
+
+    if target_dtype not in ("F16", "F32") or source_dtype in ("F16", target_dtype):
+        return
+    result = array(target, target_dtype)
+    if np.isfinite(result).all():
+        return
+    values = array(source, source_dtype)
+    lost = values[np.isinf(result) & np.isfinite(values)]
+    if len(lost):
+        raise UnsupportedCheckpoint(
+            "value-out-of-range",
+            f"{name} has numbers that {TORCH_NAMES[target_dtype]} cannot hold, such as "
+            f"{float(lost[0]):g}",
+            hint="choose a type with a larger range: --dtype bf16 or --dtype fp32",
+            subject=name,
+        )
+
+
+def put_mean(
+    copies: Sequence[tuple[memoryview, str]], target: memoryview, target_dtype: str
+) -> None:
+    """Fills `target` with the mean of floats, given with their types, element by element.
+
+    It is computed in float64, and then rounded as `cast` rounds. The mean of equal numbers is that
+    number. Raises UnsupportedCheckpoint for types that are not floats.
+    """
+    import numpy as np
+
+    if any(dtype not in CASTABLE for dtype in (target_dtype, *(own for _, own in copies))):
+        raise UnsupportedCheckpoint(
+            "type-unsupported", f"cannot average {copies[0][1]} as {target_dtype}"
+        )
+    total: Any = 0.0
+    for view, dtype in copies:
+        total = total + array(view, dtype).astype(np.float64)
+    _cast(total / len(copies), array(target, target_dtype))
+
+
+def numbers(view: memoryview, dtype: str) -> Any:
+    """The elements as float64; integers past 2**53 lose digits. None for types without numbers."""
+    import numpy as np
+
+    if dtype not in NUMBERS:
+        return None
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return array(view, dtype).astype(np.float64)
+
+
+def ordered(bits: Any, dtype: str) -> Any:
+    """Floats, given as unsigned integers, as integers in the same order; neighbors differ by one.
+
+    Zero of either sign is 0.
+    """
+    import numpy as np
+
+    wide = bits.astype(np.int64)
+    sign = np.int64(1) << np.int64(8 * SIZES[dtype] - 1)
+    return np.where(wide & sign != 0, -(wide & ~sign), wide)

@@ -1,0 +1,112 @@
+"""Do the fragments of every tensor have each of its elements once?
+
+A reader that forgets a rank's piece leaves a hole. A conversion would fill it with zeros, or with
+what was in the buffer, and the target's own checksums would then say that all is well. So every
+manifest is asked once, whichever reader made it: no hole, no overlap, and as many bytes as the
+elements need. No file is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain
+from math import prod
+
+from ...errors import UnsupportedCheckpoint, counted, listed
+from ..storage.fragments import Box, Fragments, Runs, Slices, boxes_of, tile
+from .dtypes import SIZES
+from .entries import Entry
+from .manifest import Manifest
+
+HINT = (
+    "this is a mistake of the reader and not of your files: report it, with the output of "
+    "`zckpt inspect PATH --steps`"
+)
+
+
+def refuse_holes(manifest: Manifest, reader: str) -> None:
+    """Raises UnsupportedCheckpoint if the `reader` does not give each element of a tensor once.
+
+    Copies, and the ranks and models that are not joined, are asked too. The error blames the
+    reader: what a file states of its pieces, the reader of that file checks itself.
+    """
+    wrong = [entry.name for entry in uncovered(_tensors(manifest))]
+    if wrong:
+        raise UnsupportedCheckpoint(
+            "internal-error",
+            f"{manifest.root}: zckpt's reader of {reader} does not give each element of "
+            f"{counted(len(wrong), 'tensor')} once: {listed(wrong, 4)}",
+            hint=HINT,
+            file=manifest.root,
+        )
+
+
+def _tensors(manifest: Manifest) -> Iterator[Entry]:
+    """All tensors of a manifest: its own, and those of its ranks and models."""
+    for part in (manifest, *manifest.ranks, *manifest.models):
+        yield from part.entries.values()
+        yield from part.replicas
+        yield from part.files.sibling_weights
+        yield from chain.from_iterable(row.tensors for row in part.states)
+
+
+def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The entries whose fragments do not have each element once.
+
+    Each takes time by its fragments; slices take the same time for any number of ranks, since the
+    flat buffers that tensors share are measured once.
+    """
+    shortest: dict[int, list[int]] = {}  # of the first ranks' flat buffers, by their identity
+    for entry in entries:
+        fragments = entry.fragments
+        if isinstance(fragments, Slices):
+            flats = fragments.flats
+            if id(flats) not in shortest:
+                shortest[id(flats)] = [*accumulate((flat.length for flat in flats), min)]
+            is_covered = _is_sliced(entry, fragments, shortest[id(flats)])
+        elif isinstance(fragments, Runs):
+            is_covered = _is_run_through(entry, fragments)
+        else:
+            is_covered = _is_tiled(entry, fragments)
+        if not is_covered:
+            yield entry
+
+
+def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
+    """Whether flat buffers reach as far as the slices; `shortest` of the first ranks' lengths."""
+    size, filled = SIZES[entry.dtype], len(slices)
+    if slices.numel != entry.numel or slices.size != size:
+        return False
+    if not filled:
+        return True
+    needed = (slices.offset + slices.width) * size
+    padding = filled * slices.width - slices.numel  # behind the last slice: it may be missing
+    is_whole = filled == 1 or shortest[filled - 2] >= needed
+    return is_whole and slices.flats[filled - 1].length >= needed - padding * size
+
+
+def _is_run_through(entry: Entry, runs: Runs) -> bool:
+    """Whether each run begins where the one before it ends."""
+    size, reached = SIZES[entry.dtype], 0
+    for run in runs.listed:
+        if run.start != reached or run.extent.length != (run.stop - reached) * size:
+            return False
+        reached = run.stop
+    return reached == entry.numel
+
+
+def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
+    """Whether boxes lie within their extents, and beside each other in a view of the tensor."""
+    parts, size = boxes_of(fragments), SIZES[entry.dtype]
+    wholes = {part.whole for part in parts}  # a view of the entry's shape, the same for all boxes
+    if len(wholes) != 1 or prod(parts[0].whole) != entry.numel:
+        return not wholes and not entry.numel
+    return all(_has_its_bytes(part, size) for part in parts) and tile(
+        parts[0].whole, [(part.offsets, part.sizes) for part in parts]
+    )
+
+
+def _has_its_bytes(box: Box, size: int) -> bool:
+    """Whether the box's elements, of `size` bytes, lie within its extent."""
+    end = box.extent.offset + box.extent.length
+    return box.size == size and box.reach.offset + box.reach.length <= end

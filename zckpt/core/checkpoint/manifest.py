@@ -1,0 +1,434 @@
+"""What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
+
+Manifest     one checkpoint: entries, parameters, groups, states, and everything else
+Parameter    what is said of one parameter
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, convert, field
+from msgspec.structs import replace
+
+from ...errors import Notice, brief
+from ..grouping import by_key
+from ..storage.byte_sources import Fingerprint
+from ..storage.fragments import Extent, Record
+from .dtypes import NUMBERS
+from .entries import Entry, Key
+from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
+from .grid import Place
+from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .mended import Mended
+from .optimizer_states import KEYS, StateRow, States, states_in, with_states
+from .origin import Origin
+
+RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
+MAX_STEP = 1 << 63
+Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
+Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
+
+
+class Parameter(Struct, frozen=True):
+    """What a checkpoint says about a parameter beside its tensors and states.
+
+    `step` counts completed updates; it is None if the optimizer keeps no step. `group` is the
+    parameter's place in the manifest's groups; it is None if the parameter is frozen or the
+    manifest has no groups. `updated` is false of one that is trainable, and has no state though
+    the optimizer counts the updates of others.
+    """
+
+    shape: tuple[int, ...]
+    trainable: bool = True
+    group: int | None = None
+    step: float | int | None = None
+    aliases: tuple[str, ...] = ()
+    updated: bool = True
+
+
+def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
+    """Parameters with their numbers as JSON, as a universal manifest and a proof write them."""
+    scalars = states.scalars
+    return {
+        name: {
+            "shape": list(item.shape),
+            "trainable": item.trainable,
+            "group": item.group,
+            "step": item.step,
+            "scalars": {
+                key: _scalar_to_json(scalar) for key, scalar in scalars.get(name, {}).items()
+            },
+            "aliases": list(item.aliases),
+        }
+        for name, item in parameters.items()
+    }
+
+
+class _Stated(Struct):
+    """A parameter as JSON."""
+
+    shape: Sizes
+    trainable: bool
+    group: int | None
+    step: Any
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
+def parameters_from_json(
+    document: Mapping[str, Any],
+) -> tuple[dict[str, Parameter], list[StateRow]]:
+    """The inverse of `parameters_to_json`; raises one of MALFORMED for other documents."""
+    parameters, numbers = {}, list[StateRow]()
+    for name, item in document.items():
+        stated = convert(item, _Stated)
+        for key, scalar in stated.scalars.items():
+            numbers.append(StateRow(key, "number", (name,), _scalar_from_json(scalar)))
+        step = step_from_json(stated.step)
+        parameters[name] = Parameter(
+            stated.shape, stated.trainable, stated.group, step, stated.aliases
+        )
+    return parameters, numbers
+
+
+class _Field(Struct):
+    """A value of every tensor: msgspec looks at the types of a Struct once, and not each time."""
+
+    sizes: Sizes = ()
+    crc: Hex = ""
+
+
+def sizes_from_json(value: Any) -> tuple[int, ...]:
+    """A shape; raises ValueError for anything but a list of sizes."""
+    return convert({"sizes": value}, _Field).sizes
+
+
+def texts_from_json(value: Any) -> tuple[str, ...]:
+    """Names or sentences; raises ValueError for anything but a list of texts."""
+    return convert(value, tuple[str, ...])
+
+
+def step_from_json(value: Any) -> float | int | None:
+    """A step; raises TypeError for a value that is neither a finite number nor null."""
+    if value is not None and not is_step(value):
+        raise TypeError(f"steps are not numbers: {brief(value)}")
+    step: float | int | None = value
+    return step
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value is a number that an optimizer's counter can have: 64 bits, finite."""
+    return type(value) in (int, float) and abs(value) < MAX_STEP
+
+
+def crc_from_json(value: Any) -> int:
+    """A CRC-32; raises ValueError for anything but eight hex digits."""
+    return int(convert({"crc": value}, _Field).crc, 16)
+
+
+def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
+    """A scalar without dimensions has no key `shape`, as before zckpt kept shapes."""
+    shape = {"shape": list(scalar.shape)} if scalar.shape else {}
+    return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
+
+
+def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
+    scalar = convert({**document, "value": from_json(document["value"])}, Scalar)
+    if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
+        raise ValueError(f"a number of type {brief(scalar.dtype)}")
+    if any(size != 1 for size in scalar.shape):
+        raise ValueError(f"a number of shape {list(scalar.shape)}")
+    return scalar
+
+
+class Sighting(Struct, frozen=True):
+    """One place that holds a step; `truth` is True if this optimizer reads its step there.
+
+    `counter` says which counter of a trainer program it is; "" for all other places.
+    """
+
+    where: str
+    step: float | int
+    truth: bool
+    counter: str = ""
+
+
+def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
+    """Places of steps as JSON, as reports and a universal manifest state them."""
+    return [{"where": each.where, "step": each.step, "truth": each.truth} for each in steps]
+
+
+class Sibling(Struct, frozen=True):
+    """A file of a trainer's directory that is not part of the checkpoint itself.
+
+    If it has a `content`, a target gets this inert value instead of the file's own.
+    """
+
+    name: str
+    path: str
+    size: int
+    content: Any = None
+
+
+class Run(Struct, frozen=True):
+    """The training that saved a checkpoint: its engine, its step, and how it cut tensors."""
+
+    origin: Origin = field(default_factory=Origin)
+    """The engine that trained, and its sizes."""
+    engine: Engine | None = None
+    """The facts of the engine that trained."""
+    step_place: StepPlace | None = None
+    """Where its optimizer keeps the step; None if no file states that."""
+    steps: tuple[Sighting, ...] = ()
+    """The places that state a step."""
+    pipeline: Pipeline | None = None
+    """The stages and layers of its pipeline; None if it had none."""
+    tensor_parallel: TensorParallel | None = None
+    """How its tensor ranks cut parameters; None if that was not asked, or there were none."""
+    weights_differ: bool = False
+    """Whether the engine changes weights without their masters: these need not round to them."""
+    zero_padding: bool = False
+    """Whether the engine fills with zeros what lies between tensors."""
+
+
+class Files(Struct, frozen=True):
+    """The files of a checkpoint, and what they state that is no tensor's."""
+
+    paths: tuple[str, ...] = ()
+    """The checkpoint's own files, in the order of ranks."""
+    siblings: tuple[Sibling, ...] = ()
+    omitted_files: tuple[Sibling, ...] = ()
+    """Files that a target does not get: they are only compared."""
+    around: tuple[Sibling, ...] = ()
+    """The other files of the numbered folder in which it lies, by their names there."""
+    numbered: str = ""
+    """The path of that folder; empty if there is none."""
+    sibling_weights: tuple[Entry, ...] = ()
+    """Weights in siblings, which a target gets as they are: masters are compared with them."""
+    records: Sequence[Record] = ()
+    """Bytes whose checksum a file states."""
+    unused: tuple[Extent, ...] = ()
+    """Bytes of the checkpoint's own files that nothing in it describes."""
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    """Those of `paths` and of the siblings by path, when they were first opened or listed. Empty
+    for a manifest that `reading.read` has not read."""
+    objects: frozenset[str] = frozenset()
+    """The classes and functions that its pickles name, also those whose values a pickle drops
+    again. Empty as `fingerprints` are."""
+    stated_in: str = ""
+    """The file that states what is no tensor, for messages; empty if no single one does."""
+    of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the files of further ranks state otherwise than the first one, as JSON: by the name of
+    the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
+    only compared: a target has what the first rank states."""
+    rank_keys: tuple[str, ...] = ()
+    """The keys of `state` that the files of each rank state for themselves, beside those that every
+    format has: the first rank's values are taken."""
+    layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What files state about where their parts belong, as JSON: by the name of the file, and by
+    key. It is only compared, with that of a checkpoint of the same files."""
+
+
+class Notices(Struct, frozen=True):
+    """What a reader has to say of a checkpoint, and the facts on which names and states rest."""
+
+    warnings: tuple[Notice, ...] = ()
+    """What the user must know."""
+    notes: tuple[Notice, ...] = ()
+    """What these files cannot show by themselves, for a `verify` without another."""
+    links: tuple[Notice, ...] = ()
+    """Where files lie that are links out of the directory, as a warning."""
+    omitted: tuple[Notice, ...] = ()
+    """What has no meaning outside the source."""
+    inferred: tuple[str, ...] = ()
+    """The parameters whose names no file states. Each got its name by its position."""
+    lost: tuple[Notice, ...] = ()
+    """Why the optimizer of the run was not read, though it had one: weights are all that is here,
+    and no training goes on from them."""
+    likely: tuple[str, ...] = ()
+    """Keys of optimizers that fit the model which the user chose, and that no file shows to be its
+    own."""
+    states_inferred: bool = True
+    """Whether the files can state that a name was inferred."""
+    share: str = ""
+    """What shows that the optimizer's states are one rank's share; empty if nothing does."""
+    is_numbered: bool = False
+    """Whether an optimizer knows its parameters by number."""
+    buffers_named: bool = False
+    """Whether --buffers named tensors of it when it was read."""
+    mended: tuple[Mended, ...] = ()
+    """What `zckpt mend` has restored in it, or in what it was made of."""
+    uncompared: int = 0
+    """How many tensors of ranks were not compared with each other: their files state no checksums,
+    and none was read."""
+
+
+class Manifest(Struct, frozen=True):
+    """One checkpoint in four parts: its own fields are what it holds; `run`, `files` and `notices`.
+
+    Parameters stand in optimizer order, then frozen ones; buffers follow. Its method
+    `replace` changes fields of all parts, and msgspec's function those of its own alone.
+    """
+
+    root: str
+    """The path of its directory, or of its one file."""
+    format: str
+    """The format of its files."""
+    run: Run
+    entries: dict[Key, Entry]
+    """The tensors by parameter and slot."""
+    parameters: dict[str, Parameter]
+    buffers: tuple[str, ...] = ()
+    groups: tuple[dict[str, Any], ...] | None = None
+    """The hyper-parameters of each group; None if the files have none."""
+    optimizer: str | None = None
+    """The optimizer's class, as the engine calls it, or as its states show it."""
+    states: States = States()
+    """The optimizer's states that are no tensors of a parameter's shape."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md. A
+    tensor inside of it is the `TensorName` of an entry with slot `state`."""
+    replicas: tuple[Entry, ...] = ()
+    """Further copies of entries in the same files. Writers fill them too."""
+    place: Place | None = None
+    """The place of one model rank, which is not joined with others."""
+    ranks: "tuple[Manifest, ...]" = ()
+    """The model ranks, if they are not joined. These alone have tensors and parameters, which may
+    have the same names; files, records and what is said of the whole run are here."""
+    models: "tuple[Manifest, ...]" = ()
+    """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
+    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The keys of the optimizers of each model, if several models or optimizers were read. Only the
+    weights can be written together."""
+    files: Files = field(default_factory=Files)
+    notices: Notices = field(default_factory=Notices)
+
+    def replace(self, **changes: Any) -> "Manifest":
+        """With other values of its fields, or of those of its parts: all have different names."""
+        own = {name: changes.pop(name) for name in self.__struct_fields__ if name in changes}
+        for name in ("run", "files", "notices"):
+            part = own.get(name, getattr(self, name))
+            of_part = {key: changes.pop(key) for key in part.__struct_fields__ if key in changes}
+            if of_part:
+                own[name] = replace(part, **of_part)
+        return replace(self, **own, **changes)
+
+    @property
+    def where(self) -> str:
+        """The path that a user gives for it: that of its numbered folder, or of its own."""
+        return self.files.numbered or self.root
+
+    @property
+    def each(self) -> "tuple[Manifest, ...]":
+        """The model ranks that are not joined, or this manifest alone."""
+        return self.ranks or (self,)
+
+    @property
+    def with_models(self) -> "tuple[Manifest, ...]":
+        """The same, and the models of the ranks: no rank has what is in files of layers alone."""
+        return (*self.ranks, *self.models) if self.ranks else (self,)
+
+    def with_each(self, change: "Callable[[Manifest], Manifest]") -> "Manifest":
+        """With a change of all model ranks that are not joined, and of their models."""
+        if not self.ranks:
+            return self
+        ranks, models = (tuple(map(change, own)) for own in (self.ranks, self.models))
+        return replace(self, ranks=ranks, models=models)
+
+    @property
+    def whole_state(self) -> dict[str, Any]:
+        """Its `state` with the optimizer's, and how the run cut the model.
+
+        That is what a target of another engine may lack.
+        """
+        return with_cuts(self.state_with_states, self.run.pipeline, self.run.tensor_parallel)
+
+    @property
+    def state_with_states(self) -> dict[str, Any]:
+        """Its `state` with the optimizer's, as a universal checkpoint has both."""
+        return with_states(self.state, self.states, len(self.groups or ()))
+
+    def with_state(self, state: Mapping[str, Any]) -> "Manifest":
+        """With a changed `state_with_states`."""
+        optimizer = state.get("optimizer") or {}
+        rest = {key: value for key, value in state.items() if key != "optimizer"}
+        if "optimizer" in self.state:
+            kept = {key: value for key, value in optimizer.items() if key not in KEYS}
+            rest = {**state, "optimizer": kept}
+        states = States(
+            (
+                *self.states.of_form("number"),
+                *states_in(optimizer),
+                *self.states.of_form("unsupported"),
+            )
+        )
+        return replace(self, state=rest, states=states)
+
+    def titled(self, name: str) -> str:
+        """What a sentence calls a parameter or a tensor, with the words of its model rank."""
+        return name if self.place is None else self.place.titled(name)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The origin as reports and manifest.json state it."""
+        return self.run.origin.to_json()
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the source; 1 if the source has no ranks."""
+        return self.run.origin.dp or 1
+
+    @property
+    def step(self) -> float | int | None:
+        """Completed updates, if all parameters that have a step share the same one."""
+        parameters = (item for own in self.each for item in own.parameters.values())
+        steps = {item.step for item in parameters if item.step is not None}
+        return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """The first name of each tied weight, by its other names."""
+        every = (item for own in self.each for item in own.parameters.items())
+        return {alias: name for name, item in every for alias in item.aliases}
+
+    @property
+    def slots(self) -> dict[str, list[Entry]]:
+        """The entries of every slot, in manifest order."""
+        return by_key((entry.slot, entry) for entry in self.entries.values())
+
+
+def fitting_roots(
+    roots: Iterable[str], known: Mapping[str, Parameter], model: Mapping[str, Parameter]
+) -> list[str]:
+    """Those of several models, by what precedes their names, that have one's names and shapes."""
+    return [
+        root
+        for root in roots
+        if all(
+            f"{root}.{name}" in known and known[f"{root}.{name}"].shape == item.shape
+            for name, item in model.items()
+        )
+    ]
+
+
+_OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")
+
+
+def slot_name(key: str) -> str:
+    """The slot for an optimizer's state key, escaped if needed: `Exp-Avg`, `esc__45xp_2d_41vg`."""
+    plain = key and _OF_SLOTS.issuperset(key) and not key.startswith("esc_")
+    if plain and key not in RESERVED_SLOTS:
+        return key
+    encoded = key.encode("utf-8", "surrogatepass")
+    escaped = re.sub(rb"[^a-z0-9]", lambda match: b"_%02x" % match[0][0], encoded)
+    return "esc_" + escaped.decode("ascii")
+
+
+def slot_key(slot: str) -> str:
+    """The state key of a slot, the inverse of `slot_name`."""
+    if not slot.startswith("esc_"):
+        return slot
+    escaped = slot.removeprefix("esc_").encode("ascii")
+    encoded = re.sub(rb"_([0-9a-f]{2})", lambda match: bytes([int(match[1], 16)]), escaped)
+    return encoded.decode("utf-8", "surrogatepass")

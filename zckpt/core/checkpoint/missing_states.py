@@ -1,0 +1,156 @@
+"""Which parameters lack a state of the optimizer that their neighbors have?
+
+An optimizer keeps the same states for all parameters of a group, as a rule. A parameter that lacks
+some of them has probably lost them: a file or a key is damaged, and a target would begin with
+others. Not every difference is a loss:
+
+    no state at all     never updated, unfrozen late, or frozen without the checkpoint saying so
+    other states        Adafactor factors matrices; Muon's class trains vectors as Adam does
+    other groups        amsgrad, momentum 0
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from msgspec import Struct
+
+from ...errors import Notice, listed, warning
+from ..grouping import by_key
+from .manifest import Manifest, slot_key
+from .weights import is_optimizers
+
+STEP = "step"
+
+
+class _States(Struct, frozen=True):
+    """The states of one parameter by key; `shaped` are tensors of the parameter's shape."""
+
+    name: str
+    axes: int
+    keys: frozenset[str]
+    shaped: frozenset[str]
+
+
+def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
+    """Warnings about parameters that lack a part of the states, and about those without any.
+
+    The first are of parameters with a part of what like ones of their group have: those with as
+    many axes. Only a state of the parameter's shape, or the step, can be lost. It is not if the
+    parameter has another one that its neighbors lack, or if most lack it.
+    """
+    groups = list(_groups(manifest))
+    return _missing_of_some(groups), _missing_all(groups)
+
+
+def _missing_of_some(groups: Sequence[list[_States]]) -> list[Notice]:
+    lost = by_key(
+        (tuple(sorted(missing)), states.name)
+        for group in groups
+        for states, missing in _missing_in(group)
+    )
+    return [
+        warning(
+            "state-missing",
+            f"{listed(names, 4)}: the optimizer's {listed(keys)} is missing, which other "
+            "parameters of the same group have",
+            subject=names[0],
+        )
+        for keys, names in lost.items()
+    ]
+
+
+def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
+    """Where others of the group have a state."""
+    names = [
+        states.name
+        for group in groups
+        if any(each.shaped for each in group)
+        for states in group
+        if not states.keys
+    ]
+    if not names:
+        return []
+    return [
+        warning(
+            "never-updated",
+            f"{listed(names, 4)}: the optimizer has no state, as other parameters of the same "
+            "group have: never updated, or lost",
+            subject=names[0],
+        )
+    ]
+
+
+def _groups(manifest: Manifest) -> Iterator[list[_States]]:
+    """The states of all parameters that are trained, group by group."""
+    slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
+    key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
+    # a step of the group is stated for parameters that were never updated too
+    own_steps = manifest.run.step_place is None or manifest.run.step_place.where == "state"
+    groups: dict[int | None, list[_States]] = {}
+    for rank in manifest.each if key_of else ():
+        entries = rank.entries.values()
+        shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
+        scalars = rank.states.scalars
+        others = by_key(
+            (name, str(row.key))
+            for row in rank.states.of_form("other", "unsupported")  # those too are in the files
+            for name in row.parameters
+        )
+        for name, parameter in rank.parameters.items():
+            if not parameter.trainable or not prod(parameter.shape):
+                continue
+            own = tuple(shaped.get(name, ()))
+            keys = (*own, *scalars.get(name, ()), *others.get(name, ()))
+            if own_steps and parameter.step is not None:
+                keys += (STEP,)
+            title, axes = rank.titled(name), len(parameter.shape)
+            states = _States(title, axes, frozenset(keys), frozenset(own))
+            groups.setdefault(parameter.group, []).append(states)
+    yield from groups.values()
+
+
+class _Kinds:
+    """Sets of keys that parameters have, each with the number of parameters.
+
+    `holders` are the parameters with a key, by key, and `having` the sets in which it is.
+    """
+
+    def __init__(self, counts: Counter[frozenset[str]]) -> None:
+        self.counts, self.total = counts, sum(counts.values())
+        self.holders: Counter[str] = Counter()
+        for keys, count in counts.items():
+            self.holders.update(dict.fromkeys(keys, count))
+        self.having = by_key((key, keys) for keys in counts for key in keys)
+
+
+def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
+    """The parameters of a group that lack states, with the keys of these."""
+    kinds = Counter((states.axes, states.keys) for states in group if states.keys)
+    if len(kinds) < 2:
+        return
+    by_axes = by_key((states.axes, states.keys) for states in group if states.keys)
+    like = {axes: _Kinds(Counter(keys)) for axes, keys in by_axes.items()}
+    every = _Kinds(Counter(states.keys for states in group if states.keys))
+    countable = {STEP}.union(*(states.shaped for states in group))
+    missing = {kind: _missing(kind[1], like[kind[0]], every) & countable for kind in kinds}
+    for states in group:
+        if states.keys and (keys := missing[states.axes, states.keys]):
+            yield states, keys
+
+
+def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
+    """The keys that parameters with these `keys` lack, while as many others or more have them.
+
+    `like` are the parameters of the group with as many axes, `every` are all.
+    """
+    alone = len(like.counts) == 1 and like.counts[keys] == 1
+    most = every if alone else like  # the only one of so many axes: all others must have them
+    rarest = min((most.having[key] for key in keys), key=len)  # every larger set is among them
+    return {
+        key
+        for key in set().union(*(more - keys for more in rarest if keys < more))
+        if (most.holders[key] == most.total - 1 if alone else 2 * most.holders[key] >= most.total)
+    }

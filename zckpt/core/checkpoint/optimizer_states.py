@@ -1,0 +1,265 @@
+"""One table of the optimizer's states: a row for each that is no tensor of its parameter's shape.
+
+    number       one number of a parameter, other than its step
+    other        any other value of a parameter
+    partition    what each rank keeps of its part of a flat buffer, of no parameter alone
+    estimate     a hyper-parameter of a group that each rank has estimated for itself
+    among        a number or text in the optimizer's `state` that is no parameter's
+    beside       one that stands beside its `state`
+    unsupported  what the files have and no target gets: it is only compared
+
+Tensors of a parameter's shape are entries: `states.states_of` knows them too. The step is no state:
+see training/steps.py. docs/format-v1.md says where a universal checkpoint has each form.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from msgspec import Struct, convert
+
+from ..grouping import by_key
+from .entries import Entry
+from .inert import Scalar, TensorName, inside, map_values, to_json
+
+Form = Literal[
+    "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
+]
+"""A `wrapper` stands in no table: `states.states_of` makes these rows of the program's state."""
+OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
+OF_OTHERS = "optimizer.other"
+"""What the names of tensors in values of parameters begin with."""
+
+
+class Part(Struct, frozen=True):
+    """How ranks cut a flat buffer; `starts` are the places of its parameters, in elements."""
+
+    stage: int | None
+    dp: int
+    starts: tuple[int, ...]
+
+
+class StateRow(Struct, frozen=True):
+    """A state of the optimizer: its `key`, whose it is, and its value.
+
+    `parameters` are its owners, which are several if it is of a part of a flat buffer, or was not
+    read; an estimate has a `group` instead. `value` is inert; of a partition or an estimate, it is
+    the list of all ranks' values; of an unsupported state a text of JSON, "" if it is not known, in
+    which `tensors` are named. `reason` says why a state is unsupported.
+    """
+
+    key: Any
+    form: Form
+    parameters: tuple[str, ...] = ()
+    value: Any = None
+    reason: str = ""
+    group: int | None = None
+    part: Part | None = None
+    tensors: tuple[Entry, ...] = ()
+
+
+class States(Struct, frozen=True, dict=True):
+    """All rows; those of one form and parameter stand together."""
+
+    rows: tuple[StateRow, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __add__(self, rows: Iterable[StateRow]) -> "States":
+        return States((*self.rows, *rows))
+
+    def __iter__(self) -> Iterator[StateRow]:
+        return iter(self.rows)
+
+    def of_form(self, *forms: Form) -> list[StateRow]:
+        return [row for form in forms for row in self._by_form.get(form, ())]
+
+    def where(self, test: Callable[[StateRow], object]) -> "States":
+        return States(tuple(filter(test, self.rows)))
+
+    def without_form(self, *forms: Form) -> "States":
+        return self.where(lambda row: row.form not in forms)
+
+    def numbers(self, form: Form) -> dict[Any, Any]:
+        """Those of no parameter, by key."""
+        return {row.key: row.value for row in self.of_form(form)}
+
+    @cached_property
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        """By parameter and key, the numbers: Python's, or tensors of one element."""
+        return self._by_parameter("number")
+
+    @cached_property
+    def others(self) -> dict[str, dict[Any, Any]]:
+        """By parameter and key, the values that are no slots and no numbers."""
+        return self._by_parameter("other")
+
+    def by_rank(self, groups: int) -> list[dict[Any, Any]]:
+        """The ranks' estimates by group, of so many, and by key; empty if there are none."""
+        rows = self.of_form("estimate")
+        last = max((row.group or 0 for row in rows), default=-1)
+        values: list[dict[Any, Any]] = [{} for _ in range(max(groups, last + 1) if rows else 0)]
+        for row in rows:
+            values[row.group or 0][row.key] = row.value
+        return values
+
+    @cached_property
+    def _by_form(self) -> dict[Form, list[StateRow]]:
+        return by_key((row.form, row) for row in self.rows)
+
+    def _by_parameter(self, form: Form) -> dict[str, dict[Any, Any]]:
+        values: dict[str, dict[Any, Any]] = {}
+        for row in self.of_form(form):
+            values.setdefault(row.parameters[0], {})[row.key] = row.value
+        return values
+
+    def without(self, keys: Collection[str]) -> "States":
+        """Without those of these keys; what is no parameter's, and estimates, stay."""
+        stay = (*OF_NO_PARAMETER, "estimate")
+        return self.where(lambda row: row.form in stay or str(row.key) not in keys)
+
+    def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
+        """With numbers of these parameters alone, each with those of its owner here."""
+        numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
+        return States((*of_parameters("number", numbers), *self.without_form("number")))
+
+    def renamed(self, names: Mapping[str, str]) -> "tuple[States, dict[str, str]]":
+        """With other names of parameters, and the new names of the tensors in their values."""
+        tensors: dict[str, str] = {}
+
+        def moved(value: Any, old: str, new: str) -> Any:
+            if isinstance(value, TensorName) and value.name.startswith(old):
+                tensors[value.name] = new + value.name[len(old) :]
+                return TensorName(tensors[value.name])
+            return map_values(value, lambda item, _: moved(item, old, new))
+
+        rows = []
+        for row in self.rows:
+            owners, value = tuple(names.get(name, name) for name in row.parameters), row.value
+            if row.form == "other":
+                old, new = (inside(OF_OTHERS, own) for own in (row.parameters[0], owners[0]))
+                value = moved(value, old, new)
+            rows.append(_replaced(row, owners, value))
+        return States(tuple(rows)), tensors
+
+
+def _replaced(row: StateRow, parameters: tuple[str, ...], value: Any) -> StateRow:
+    if parameters == row.parameters and value is row.value:
+        return row
+    return StateRow(
+        row.key, row.form, parameters, value, row.reason, row.group, row.part, row.tensors
+    )
+
+
+NO_STATES = States()
+
+
+def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[StateRow]:
+    """Rows of values by parameter and key."""
+    return [
+        StateRow(key, form, (name,), value)
+        for name, own in values.items()
+        for key, value in own.items()
+    ]
+
+
+def unsupported(
+    key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
+) -> StateRow:
+    """A state that is compared as it is; `tensors` are those in its inert value."""
+    content = json.dumps(to_json(value), sort_keys=True)
+    own = tuple(parameters)
+    return StateRow(str(key), "unsupported", own, content, reason, tensors=tuple(tensors))
+
+
+def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
+    """Rows of the values of all ranks, by group and hyper-parameter."""
+    return [
+        StateRow(key, "estimate", value=value, group=number)
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+    ]
+
+
+# -- as a universal checkpoint and a proof have it
+
+OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK = "other", "partitions", "among", "beside", "by_rank"
+KEYS = (OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK)
+"""The keys of `state.optimizer` that have states: see docs/format-v1.md."""
+
+
+def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[str, Any]:
+    """The state of a manifest with those of the optimizer; `groups` is how many there are."""
+    parts: dict[tuple[Part | None, tuple[str, ...]], dict[Any, Any]] = {}
+    for row in states.of_form("partition"):
+        parts.setdefault((row.part, row.parameters), {})[row.key] = row.value
+    partitions = [
+        {
+            "stage": part.stage,
+            "dp": part.dp,
+            "parameters": list(parameters),
+            "starts": list(part.starts),
+            "states": own,
+        }
+        for (part, parameters), own in parts.items()
+        if part is not None
+    ]
+    values = {
+        OTHER: states.others,
+        PARTITIONS: partitions,
+        AMONG: states.numbers("among"),
+        BESIDE: states.numbers("beside"),
+        BY_RANK: states.by_rank(groups),
+    }
+    if not any(values.values()):
+        return {**state}
+    kept = dict(state.get("optimizer") or {})
+    members = {"members": kept.pop("members")} if "members" in kept else {}
+    filled = {key: value for key, value in values.items() if value}
+    return {**state, "optimizer": {**kept, **filled, **members}}
+
+
+class _StatedPart(Struct):
+    """A part of a flat buffer as JSON."""
+
+    states: dict[Any, list[Any]]
+    parameters: tuple[str, ...]
+    dp: int
+    stage: int | None = None
+    starts: tuple[int, ...] = ()
+
+
+class _Stated(Struct):
+    """The states of an optimizer as JSON."""
+
+    other: dict[str, dict[Any, Any]] = {}
+    partitions: list[_StatedPart] = []
+    among: dict[Any, Any] = {}
+    beside: dict[Any, Any] = {}
+    by_rank: list[dict[Any, Any]] = []
+
+
+def states_in(optimizer: Mapping[Any, Any]) -> States:
+    """The states in `state.optimizer`, which `with_states` has written.
+
+    Raises ValueError for what has another form.
+    """
+    known = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
+    stated = convert(known, _Stated)
+    rows = of_parameters("other", stated.other)
+    for part in stated.partitions:
+        rows += _of_part(part)
+    rows += [StateRow(key, "among", value=value) for key, value in stated.among.items()]
+    rows += [StateRow(key, "beside", value=value) for key, value in stated.beside.items()]
+    rows += estimates(stated.by_rank)
+    return States(tuple(rows))
+
+
+def _of_part(part: _StatedPart) -> Iterator[StateRow]:
+    if any(len(own) != part.dp for own in part.states.values()):
+        raise ValueError(f"optimizer.{PARTITIONS} has not the values of all ranks")
+    of_ranks = Part(part.stage, part.dp, part.starts)
+    for key, values in part.states.items():
+        yield StateRow(key, "partition", part.parameters, values, part=of_ranks)

@@ -1,0 +1,301 @@
+"""How do the ranks of one axis hold what a whole has?
+
+Placement  how the ranks hold one parameter; its kinds, and what torch.distributed.tensor has:
+
+    rule            kind                    torch
+    replicated      Replicated()            Replicate()
+    sum             Sum()                   Partial("sum")
+    1               Cut(1)                  Shard(1)
+    0:64,16,16      Cut(0, (64, 16, 16))    none: a Shard(0) of each sub-parameter
+    0:2x            Cut(0, equal=2)         the same, of two of equal widths
+    vocab:50257     PaddedRows(50257)       Shard(0), of a tensor with more rows than the model has
+    (any other)     Boxes("view")           none
+
+Sliced    how one parameter is cut over ranks
+Row       what one rank has: which parameters, in which order and of which shapes
+Table     one axis: `merge` makes a whole by its cuts, `split` the ranks of a whole by its rows
+
+A rule is the text of a placement: a user writes it, and files keep it. `from_text` reads all that
+any version has written. A new kind is a record, and its place in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import ClassVar
+
+from msgspec import Struct, field
+
+from ...errors import InconsistentCheckpoint, listed
+from . import slicing
+from .slicing import Slicing
+
+Shapes = Sequence[tuple[int, ...] | None]
+"""A parameter's shape on every tensor rank; None where the rank has none of it."""
+
+STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
+"""What the ranks of an axis are called, by its `Table` and by a copy (`Entry.axis`)."""
+
+
+class Placement(Struct, frozen=True):
+    """How the ranks hold a parameter: all of them in its whole shape, if the kind does not say."""
+
+    word: ClassVar[str] = ""
+    """The text of a kind without numbers."""
+    forms: ClassVar[str] = ""
+    """The texts of the kind, as a hint tells them to a user."""
+
+    is_cut: ClassVar[bool] = False
+    """Whether each rank has other elements, so that slices with equal bytes prove a wrong rule."""
+
+    @property
+    def text(self) -> str:
+        """The rule that says this, as users and files have it."""
+        return self.word
+
+    @classmethod
+    def of_rule(cls, text: str) -> Placement | None:
+        """The placement of this kind that a rule says; None if it says another."""
+        return cls() if text == cls.word else None
+
+    @property
+    def plain(self) -> Placement:
+        """How a tensor without padding is cut alike."""
+        return self
+
+    @property
+    def row_parts(self) -> object:
+        """How rows are cut, which is alike for a layer's weight and bias; None if that is open."""
+        return None
+
+    @property
+    def fused(self) -> int:
+        """How many fused parts of one width rows are cut into; 0 if the rule leaves that open."""
+        return 0
+
+    @property
+    def is_by_outputs(self) -> bool:
+        """Whether the rows of a layer's weight are its outputs, unless the layer says otherwise."""
+        return True
+
+    def agree(self, are_weights: bool) -> bool:
+        """Whether ranks must have the same bytes of the same elements: of weights, or of states."""
+        return True
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank has a copy of the whole weight."""
+        return not self.is_cut and self.agree(are_weights=True)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether each rank has a weight of its own, of the whole shape."""
+        return not self.is_cut and not self.agree(are_weights=True)
+
+    def sliced(self, shapes: Shapes, says: str) -> Sliced | None:
+        """How ranks of these shapes make a whole; None if the files alone say it.
+
+        `says` begins the sentence of InconsistentCheckpoint, for shapes that do not fit.
+        """
+        known = _known(shapes, says)
+        if len(set(known)) > 1:
+            raise _misfit(f"{says}, whose shapes differ: {_on_ranks(known)}")
+        return Sliced(known[0], slicing.replicated(known[0], len(known)), self)
+
+
+class Replicated(Placement, frozen=True):
+    """Each rank has a copy: torch's Replicate."""
+
+    word = "replicated"
+    forms = "`replicated`"
+
+
+class Sum(Placement, frozen=True):
+    """Each rank has a part of a sum: torch's Partial.
+
+    All have the same gradient, and so the same moments.
+    """
+
+    word = "sum"
+    forms = "`sum`"
+
+    def agree(self, are_weights: bool) -> bool:
+        return not are_weights
+
+
+class Cut(Placement, frozen=True):
+    """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
+
+    `parts` are their widths in the whole. If these are equal, `equal` is their number; 0 if nothing
+    states it, and 1 states that there is one.
+    """
+
+    axis: int
+    parts: tuple[int, ...] = ()
+    equal: int = 0
+
+    forms = "`0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` (sub-parameters)"
+    is_cut = True
+
+    @property
+    def text(self) -> str:
+        widths = ",".join(map(str, self.parts)) or (f"{self.equal}x" if self.equal else "")
+        return f"{self.axis}:{widths}" if widths else str(self.axis)
+
+    @classmethod
+    def of_rule(cls, text: str) -> Placement | None:
+        form = r"(\d)(?::(?:(\d{1,18})x|(\d{1,18}(?:,\d{1,18})*)))?"
+        match = re.fullmatch(form, text.replace(" ", ""), re.ASCII)
+        if match is None or (match[2] and not int(match[2])):
+            return None
+        parts = tuple(map(int, match[3].split(","))) if match[3] else ()
+        return cls(int(match[1]), parts, int(match[2] or 0))
+
+    @property
+    def row_parts(self) -> object:
+        return (self.parts, self.equal or 1) if self.axis == 0 else None
+
+    @property
+    def fused(self) -> int:
+        return 0 if self.axis or self.parts or self.equal == 1 else self.equal or 1
+
+    @property
+    def is_by_outputs(self) -> bool:
+        return (self.axis, self.equal) != (1, 1)
+
+    def sliced(self, shapes: Shapes, says: str) -> Sliced:
+        known, axis = _known(shapes, says), self.axis
+        first = known[0]
+        if axis >= len(first):
+            raise _misfit(f"{says}, which has the shape {list(first)}")
+        others = {(shape[:axis], shape[axis + 1 :]) for shape in known}
+        if len(others) > 1 or len({len(shape) for shape in known}) > 1:
+            raise _misfit(f"{says}, whose shapes differ: {_on_ranks(known)}")
+        lengths = [shape[axis] for shape in known]
+        before, behind, widths = first[:axis], first[axis + 1 :], self._widths(lengths, says)
+        pieces = slicing.cut(prod(before), prod(behind), widths)
+        return Sliced((*before, sum(lengths), *behind), pieces, self)
+
+    def _widths(self, lengths: Sequence[int], says: str) -> Sequence[Sequence[int]]:
+        """What each rank has of each sub-parameter, by its length along the axis."""
+        if self.parts:
+            widths = slicing.even_parts(self.parts, len(lengths))
+            if widths is None or sum(self.parts) != sum(lengths):
+                raise _misfit(
+                    f"{says}: {len(lengths)} ranks cannot share {listed(self.parts)}, and hold "
+                    f"{listed(lengths)} along dimension {self.axis}"
+                )
+            if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != lengths:
+                raise _misfit(f"{says}: the ranks hold {listed(lengths)}")
+            return widths
+        count = self.equal or 1
+        if any(length % count for length in lengths):
+            raise _misfit(f"{says}: {listed(lengths)} cannot be cut into {count} equal parts")
+        return [[length // count for length in lengths]] * count
+
+
+class PaddedRows(Placement, frozen=True):
+    """Rows of a vocabulary, each rank a slice; those from `used` on are padding."""
+
+    used: int
+
+    forms = "`vocab:N`"
+    is_cut = True
+
+    @property
+    def text(self) -> str:
+        return f"vocab:{self.used}"
+
+    @classmethod
+    def of_rule(cls, text: str) -> Placement | None:
+        match = re.fullmatch(r"vocab:(\d{1,18})", text, re.ASCII)
+        return cls(int(match[1])) if match else None
+
+    @property
+    def plain(self) -> Placement:
+        return Cut(0)
+
+    def sliced(self, shapes: Shapes, says: str) -> Sliced:
+        rows = Cut(0).sliced(shapes, says)
+        if self.used > rows.shape[0]:
+            raise _misfit(f"{says}: the ranks hold {rows.shape[0]} rows")
+        return Sliced(rows.shape, rows.slicing, self, self.used)
+
+
+class Boxes(Placement, frozen=True):
+    """Each rank has boxes of the whole, as files state them; `text` says where."""
+
+    text: str
+
+    is_cut = True
+
+    @property
+    def is_by_outputs(self) -> bool:
+        return False
+
+    def sliced(self, shapes: Shapes, says: str) -> None:
+        return None
+
+
+KINDS: Sequence[type[Placement]] = (Replicated, Sum, Cut, PaddedRows)
+"""Kinds that a rule can say."""
+
+
+def of_rule(text: str) -> Placement | None:
+    """The placement that a rule says; None if it is no rule."""
+    return next((own for kind in KINDS if (own := kind.of_rule(text)) is not None), None)
+
+
+def from_text(text: str) -> Placement:
+    """The placement whose text a file has kept, also one that is no rule."""
+    return of_rule(text) or Boxes(text)
+
+
+def _known(shapes: Shapes, says: str) -> list[tuple[int, ...]]:
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        lacking = [*shapes].index(None)
+        raise _misfit(f"{says}: tensor rank {lacking} does not have this parameter")
+    return known
+
+
+def _misfit(message: str) -> InconsistentCheckpoint:
+    return InconsistentCheckpoint("tp-rule-wrong", message)
+
+
+def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
+    return listed([list(shape) for shape in shapes], 4)
+
+
+class Sliced(Struct, frozen=True):
+    """How a parameter is cut: its whole shape, its pieces, and the placement that says so.
+
+    `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
+    """
+
+    shape: tuple[int, ...]
+    slicing: Slicing
+    placement: Placement
+    vocabulary: int | None = None
+
+
+class Row(Struct, frozen=True):
+    """One rank: its parameters and buffers in its order, and their shapes, if not the whole's."""
+
+    names: Sequence[str]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    has_weights: bool = True
+    """Whether its files have weights that masters stand for too."""
+
+
+class Table(Struct, frozen=True):
+    """One axis, whose ranks are called `word`s; what has no cut is whole on all that have it.
+
+    `merge` needs no rows, because ranks that were read show what they have.
+    """
+
+    word: str
+    cuts: Mapping[str, Sliced] = field(default_factory=dict)
+    rows: Sequence[Row] = ()

@@ -1,0 +1,240 @@
+"""Which files beside a checkpoint are copied along, and which are left out and named?
+
+A directory is often given away, or comes from somebody else. So hidden files (`.env`) stay where
+they are, links are followed only to files inside the directory, and no pipe or device is opened.
+Caches of data (DVC, git-annex, `cp -rs`) are made of links that lead out: inside of `following`,
+as `--follow-links` asks, these are taken too.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+from msgspec import Struct, field
+
+from ...errors import Notice, listed, note, warning
+from ..storage import sources
+from ..storage.unfinished import UNFINISHED
+from .manifest import Sibling
+from .mended import MENDED
+
+HIDDEN = "hidden"
+OUT = "a link out of the directory"
+NOTHING = "a link to nothing"
+FOLDER = "a link to a folder"
+SPECIAL = "a pipe, a socket or a device"
+DENIED = "a folder that may not be listed"
+DEEP = "a folder too deep below others"
+BESIDE = ".zckpt"
+"""The folder of a run in which zckpt keeps it for other numbers of ranks: it belongs to no
+checkpoint."""
+MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
+LINKED = "links-out"
+"""The code of files of a checkpoint that lie elsewhere."""
+FOLLOW = "--follow-links"
+"""The option, which a note on files behind links has as its subject."""
+SNAPSHOTS, BLOBS, PARTS = "snapshots", "blobs", "--"
+_follows: ContextVar[bool] = ContextVar("follows", default=False)
+
+
+@contextmanager
+def following(links: bool) -> Iterator[None]:
+    """Inside the block, a link that leads out to a file is taken as that file, if `links`."""
+    token = _follows.set(links)
+    try:
+        yield
+    finally:
+        _follows.reset(token)
+
+
+def leads_out(path: str, root: str) -> bool:
+    """Whether a path, its links followed, is outside of the directory `root`; raises OSError.
+
+    The cache of Hugging Face's hub has `REPOSITORY/snapshots/REVISION/...`, where files are links
+    to `REPOSITORY/blobs/HASH` (huggingface_hub 1.0): these are inside, too.
+    """
+    if os.path.dirname(path) == root and not stat.S_ISLNK(os.lstat(path).st_mode):
+        return False
+    real, inside = real_path(path), real_path(root)
+    is_blob = os.path.dirname(real) in _blobs(inside)
+    return not is_blob and os.path.commonpath([real, inside]) != inside
+
+
+def _blobs(folder: str) -> Iterator[str]:
+    """Where the files of a folder lie that is in a snapshot of a hub's repository.
+
+    The folder of a repository is called after its kind and its name: `models--ORG--NAME`.
+    """
+    names = folder.split(os.sep)
+    for place in range(1, len(names) - 1):
+        if names[place] == SNAPSHOTS and PARTS in names[place - 1]:
+            yield os.sep.join([*names[:place], BLOBS])
+
+
+def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
+    """A warning that says where files lie that are not below the directory `root`; raises OSError.
+
+    `paths` are files that were read, and `omitted` what was left out. Blobs of a hub's cache lie
+    elsewhere, too. Files that the user has named lie where he says.
+    """
+    inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
+    leading = dict[str, str]()
+
+    @cache
+    def place_of(folder: str) -> tuple[str, bool, set[str]]:
+        """Of a folder: where it is, whether all that is no link stays inside, and its links."""
+        if not os.path.join(os.path.abspath(folder), "").startswith(below):
+            return "", True, set()
+        real = real_path(folder)
+        return real, os.path.join(real, "").startswith(os.path.join(inside, "")), _links_in(real)
+
+    for path in paths:
+        folder, name = os.path.split(path)
+        real, stays, links = place_of(folder)
+        if stays and name not in links:
+            continue
+        place = os.path.join(real, name)
+        place = real_path(place) if name in links else place
+        if place != inside and not place.startswith(os.path.join(inside, "")):
+            leading[os.path.relpath(path, root)] = place
+    # a universal checkpoint repeats the note of its source, whose files are not known here
+    lost = [notice.file for notice in omitted if notice.subject == FOLLOW and notice.file]
+    parts = []
+    if leading:
+        files = [f"{name} to {place}" for name, place in leading.items()]
+        parts.append(f"links lead out of {root}: {listed(files, 3)}")
+    if lost:
+        parts.append(
+            f"links beside it, such as {os.path.relpath(lost[0], root)}, are left out: {FOLLOW} "
+            "takes the files to which they lead"
+        )
+    return [warning(LINKED, "; ".join(parts), file=root)] if parts else []
+
+
+def _links_in(folder: str) -> set[str]:
+    """The names of links in a folder: asking for each of its files takes longer."""
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if entry.is_symlink()}
+
+
+def relative(path: str, folder: str) -> str:
+    """As os.path.relpath, which takes 20 times as long for what lies below the folder."""
+    above = os.path.join(folder, "")
+    return path[len(above) :] if path.startswith(above) else os.path.relpath(path, folder)
+
+
+def real_path(path: str) -> str:
+    """The path without links; raises OSError if a link cannot be looked at."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except OSError as error:
+        if error.errno not in sources.NOTHING:
+            raise
+        return os.path.realpath(path)
+
+
+class SiblingList(Struct, eq=False):
+    """The files beside a checkpoint, for a source whose directory is `root`.
+
+    `files` may be copied. `omitted` has a note for each reason, with the names of all files that
+    may not. What is hidden stays where it is, unless its name is one of `listed`.
+    """
+
+    root: str
+    listed: frozenset[str] = frozenset()
+    files: list[Sibling] = field(default_factory=list)
+    _refused: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def omitted(self) -> list[Notice]:
+        return [
+            note(
+                "file-omitted",
+                f"{', '.join(names)}: {reason}",
+                subject=FOLLOW if reason == OUT else None,
+                file=os.path.join(self.root, names[0]),
+            )
+            for reason, names in self._refused.items()
+        ]
+
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Adds names to those that are left out."""
+        for name in names:
+            self._refused.setdefault(reason, []).append(name)
+
+    def add(self, name: str, path: str) -> None:
+        """Adds a file under this name, or the name to those that are left out; raises OSError.
+
+        The fingerprint of a link is that of the file it leads to now. If it leads elsewhere when it
+        is copied, the file has changed.
+        """
+        status: os.stat_result | None = os.lstat(path)
+        assert status is not None
+        own = path[path.rfind(os.sep) + 1 :]  # os.path.basename is slow, and files may be 50,000
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if own in ((BESIDE,) if is_folder else (UNFINISHED, MENDED)):
+            return
+        reason = HIDDEN if own.startswith(".") and own not in self.listed else ""
+        if not reason and stat.S_ISLNK(status.st_mode):
+            reason = OUT if self.is_out(path) else ""
+            status = status if reason else sources.status(real_path(path))
+        if reason:
+            pass
+        elif status is None:
+            reason = NOTHING
+        elif stat.S_ISDIR(status.st_mode):
+            reason = FOLDER
+            if is_folder:
+                reason = DEEP if name.count("/") >= MAX_DEPTH else DENIED
+        elif not stat.S_ISREG(status.st_mode):
+            reason = SPECIAL
+        else:
+            sources.note(path, status)
+            self.files.append(Sibling(name, path, status.st_size))
+            return
+        self._refused.setdefault(reason, []).append(f"{name}/" if is_folder else name)
+
+    def add_below(
+        self,
+        folder: str,
+        is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
+        root: str | None = None,
+    ) -> None:
+        """Adds everything below a folder under its path from `root`, or there; raises OSError.
+
+        What `is_other` is true for, by its path and its entry, is no sibling, and not mentioned.
+        """
+        closed: set[str] = set()
+        above = os.path.join(root or folder, "")
+        for entry in sources.walk(folder, lambda path: path not in closed):
+            path = entry.path
+            name = path[len(above) :] if path.startswith(above) else os.path.relpath(path, above)
+            if is_other(name, entry):
+                closed.add(entry.path)
+            elif (
+                not entry.is_dir(follow_symlinks=False)
+                or self.is_closed(entry)
+                or name.count("/") >= MAX_DEPTH
+            ):
+                closed.add(entry.path)
+                self.add(name, entry.path)
+
+    def is_folder(self, entry: os.DirEntry[str]) -> bool:
+        """Whether it is a folder, or a link to one inside of the directory."""
+        if entry.is_symlink():
+            return not self.is_out(entry.path) and sources.is_folder(entry.path)
+        return entry.is_dir()
+
+    def is_out(self, path: str) -> bool:
+        """Whether a link leads out of the directory, and nobody asked to follow it."""
+        return not _follows.get() and leads_out(path, self.root)
+
+    def is_closed(self, entry: os.DirEntry[str]) -> bool:
+        """Whether a folder is hidden, or is the one that only its filesystem may list."""
+        is_own = entry.name == "lost+found" and sources.is_denied(entry.path)
+        return (entry.name.startswith(".") and entry.name not in self.listed) or is_own

@@ -1,0 +1,174 @@
+"""Which boxes of a whole tensor does each slice hold, if a tensor is cut over several ranks?
+
+    whole    [ q q q q | k k | v v ]      three sub-parameters, each of which is cut in two
+    slice 0  [ q q | k | v ]
+    slice 1  [ q q | k | v ]
+
+`Piece` is a box that lies in a slice and in the whole tensor. `cut` gives the pieces of a cut
+along one axis. `joined` turns the fragments of slices into fragments of the whole tensor: no
+byte is read, and a slice may itself be partitioned by ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from msgspec import Struct
+
+from ..grouping import by_key
+from ..storage.fragments import Box, Fragments, boxes, boxes_of, range_of_box, tile
+
+
+class Piece(Struct, frozen=True):
+    """A box of `sizes` elements: at `inside` in slice number `rank`, at `offsets` in the whole."""
+
+    rank: int
+    inside: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Slicing(Struct, frozen=True):
+    """How one tensor is cut: the whole has the shape `whole`, slice number r `slices[r]`.
+
+    The shapes may be views of the tensor's own shape with as many elements; all have as many axes.
+    `pieces` have each element of the whole at least once. An element of several slices is in the
+    piece of each.
+    """
+
+    whole: tuple[int, ...]
+    slices: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.whole)
+
+    def covers(self) -> bool:
+        """Whether the first holders' pieces tile the whole, and each slice's own tile the slice."""
+        if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
+            return False
+        return all(
+            tile(shape, [(p.inside, p.sizes) for p in self.pieces if p.rank == rank])
+            for rank, shape in enumerate(self.slices)
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold an element at most."""
+        return max(map(len, self._holders().values()), default=1)
+
+    def chosen(self, copy: int) -> list[Piece]:
+        """A piece for each box of the whole: that of its holder number `copy`, or of its last."""
+        return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
+
+    def _holders(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]]:
+        return by_key(((piece.offsets, piece.sizes), piece) for piece in self.pieces)
+
+
+def replicated(shape: Sequence[int], ranks: int) -> Slicing:
+    """Every slice is the whole tensor."""
+    whole, at = tuple(shape), (0,) * len(shape)
+    pieces = tuple(Piece(rank, at, at, whole) for rank in range(ranks))
+    return Slicing(whole, (whole,) * ranks, pieces)
+
+
+def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
+    """A cut along the middle axis of tensors that are viewed as (outer, width, inner).
+
+    `widths[j][r]` is how much of sub-parameter j slice r has. In the whole the sub-parameters
+    follow each other; a slice has its parts of them in the same order.
+    """
+    ranks = len(widths[0])
+    totals = [sum(part[rank] for part in widths) for rank in range(ranks)]
+    pieces = []
+    inside = [0] * ranks
+    at = 0
+    for part in widths:
+        for rank, width in enumerate(part):
+            if width:
+                sizes = outer, width, inner
+                pieces.append(Piece(rank, (0, inside[rank], 0), (0, at, 0), sizes))
+            inside[rank] += width
+            at += width
+    return Slicing(
+        (outer, at, inner), tuple((outer, width, inner) for width in totals), tuple(pieces)
+    )
+
+
+def dealt(part: int, ranks: int) -> tuple[int, ...]:
+    """The widths of a part that is cut nearly evenly: the first slices have one more."""
+    return tuple(part // ranks + (rank < part % ranks) for rank in range(ranks))
+
+
+def even(part: int, ranks: int) -> tuple[int, ...] | None:
+    """The widths of a part that is cut evenly; None if it cannot be."""
+    return None if part % ranks else dealt(part, ranks)
+
+
+def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
+    """The widths of sub-parameters that are all cut evenly; None if one cannot be."""
+    return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
+
+
+def joined(
+    slicing: Slicing, slices: Sequence[Fragments | None], size: int, copy: int = 0
+) -> Fragments:
+    """The fragments of the whole tensor, from those of its slices; `size` is bytes per element.
+
+    A slice that holds nothing is None. `copy` chooses among ranks that hold the same elements.
+    """
+    by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
+    parts: list[Box] = []
+    for rank, pieces in by_rank.items():
+        fragments, shape = slices[rank], slicing.slices[rank]
+        whole_slice = len(pieces) == 1 and shape == slicing.whole
+        if whole_slice and len(by_rank) == 1 and fragments is not None:
+            return fragments
+        for box in boxes_in(fragments, shape, size):
+            for piece in pieces:
+                if (part := _placed(box, piece, slicing.whole)) is not None:
+                    parts.append(part)
+    return boxes(parts)
+
+
+def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
+    """The elements of a slice of this shape, as boxes in the slice; `size` is bytes per element."""
+    if fragments is None:
+        return
+    parts = boxes_of(fragments)
+    if parts and all(part.whole == tuple(shape) for part in parts):
+        yield from parts
+        return
+    at, numel = (0,) * len(shape), prod(shape)
+    for fragment in fragments:
+        for run in fragment.runs(0, numel):
+            yield from range_of_box(shape, at, shape, run.start, run.stop, size, run.extent)
+
+
+def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
+    """What a box of a slice has of a piece, as a box of the whole tensor."""
+    low = [max(pair) for pair in zip(box.offsets, piece.inside, strict=True)]
+    ends = zip(box.offsets, box.sizes, piece.inside, piece.sizes, strict=True)
+    high = [min(a + length, b + size) for a, length, b, size in ends]
+    sizes = [stop - start for start, stop in zip(low, high, strict=True)]
+    if min(sizes) <= 0:
+        return None
+    first = box.first + sum(
+        (start - begin) * stride
+        for start, begin, stride in zip(low, box.offsets, box.strides, strict=True)
+    )
+    offsets = [
+        place + start - begin
+        for place, start, begin in zip(piece.offsets, low, piece.inside, strict=True)
+    ]
+    return Box(
+        whole=whole,
+        offsets=offsets,
+        sizes=sizes,
+        strides=box.strides,
+        first=first,
+        size=box.size,
+        extent=box.extent,
+    )

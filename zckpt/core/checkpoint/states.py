@@ -1,0 +1,392 @@
+"""Which states does an optimizer keep, of which parameters, and which of them does a target lack?
+
+    slot         a tensor of the parameter's shape: an entry
+    number       one number
+    none         None for all parameters that have it
+    other        any other value of a parameter
+    partition    what a rank keeps of its part of a flat buffer
+    wrapper      tensors around the optimizer's state dict: see wrapper.py
+    unsupported  what is in the files, and has none of these forms
+
+Slots are entries, wrappers stand in the program's state, and the table of optimizer_states.py has
+the others. A state has the same key in all of these forms, so that a manifest and another one are
+compared whatever their formats are.
+The step is no such state: see training/steps.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ...errors import WrongOption, joined, listed
+from ..grouping import by_key
+from .entries import Key
+from .facts import FlatBufferEngine
+from .inert import TensorName, map_values
+from .keys import has_texts_alone, in_doubt
+from .manifest import Manifest, slot_key
+from .optimizer_states import Form, StateRow, States, unsupported
+from .weights import WEIGHTS, is_optimizers
+from .wrapper import without_wrapped, wrapped
+
+FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
+"""What a state may be: of several, the last one says what can be done with it."""
+NO_PARAMETER = "no parameter"
+"""Whose a state is that stands beside those of parameters."""
+OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
+BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
+REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
+"""Why what is no parameter's is not read, unless it is a number or a text."""
+
+FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
+"""Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
+CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer, Adalite."""
+
+AFRESH = {"RMS": FACTORING}
+"""States that an optimizer computes before it uses them, with hyper-parameters that show which one
+it is. These write the weight's RMS in every update, and read it after that or never."""
+
+OF_VECTORS = (
+    "the optimizer saw the parts of flat buffers as vectors; of matrices it keeps rows and columns "
+    "instead, and cannot go on with this"
+)
+
+BOUND = (
+    "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
+    "other stage and no other engine can have it"
+)
+OF_NUMBERS = (
+    "the keys of its dictionaries are texts of numbers: torch.distributed.checkpoint makes texts "
+    "of all keys, so that its files do not show whether the optimizer looks for numbers"
+)
+OF_WRAPPER = "no other engine reads what stands around the optimizer's state dict"
+
+
+class State(Struct, frozen=True):
+    """The state `key` of a checkpoint, with the keys of its tensors by parameter.
+
+    `reason` says why a target cannot have it, or why it was not read; it may be empty.
+    """
+
+    key: str
+    tensors: dict[str, tuple[Key, ...]] = field(default_factory=dict)
+    form: str = "slot"
+    reason: str = ""
+
+    @property
+    def parameters(self) -> list[str]:
+        return list(self.tensors)
+
+    @property
+    def count(self) -> int:
+        """The number of parameters that have it."""
+        return len(self.tensors.keys() - {NO_PARAMETER})
+
+
+def states_of(manifest: Manifest) -> dict[str, State]:
+    """All states by key. A state of several forms has that of the last one in the list above.
+
+    Those of model ranks that are not joined are together under the names that these have.
+    """
+    if manifest.ranks:
+        return _united(states_of(rank).values() for rank in manifest.ranks)
+    states = {
+        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.key,) for entry in entries})
+        for slot, entries in manifest.slots.items()
+        if is_optimizers(slot)
+    }
+
+    def add(key: str, name: str, tensors: Sequence[Key], form: str, reason: str = "") -> None:
+        state = states.get(key)
+        if state is None or state.form != form:
+            known = {} if state is None or state.form == "none" else state.tensors
+            state = states[key] = State(key, known, form, reason)
+        state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
+
+    for name in manifest.parameters:
+        for key in manifest.states.scalars.get(name, ()):
+            add(key, name, (), "number")
+    around = [
+        StateRow(key, "wrapper", (NO_PARAMETER,), value, OF_WRAPPER)
+        for key, value in wrapped(manifest).items()
+    ]
+    of_form = manifest.states.of_form
+    for row in (*of_form("other", "partition"), *around, *of_form("unsupported")):
+        key, is_none = str(row.key), row.form == "other" and row.value is None
+        if is_none and key in states and states[key].form != "none":
+            continue  # a momentum_buffer of torch's SGD that some parameters have
+        tensors = entries_in(row.value)
+        reason = BOUND if row.form == "partition" else row.reason
+        for name in row.parameters:
+            add(key, name, tensors, "none" if is_none else row.form, reason)
+            tensors = []  # of several parameters, the first one has them
+    return states
+
+
+def entries_in(value: Any) -> list[Key]:
+    """The keys of the tensors in a value of the state, each once."""
+    return [(name, "state") for name in tensors_in(value)]
+
+
+def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
+    """The states of several ranks; what is None on some has the tensors of the others alone."""
+    united = {}
+    for key, own in by_key((state.key, state) for states in each for state in states).items():
+        own.sort(key=lambda state: FORMS.index(state.form))
+        held = own if own[-1].form == "none" else [s for s in own if s.form != "none"]
+        united[key] = replace(own[-1], tensors={n: t for s in held for n, t in s.tensors.items()})
+    return united
+
+
+def tensors_in(value: Any) -> list[str]:
+    """The names of the tensors in a value of the state, each once."""
+    names: dict[str, None] = {}
+
+    def collect(item: Any, _key: Any = None) -> Any:
+        if isinstance(item, TensorName):
+            names[item.name] = None
+        return map_values(item, collect)
+
+    collect(value)
+    return list(names)
+
+
+def with_updates(manifest: Manifest) -> Manifest:
+    """The manifest whose parameters say whether they were ever updated.
+
+    An optimizer keeps nothing of one that it only lists, though it counts the updates of others: it
+    is frozen, or never used.
+    """
+    manifest = manifest.with_each(with_updates)
+    parameters = manifest.parameters
+    unused = {name for name, own in parameters.items() if own.trainable and own.step is None}
+    if not unused or all(own.step is None for own in parameters.values()):
+        return manifest
+    unused = unused.difference(*(state.tensors for state in states_of(manifest).values()))
+    changed = {name: replace(parameters[name], updated=False) for name in unused}
+    return replace(
+        manifest, parameters={name: changed.get(name, own) for name, own in parameters.items()}
+    )
+
+
+def untouched(manifest: Manifest) -> list[str]:
+    """Parameters that an optimizer lists and never updated."""
+    return [n for n, own in manifest.parameters.items() if own.trainable and not own.updated]
+
+
+def harmless(state: State, manifest: Manifest) -> str:
+    """Why a state may be lost; empty if it may not."""
+    if state.form == "none":
+        return "it is None"
+    shown_by = AFRESH.get(state.key, frozenset())
+    is_afresh = any(not shown_by.isdisjoint(group) for group in manifest.groups or ())
+    return "the optimizer computes it afresh" if is_afresh else ""
+
+
+def missing_in(source: Manifest, target: Manifest) -> list[State]:
+    """The states of `source` that `target` lacks, each with the parameters of which it does.
+
+    A parameter of `source` may have another name in `target`, or be a part of another one there;
+    then `target` lacks its state if it has this state of no parameter. Model ranks that have the
+    same parameters in both are looked at one by one.
+    """
+    ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
+    if ours and ours == theirs:
+        return [*_united(map(missing_in, source.ranks, target.ranks)).values()]
+    kept = states_of(target)
+    known: dict[str, str] = {}
+    lacking = []
+    for key, state in states_of(source).items():
+        there = kept.get(key)
+        own = {} if there is None or there.form == "unsupported" else there.tensors
+        if state.tensors.keys() <= own.keys():
+            continue
+        known = known or {n: n for own in target.each for n in own.parameters} | target.owners
+        names = {known.get(name, name) for name in own}
+        missing = {
+            name: tensors
+            for name, tensors in state.tensors.items()
+            if (known[name] not in names if name in known else not own)
+        }
+        if missing:
+            lacking.append(replace(state, tensors=missing))
+    return lacking
+
+
+def of_vectors(source: Manifest, target: Manifest) -> list[State]:
+    """The states of matrices that an optimizer of flat buffers has kept as if of vectors.
+
+    `target` cannot go on with them unless it has flat buffers too.
+    """
+    if not _is_flat(source) or _is_flat(target):
+        return []
+    axes = {
+        name: len(parameter.shape)
+        for own in source.each
+        for name, parameter in own.parameters.items()
+        if own.groups
+        and parameter.group is not None
+        and not FACTORING.isdisjoint(own.groups[parameter.group])
+    }
+    unfit = []
+    for key, state in states_of(source).items():
+        matrices = {name: own for name, own in state.tensors.items() if axes.get(name, 0) > 1}
+        if state.form == "slot" and key != "exp_avg" and matrices:
+            unfit.append(replace(state, tensors=matrices, reason=OF_VECTORS))
+    return unfit
+
+
+def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """The manifest whose optimizer does not own these parameters."""
+    if not names:
+        return manifest
+    parameters = {
+        name: replace(own, trainable=False, group=None, updated=True) if name in names else own
+        for name, own in manifest.parameters.items()
+    }
+    return replace(manifest, parameters=parameters)
+
+
+def of_numbers(source: Manifest, target: Manifest) -> list[State]:
+    """The states whose keys were numbers or texts: `target` cannot have both."""
+    if not has_texts_alone(source) or has_texts_alone(target):
+        return []
+    states = states_of(source)
+    others = source.states.of_form("other")
+    doubtful = {str(row.key) for row in others if any(in_doubt(row.value, str(row.key)))}
+    return [replace(states[key], reason=OF_NUMBERS) for key in states if key in doubtful]
+
+
+def _is_flat(manifest: Manifest) -> bool:
+    """Whether its optimizer updates flat buffers, and not the parameters themselves."""
+    return isinstance(manifest.run.engine, FlatBufferEngine) and bool(
+        manifest.run.origin.zero_stage
+    )
+
+
+# -- a manifest with fewer states
+
+
+def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
+    """The manifest without the states of these keys; other keys are ignored."""
+    if not keys:
+        return manifest
+    gone = {*keys}
+    states = states_of(manifest)
+    tensors = {
+        tensor
+        for key in gone & states.keys()
+        for own in states[key].tensors.values()
+        for tensor in own
+    }
+    return replace(
+        manifest.with_each(lambda rank: without(rank, keys)),
+        entries={key: entry for key, entry in manifest.entries.items() if key not in tensors},
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in tensors),
+        state=without_wrapped(manifest, gone),
+        states=manifest.states.without(gone),
+    )
+
+
+def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
+    """Raises WrongOption for a key of which no manifest has a state."""
+    if not keys:
+        return
+    known = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))
+    for key in keys:
+        if key not in known:
+            raise WrongOption(
+                "option-names-nothing",
+                f"--drop-state {key}: the optimizer has no state of this name",
+                hint=f"its states are {listed(known)}" if known else "leave it out",
+            )
+
+
+def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
+    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    apart = manifest.states.of_form("other", "partition")
+    if not apart:
+        return manifest
+    held = by_key((str(row.key), row) for row in apart if row.value is not None)
+    entries, states = dict(manifest.entries), []
+    for key, rows in held.items():
+        names = dict.fromkeys(name for row in rows for name in row.parameters)
+        values = [row.value for row in rows]
+        tensors = [entries.pop(name, None) for name in entries_in(values)]
+        if None in tensors:  # a stage of a pipeline lacks those of others
+            states.append(StateRow(key, "unsupported", tuple(names), "", reason))
+        else:
+            states.append(unsupported(key, names, reason, values, filter(None, tensors)))
+    gone = manifest.entries.keys() - entries.keys()
+    return replace(
+        manifest,
+        entries=entries,
+        replicas=tuple(entry for entry in manifest.replicas if entry.key not in gone),
+        states=manifest.states.without_form("other", "partition") + states,
+    )
+
+
+def weights_alone(manifest: Manifest) -> Manifest:
+    """The manifest with its weights and buffers, and nothing of the optimizer and the run."""
+    return manifest.replace(
+        entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
+        replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
+        parameters={
+            name: replace(parameter, step=None, group=None, updated=True)
+            for name, parameter in manifest.parameters.items()
+        },
+        groups=None,
+        step_place=None,
+        pipeline=None,
+        tensor_parallel=None,
+        state={},
+        states=States(),
+        steps=(),
+        siblings=(),
+        around=(),
+        omitted_files=(),
+    )
+
+
+class Selection(Struct, frozen=True):
+    """What a comparison compares: the tensors that match a glob, weights alone, not all states."""
+
+    tensors: str | None = None
+    weights_only: bool = False
+    drop_state: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.weights_only and self.drop_state:
+            raise WrongOption(
+                "options-conflict",
+                "--drop-state does not apply with --weights-only",
+                hint="leave it out: no state is compared",
+            )
+
+    def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
+        """Both sides without what is not compared; raises WrongOption for an unknown state."""
+        if self.weights_only:
+            return weights_alone(a), weights_alone(b)
+        require_known(self.drop_state, (a, b))
+        return without(a, self.drop_state), without(b, self.drop_state)
+
+    @property
+    def flags(self) -> list[str]:
+        """The options of the command line that say it."""
+        tensors = [] if self.tensors is None else [f"--tensors {shlex.quote(self.tensors)}"]
+        weights = ["--weights-only"] if self.weights_only else []
+        return [*tensors, *weights, *(f"--drop-state {shlex.quote(k)}" for k in self.drop_state)]
+
+
+EVERYTHING = Selection()
+
+
+def in_words(states: Iterable[State]) -> str:
+    """States as a sentence names them: `GG and Q of fc1.weight, fc2.weight`."""
+    keys = by_key((listed(state.parameters, 4), state.key) for state in states)
+    return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

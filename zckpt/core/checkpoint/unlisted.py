@@ -1,0 +1,67 @@
+"""Which weights does no optimizer list, and what may that mean?
+
+Most are frozen: the base of an adapter, layers that a fine-tune keeps. If a program saved one
+rank's share of an optimizer's states, the weights of the other ranks are not listed either, and
+have lost their states. One file rarely shows which of both it is.
+"""
+
+from __future__ import annotations
+
+from ...errors import IncompleteCheckpoint, Notice, counted, listed, warning
+from .facts import FlatBufferEngine, StateDictEngine
+from .manifest import Manifest
+from .weights import is_optimizers
+
+MANY = 8  # names in the warning
+LOST = (
+    "if ZeroRedundancyOptimizer saved this, the other ranks' states are lost: call "
+    "`consolidate_state_dict()` before saving"
+)
+
+
+def unlisted(manifest: Manifest) -> list[Notice]:
+    """The warning that names the weights; none without an optimizer, or if files state them."""
+    ranks, engine = manifest.each, manifest.run.engine
+    if isinstance(engine, FlatBufferEngine):  # DeepSpeed lists frozen parameters (0.19.8)
+        return []
+    if isinstance(engine, StateDictEngine) and not engine.guessed:
+        return []
+    slots = {entry.slot for rank in ranks for entry in rank.entries.values()}
+    if manifest.groups is None and not any(map(is_optimizers, slots)):
+        return []
+    trained = {name for rank in ranks for name, p in rank.parameters.items() if p.trainable}
+    others = [
+        name
+        for name in dict.fromkeys(name for rank in ranks for name in rank.parameters)
+        if name not in trained
+    ]
+    if not others:
+        return []
+    what = "the other one is" if len(others) == 1 else f"the other {len(others)} are"
+    message = (
+        f"the optimizer lists {len(trained)} of {counted(len(trained) + len(others), 'weight')}: "
+        f"{what} taken for frozen ({listed(others, MANY)})"
+    )
+    if _may_be_share(manifest):
+        message += f". {LOST[0].upper()}{LOST[1:]}"
+    return [warning("frozen-inferred", message, subject=others[0])]
+
+
+def _may_be_share(manifest: Manifest) -> bool:
+    """Whether one file of torch.save has an optimizer that knows its parameters by number."""
+    engine = manifest.run.engine
+    is_whole = isinstance(engine, StateDictEngine) and engine.whole
+    return is_whole and manifest.notices.is_numbered and manifest.run.origin.dp in (None, 1)
+
+
+def refuse_share(manifest: Manifest) -> None:
+    """Raises IncompleteCheckpoint, for a target that trains, if files show one rank's share."""
+    if share := manifest.notices.share:
+        raise IncompleteCheckpoint(
+            "missing-rank-file",
+            f"{manifest.root} has one rank's share of ZeroRedundancyOptimizer: {share}",
+            hint="the other ranks' states are lost: call `consolidate_state_dict()` before saving. "
+            "--weights-only takes the weights. If no state is lost, because the other weights are "
+            "frozen: --param-names FILE names the optimizer's",
+            file=manifest.root,
+        )

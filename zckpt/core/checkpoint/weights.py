@@ -1,0 +1,124 @@
+"""Which tensor of a checkpoint stands for a weight, and does it change its type on the way?
+
+A weight has up to two entries: `param`, as the module stores it, and `master`, the fp32 value that
+the optimizer updates.
+
+    wanted                    first choice       second     third
+    param, of type T          param of type T    master     param of any type
+    param, from the masters   master             param
+    master                    master             param
+
+An entry of the wanted type is copied. A master of fp32 or fp64 is rounded to the type of a `param`;
+a `param` of fewer bits is widened to a master. This is the only place that chooses. A format says
+which slots and types its files have; it does not say where the values come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from ...errors import MissingData
+from ..grouping import by_key
+from .dtypes import FLOATS, NUMBERS
+from .entries import Entry, Key
+
+WEIGHTS = frozenset({"param", "master"})
+"""The slots of weights."""
+
+WIDE = ("F64", "F32")
+"""The types of masters, which weights are rounded from."""
+
+FP64 = ("param", "F64")
+
+
+def is_optimizers(slot: str) -> bool:
+    """Whether a slot is a state of the optimizer, such as `exp_avg`."""
+    return slot not in WEIGHTS and slot != "state"
+
+
+def is_rounded(wide: str, narrow: str) -> bool:
+    """Whether numbers of type `narrow` may be rounded from masters of type `wide`.
+
+    Floats of 8 bits are scaled by numbers that lie elsewhere.
+    """
+    return wide in WIDE and narrow in FLOATS & NUMBERS and wide != narrow
+
+
+def is_widened(narrow: str, wide: str | None) -> bool:
+    """Whether numbers of type `wide` that are filled from `narrow` are rounded values."""
+    return narrow in FLOATS and narrow not in WIDE and wide in WIDE
+
+
+class Weight(Struct, frozen=True):
+    """What a checkpoint has of one weight; every choice raises MissingData if it has nothing."""
+
+    name: str
+    param: Entry | None
+    master: Entry | None
+
+    def supply(self, slot: str, dtype: str, from_masters: bool = False) -> Entry:
+        """The entry that supplies the values of a target's `param` or `master` of a type."""
+        if slot == "param" and not from_masters and self.param and self.param.dtype == dtype:
+            return self.param
+        return self.trained
+
+    @property
+    def trained(self) -> Entry:
+        """The most exact values, which the optimizer updates: the master, else the `param`."""
+        return self._known(self.master or self.param)
+
+    @property
+    def stored(self) -> Entry:
+        """What tells the type and shape of the module's weight: the `param`, else the master."""
+        return self._known(self.param or self.master)
+
+    def _known(self, entry: Entry | None) -> Entry:
+        if entry is None:
+            raise MissingData("weights-missing", f"the source holds no weights of {self.name}")
+        return entry
+
+
+def weight_of(entries: Mapping[Key, Entry], name: str) -> Weight:
+    """The entries of the weight `name`; one that is missing is None."""
+    return Weight(name, entries.get((name, "param")), entries.get((name, "master")))
+
+
+def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
+    """The optimizer's states of every weight that has any."""
+    slots = by_key((e.parameter, e.slot) for e in entries if is_optimizers(e.slot))
+    return {name: {*own} for name, own in slots.items()}
+
+
+def agreement(master: Entry, weight: Entry) -> str | None:
+    """How a weight must equal its master: in `bits`, or in bits once the master is `rounded`.
+
+    None if their types or shapes cannot be those of one weight.
+    """
+    if weight.shape != master.shape:
+        return None
+    if weight.dtype == master.dtype:
+        return "bits"
+    return "rounded" if is_rounded(master.dtype, weight.dtype) else None
+
+
+def counterpart(entry: Entry, others: Weight, own: Weight) -> tuple[Entry, str] | None:
+    """Which tensor of another checkpoint a weight equals, and how, as `agreement` says it.
+
+    This is asked if the other side has no entry of the same slot and type. `own` is the weight that
+    `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from them.
+    A master, or a `param` without a master, may be what the other's `param` was rounded from. An
+    fp32 master may be rounded from a `param` of fp64.
+    """
+    for other in (others.master, others.param):
+        how = None if other is None else agreement(other, entry)
+        is_known = how == "bits" or entry.slot == "param"
+        if other and how and (is_known or (other.slot, other.dtype) == FP64):
+            return other, how
+    stands_alone = entry.slot == "master" or own.master is None
+    narrow = others.param
+    if stands_alone and narrow is not None and narrow.dtype not in WIDE:
+        how = agreement(entry, narrow)
+        return None if how is None else (narrow, how)
+    return None

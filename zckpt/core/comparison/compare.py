@@ -1,0 +1,352 @@
+"""Which elements differ between the tensors that two checkpoints share, and by how much?
+
+Both sides are read in the order of the first one, as many elements at a time as fit into a buffer,
+and compared as bytes. Only elements that differ are compared as numbers (`difference`).
+The pass also computes the CRC-32 of every tensor, and of every record that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import astuple
+
+from ..checkpoint.cast import cast, rounded
+from ..checkpoint.dtypes import SIZES
+from ..checkpoint.entries import Entry
+from ..checkpoint.manifest import Manifest
+from ..passes.pieces import ElementReader, ReadRequest
+from ..passes.plan import Match
+from ..passes.pooling import Claim, claimed
+from ..passes.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
+from ..passes.streaming import chunk_size, finish, stream
+from ..storage.checksum import Cover, crc32
+from ..storage.fileio import Buffer
+from ..storage.fragments import Extent, Record
+from ..storage.records import Damage, RecordChecker, RecordCounts
+from ..storage.sources import files_seen
+from .difference import Difference, measure_difference, same
+
+PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
+FEW = 1 << 17  # elements that are rounded without numpy
+
+
+class Result(Struct, frozen=True):
+    """The result of one match. A digest is the CRC-32 of row-major bytes; None if not read."""
+
+    match: Match
+    digests: tuple[int | None, int | None]
+    difference: Difference | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether an element differs that was compared."""
+        return self.difference is not None and self.difference.count > 0
+
+
+class ComparisonOutcome(Struct, eq=False):
+    """What a comparison knows in the end.
+
+    `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
+    padding that is not zero. `records` counts those of both sides; `bytes` is what was read.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    beside: list[tuple[Record, Extent]] = field(default_factory=list)
+    records: RecordCounts = field(default_factory=RecordCounts)
+    bytes: int = 0
+
+
+class _MatchPart(Struct, frozen=True):
+    """Elements [start, stop) of match number `number`; in the buffers they begin at `first`."""
+
+    number: int
+    match: Match
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.stop - self.start
+
+
+class _Side(Struct, frozen=True):
+    """The elements that were read of one side."""
+
+    view: memoryview
+    requests: Sequence[ReadRequest]
+
+
+class _Comparison(Struct, eq=False, dict=True):
+    """One comparison in progress, shared by its threads."""
+
+    matches: Sequence[Match]
+    manifests: tuple[Manifest, Manifest]
+    chunk: int
+    jobs: int
+    measure: str
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        a, b = self.manifests
+        sides = [a] if b is a else [a, b]
+        self.checkers = [
+            RecordChecker(each.files.records, collect=True, fingerprints=each.files.fingerprints)
+            for each in sides
+        ]
+        self.covers: dict[int, Cover] = {}
+        self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
+        for number, item in enumerate(self.matches):
+            for entry in (item.a, item.b):
+                if entry is not None and item.is_read:
+                    self.covers.setdefault(id(entry), Cover(entry.length))
+                    self.first.setdefault(id(entry), number)
+        self.differences: dict[int, Difference] = {}  # by the number of the match
+        self.are_few = sum(item.a.numel for item in self.matches if item.how == "rounded") <= FEW
+        self.bytes = 0
+        self.lock = Lock()
+
+    def run(self, claim: Claim) -> None:
+        """Carries out the blocks of tasks that this process gets."""
+        tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
+        stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
+
+    def tasks_by_name(self) -> Any:
+        names = [(item.a.name, item.b and item.b.name, item.how) for item in self.matches]
+        return [
+            self.measure,
+            names,
+            *(files_seen(item.root, item.files.fingerprints) for item in self.manifests),
+        ]
+
+    def found(self) -> Any:
+        """CRC-32s of tensors and of records, in an order that is the same in all processes."""
+        return {
+            "tensors": [cover.parts() for cover in self.covers.values()],
+            "records": [[*checker.parts()] for checker in self.checkers],
+            "differences": [(n, astuple(item)) for n, item in self.differences.items()],
+            "bytes": self.bytes,
+        }
+
+    def take(self, found: Any) -> None:
+        for cover, parts in zip(self.covers.values(), found["tensors"], strict=True):
+            for part in parts:
+                cover.add(*part)
+        for checker, passed in zip(self.checkers, found["records"], strict=True):
+            for part in passed:
+                checker.passed_before(*part)
+        for number, values in found["differences"]:
+            self.differences.setdefault(number, Difference()).add(Difference(*values))
+        self.bytes += found["bytes"]
+
+    def tasks(self) -> Iterator[list[_MatchPart]]:
+        """Parts whose elements follow each other in the buffers; a list has one pair of types."""
+        parts: list[_MatchPart] = []
+        end, kind = 0, None
+        for number in _by_slot(self.matches):
+            item = self.matches[number]
+            if item.is_read:
+                describe(self.progress, f"{'comparing' if item.b else 'checking'} {item.a.name}")
+            types = item.a.dtype, item.b.dtype if item.b else None, item.how
+            room = self.chunk // max(SIZES[dtype] for dtype in types[:2] if dtype)
+            if types != kind:
+                if parts:
+                    yield parts
+                parts, end, kind = [], 0, types
+            if not item.is_read:
+                continue
+            start = 0
+            while start < item.a.numel:
+                stop = min(item.a.numel, start + room - end)
+                parts.append(_MatchPart(number, item, start, stop, end))
+                end += stop - start
+                start = stop
+                if end == room:
+                    yield parts
+                    parts, end = [], 0
+        if parts:
+            yield parts
+
+    def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
+        """One thread's buffers, and the function that compares the parts of a task."""
+        buffers = Buffers(self.chunk, self.are_few)
+        return lambda parts: self._carry_out(parts, sides, buffers)
+
+    def _carry_out(
+        self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: Buffers
+    ) -> None:
+        match = parts[0].match
+        a = self._read(parts, "a", sides[0], buffers.a)
+        b = None if match.b is None else self._read(parts, "b", sides[-1], buffers.b)
+        equal = b is not None and self._compare(parts, a.view, b.view, buffers)
+        crcs = self._hash(a, {})
+        if b is not None:  # equal bytes have equal CRCs
+            self._hash(b, crcs if equal and match.how == "bits" else {})
+        count = len(a.view) + (len(b.view) if b else 0)
+        with self.lock:
+            self.bytes += count
+        if self.progress:
+            self.progress(count)
+
+    def _read(
+        self, parts: Sequence[_MatchPart], side: str, reader: ElementReader, buffer: memoryview
+    ) -> _Side:
+        """Reads one side's elements of all parts, row-major."""
+        requests = []
+        for part in parts:
+            entry: Entry = getattr(part.match, side)
+            at = part.first * SIZES[entry.dtype]
+            counts = self.first[id(entry)] == part.number
+            requests.append(ReadRequest(entry, part.start, part.stop, at, counts))
+        view = buffer[: requests[-1].end]
+        reader.read(requests, view)
+        return _Side(view, requests)
+
+    def _hash(self, side: _Side, known: Mapping[int, int]) -> dict[int, int]:
+        """Counts the CRCs of one side's tensors; those of records were counted as they were read.
+
+        Gives them by their elements' position in the buffer. `known` are those of an equal side.
+        """
+        crcs: dict[int, int] = {}
+        for item in side.requests:
+            if not item.check:
+                continue
+            size = SIZES[item.entry.dtype]
+            crc = known.get(item.at // size)
+            if crc is None:
+                crc = crc32(side.view[item.at : item.end])
+            with self.lock:
+                self.covers[id(item.entry)].add(item.start * size, item.stop * size, crc)
+            crcs[item.at // size] = crc
+        return crcs
+
+    def _compare(
+        self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
+    ) -> bool:
+        """Whether all parts are equal; measures the differences of those that are not."""
+        match = parts[0].match
+        a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
+        if not self._looks_at_all(match) and same(a, b):
+            return True
+        for part in parts:
+            ours = a[part.first * SIZES[a_dtype] : part.end * SIZES[a_dtype]]
+            theirs = b[part.first * SIZES[b_dtype] : part.end * SIZES[b_dtype]]
+            if not self._looks_at_all(match) and same(ours, theirs):
+                continue
+            if self.measure == "first" and part.number in self.differences:
+                continue
+            difference = measure_difference(
+                ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded"
+            )
+            with self.lock:
+                self.differences.setdefault(part.number, Difference()).add(difference)
+        return False
+
+    def _looks_at_all(self, match: Match) -> bool:
+        return match.how == "values" or self.measure == "all"
+
+    def finish(self, everything: bool) -> ComparisonOutcome:
+        """Checks the rest of the records, and puts the results together."""
+        outcome = ComparisonOutcome(bytes=self.bytes)
+
+        def beside(record: Record, extent: Extent, data: memoryview) -> None:
+            if extent.length <= PADDING and any(data):
+                outcome.beside.append((record, extent))
+
+        outcome.records = finish(self.checkers, everything, beside)
+        for checker in self.checkers:
+            outcome.damage += checker.damage.values()
+        for number, item in enumerate(self.matches):
+            ours, theirs = (
+                None if entry is None or not item.is_read else self.covers[id(entry)].crc
+                for entry in (item.a, item.b)
+            )
+            outcome.results.append(Result(item, (ours, theirs), self.differences.get(number)))
+        return outcome
+
+
+class Buffers:
+    """One thread's memory: for both sides, and for elements that are rounded to be compared.
+
+    If these `are_few`, they are rounded without numpy, whose import would take longer, and 14 MiB.
+    """
+
+    def __init__(self, size: int, are_few: bool) -> None:
+        self.a, self.b, self._rounded = (Buffer(size).view for _ in range(3))
+        self.are_few = are_few
+
+    def alike(
+        self, match: Match, a: memoryview, b: memoryview
+    ) -> tuple[memoryview, str, memoryview, str]:
+        """Elements of both sides with their types: the wider ones are rounded if need be."""
+        assert match.b is not None
+        a_dtype, b_dtype = match.a.dtype, match.b.dtype
+        if match.how == "rounded" and match.rounds_a:
+            return self.rounded(a, a_dtype, b_dtype), b_dtype, b, b_dtype
+        if match.how == "rounded":
+            return a, a_dtype, self.rounded(b, b_dtype, a_dtype), a_dtype
+        return a, a_dtype, b, b_dtype
+
+    def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
+        """All numbers in the type `narrow_dtype`, until the next call."""
+        result = self._rounded[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
+        few = rounded(bytes(wide), narrow_dtype) if self.are_few and wide_dtype == "F32" else None
+        if few is None:
+            cast(wide, wide_dtype, result, narrow_dtype)
+        else:
+            result[:] = few
+        return result
+
+
+def compare(
+    matches: Sequence[Match],
+    a: Manifest,
+    b: Manifest,
+    copying: Copying = DEFAULT_COPYING,
+    *,
+    everything: bool = False,
+    measure: str = "differing",
+    begin: Begin | None = None,
+) -> ComparisonOutcome:
+    """Reads all matches and compares them; `b` may be `a`.
+
+    With `everything`, records that no tensor needs are read too. `measure` says which elements are
+    compared as numbers:
+        first       those in the first part of each tensor that differs
+        differing   those in all parts that differ
+        all         all, so that cosines are right
+    `begin` is called with the number of bytes to come; it returns the progress function. Damage is
+    listed in the outcome, not raised. The processes of `copying.pool` share the reading.
+    """
+    # up to five buffers a thread
+    chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
+    if a is not b:  # both sides should stay in the processor's cache
+        chunk = max(1 << 20, chunk // 2)
+    read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
+    progress = begin(sum(entry.length for entry in read)) if begin else None
+
+    def begun(chunk_of_all: int) -> _Comparison:
+        jobs = max(1, copying.jobs * chunk // chunk_of_all)
+        return _Comparison(matches, (a, b), chunk_of_all, jobs, measure, progress)
+
+    return copying.pool.carry_out(begun, chunk).finish(everything)
+
+
+def _bytes_of(parts: Sequence[_MatchPart]) -> int:
+    """The bytes of both sides."""
+    match = parts[0].match
+    sides = [SIZES[entry.dtype] for entry in (match.a, match.b) if entry]
+    return sum(part.stop - part.start for part in parts) * sum(sides)
+
+
+def _by_slot(matches: Sequence[Match]) -> list[int]:
+    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files."""
+    slots: dict[str, int] = {}
+    for item in matches:
+        slots.setdefault(item.a.slot, len(slots))
+    return sorted(range(len(matches)), key=lambda number: slots[matches[number].a.slot])

@@ -1,0 +1,164 @@
+"""Is one file of a checkpoint a copy of another one?
+
+Files of `torch.distributed.checkpoint` do not say whose they are. But ranks do not hold the same
+values. So if two files are equal byte by byte, one was copied over the other. A few equal tensors
+prove nothing:
+
+    constants     moments before the first update, norms before the first change
+    moments       two biases that are added have the same gradients, and so have two channels of
+                  which the mean is taken
+    weights       experts that were made of one layer, layers of a model that was made deeper
+
+Where each state of a parameter has a file of its own (DeepSpeed's universal directories), two
+parameters with equal gradients have equal moments of every kind. So if one state of two parameters
+is equal and another is not, that is said. A weight and a moment, or two kinds of moments, are never
+equal, unless they are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import chain
+
+from ...errors import InconsistentCheckpoint, Notice, warning
+from ..checkpoint.dtypes import SIZES
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.weights import WEIGHTS, WIDE, is_optimizers, states_by_weight
+from ..grouping import by_key
+from ..storage import sources
+from ..storage.fragments import Extent
+
+KINDS = {
+    **dict.fromkeys(("param", "master"), "weight"),
+    **dict.fromkeys(("exp_avg", "momentum_buffer"), "mean"),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"), "mean of squares"),
+}
+"""What slots hold; values of two kinds are never equal, unless they are zeros."""
+SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it is a constant
+
+
+def check_duplicates(manifest: Manifest) -> list[Notice]:
+    """Warnings about equal files that hold the weights alone of several parameters, or one state.
+
+    Raises InconsistentCheckpoint if they hold states of the optimizer too. Only files that state
+    checksums are compared.
+    """
+    pairs = _pairs(manifest)
+    values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
+    warnings = []
+    for first, second in pairs:
+        shared = values.get(first, set()), values.get(second, set())
+        if min(map(len, shared)) < 2:
+            continue
+        if "state" in {kind for own in shared for _, kind in own}:
+            raise InconsistentCheckpoint(
+                "file-copied-over",
+                f"{second} holds the same bytes as {first}, although it should hold other parts of "
+                "the model",
+                hint="one was copied over the other: copy all files again",
+                file=second,
+            )
+        warnings.append(
+            warning(
+                "file-copied-over",
+                f"{second} holds the same weights as {first}: if these parts of the model should "
+                "differ, one was copied over the other",
+                file=second,
+            )
+        )
+    return warnings + _of_single_states(manifest, pairs)
+
+
+def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
+    """Warnings about equal files of one tensor each, which are of two kinds, or of two parameters
+    whose other states differ.
+
+    Of constant weights, such as those of norms, of weights that are rounded, and of moments that
+    are zero nothing is said. Whole records are looked at, with the padding behind a tensor of one
+    element.
+    """
+    tensors = by_key(
+        (file, entry)
+        for own in (manifest.each if pairs else ())
+        for entry in own.entries.values()
+        for file in {fragment.extent.file for fragment in entry.fragments}
+    )
+    alone = {file: one for file, (one, *others) in tensors.items() if not others}
+    states = states_by_weight(alone.values())
+    places = by_key((record.extent.file, record.extent) for record in manifest.files.records)
+
+    equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    copies = []
+    for first, second in pairs:
+        if first not in alone or second not in alone:
+            continue
+        one, other = alone[first], alone[second]
+        if one.slot == other.slot and (is_optimizers(one.slot) or other.dtype in WIDE):
+            equal.setdefault((one.parameter, other.parameter), {})[one.slot] = first, second
+        elif {one.slot, other.slot} <= KINDS.keys() and KINDS[one.slot] != KINDS[other.slot]:
+            copies.append((first, second, f"{other.slot} and {one.slot} are never equal"))
+    for (parameter, another), of_both in equal.items():
+        if not (states.get(parameter, set()) & states.get(another, set())) <= of_both.keys():
+            reason = f"other states of {another} and {parameter} differ"
+            copies += [(first, second, reason) for first, second in of_both.values()]
+
+    def has_values(first: str, second: str) -> bool:
+        size = SIZES[alone[second].dtype]
+        if {alone[first].slot, alone[second].slot} <= WEIGHTS:
+            return any(is_varied(place, size) for place in places[second])
+        return any(any(_sample(place)) for place in places[second])
+
+    return [
+        warning(
+            "file-copied-over",
+            f"{second} holds the same bytes as {first}, but {reason}: one of the files may have "
+            "been copied over the other",
+            file=second,
+        )
+        for first, second, reason in copies
+        if has_values(first, second)
+    ]
+
+
+def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
+    """Pairs of files whose records have equal places, lengths and checksums."""
+    records = by_key(
+        (record.extent.file, (record.extent.offset, record.extent.length, record.crc))
+        for record in manifest.files.records
+    )
+    first: dict[tuple[tuple[int, int, int | None], ...], str] = {}
+    pairs = []
+    for file, of_file in records.items():
+        if all(crc is not None for _, _, crc in of_file):
+            other = first.setdefault(tuple(sorted(of_file)), file)
+            pairs += [(other, file)] if other != file else []
+    return pairs
+
+
+def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
+    """By file, the parameters of which it has a weight, or a state of the optimizer.
+
+    Without constants, and without replicas: these are equal by nature.
+    """
+    values: dict[str, set[tuple[str, str]]] = {}
+    for entry in chain.from_iterable(own.entries.values() for own in manifest.each):
+        value = entry.parameter, "state" if is_optimizers(entry.slot) else "weight"
+        for fragment in entry.fragments if entry.slot != "state" else ():
+            extent = fragment.extent
+            if extent.file not in files or value in values.get(extent.file, ()):
+                continue
+            if is_varied(extent, SIZES[entry.dtype]):
+                values.setdefault(extent.file, set()).add(value)
+    return values
+
+
+def is_varied(extent: Extent, size: int) -> bool:
+    """Whether two of the first elements of `size` bytes differ: constants are equal by chance."""
+    data = _sample(extent)
+    return data[size:] != data[:-size]
+
+
+def _sample(extent: Extent) -> bytes:
+    """The first bytes of a piece."""
+    with sources.opened(extent.file) as file:
+        return sources.pread(file.fileno(), min(extent.length, SAMPLE), extent.offset)

@@ -1,0 +1,291 @@
+"""Do the masters of a checkpoint round to its weights?
+
+A trained weight of 16 bits is in the files twice: as the module holds it, and as the fp32 master
+that it was rounded from. If they do not agree, files of two saves or of two ranks are mixed, or the
+program saved other weights than it trained. Before a conversion writes anything, it compares
+
+    beginnings   of all fragments: so every file with a part of a master is asked, also one in which
+                 no weight begins
+    all          elements, of engines that misplace some masters (Megatron-Core), or whose copies of
+                 weights may be stale (ONNX Runtime)
+
+These are the whole optimizer's bytes once more. So a conversion compares the beginnings first, and
+leaves the rest to the processes that copy (`Rounding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+from ...errors import InconsistentCheckpoint, Notice, counted, listed, warning
+from ..checkpoint.cast import are_rounded
+from ..checkpoint.dtypes import SIZES
+from ..checkpoint.entries import Entry, Key
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.weights import agreement
+from ..grouping import by_key
+from ..passes.loading import head
+from ..passes.plan import Match
+from ..passes.resources import Copying
+from ..passes.streaming import finish
+from ..storage.fragments import Extent, Fragment, Fragments, Runs, boxes_of
+from ..storage.records import RecordChecker
+from .compare import Result, compare
+from .difference import Difference
+
+BEGINNINGS, ALL = "beginnings", "all"
+FEW = 1 << 7  # elements of a fragment that are compared
+READING = Copying(memory=64 << 20)
+USUAL_HINT = (
+    "files of two saves or of two ranks are mixed, or one is damaged: copy all files of one save "
+    "again. If the program saved other weights than it trained, such as those of an EMA, add "
+    "--accept-weights"
+)
+
+
+def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
+    """Every master with its weight, if their types and shapes can be those of one weight."""
+    for entry in entries.values():
+        weight = entries.get((entry.parameter, "param"))
+        if entry.slot == "master" and weight is not None:
+            yield from _matches(entry, [weight])
+
+
+def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
+    """A warning about masters that do not round to their weights, if the user has `accepted` them.
+
+    `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are
+    not accepted, and CorruptCheckpoint if damage of a file is the cause.
+    """
+    return _told(manifest, unlike(manifest, elements), hint, accepted)
+
+
+def _told(
+    manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
+) -> list[Notice]:
+    """The warning about these masters, or its error."""
+    if not wrong:
+        return []
+    places = [first_difference(result) for _, result in wrong]
+    refuse_damage(manifest, places[0])
+    names = list(dict.fromkeys(own.titled(result.match.a.parameter) for own, result in wrong))
+    verb = "is not its rounded master" if len(names) == 1 else "are not the rounded masters"
+    masters, weights = (_files(manifest.root, extents) for extents in zip(*places, strict=True))
+    message = (
+        f"{counted(len(names), 'weight')} of {manifest.root} {verb}: {listed(names, 4)}. The "
+        f"masters are in {masters}, the weights in {weights}"
+    )
+    if not accepted:
+        raise InconsistentCheckpoint("master-differs", message, hint=hint, subject=names[0])
+    message += ". --accept-weights takes both as they are"
+    return [warning("master-differs", message, subject=names[0])]
+
+
+def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
+    """The masters that do not round to their weights, each with the first element that differs.
+
+    Each stands behind the manifest that has it: a model rank, if these are not joined.
+    """
+    compared = [*_compared(manifest, elements)]
+    results = results_of(manifest, [each.match for each in compared])
+    return [
+        (each.own, result)
+        for each, result in zip(compared, results, strict=True)
+        if result.differs and each.has_no_other(manifest)
+    ]
+
+
+class _Compared(Struct, frozen=True):
+    """A master of the manifest `own`, and the weights to one of which it must round.
+
+    It is `whole` if all of its elements are compared.
+    """
+
+    own: Manifest
+    match: Match
+    others: Sequence[Match]
+    whole: bool
+
+    def has_no_other(self, manifest: Manifest) -> bool:
+        """Whether it rounds to none of the other weights either."""
+        return all(other.differs for other in results_of(manifest, self.others))
+
+
+def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
+    for own in manifest.each:
+        for master, weights in _masters(own):
+            matches = _matches(master, weights)
+            # other checks compare whole copies
+            whole = elements == ALL and own.entries.get(master.key) is master
+            if matches:
+                first, *others = matches if whole else map(beginning, matches)
+                yield _Compared(own, first, others, whole)
+
+
+class Rounding:
+    """Masters all of whose elements are compared while a conversion copies.
+
+    `matches` have them, in the same order in all processes that share the conversion.
+    """
+
+    def __init__(self, manifest: Manifest, hint: str, accepted: bool) -> None:
+        self._about = hint, accepted
+        self._manifest = manifest
+        self._compared = [*_compared(manifest, ALL)]
+        self._wholes = [each for each in self._compared if each.whole]
+        self.matches = [each.match for each in self._wholes]
+
+    @property
+    def length(self) -> int:
+        """Bytes of both sides."""
+        return sum(each.length for own in self.matches for each in (own.a, own.b) if each)
+
+    def begin(self) -> None:
+        """Compares the beginnings, before the first byte is written; raises as `check`."""
+        hint, accepted = self._about
+        if not accepted:
+            check(self._manifest, BEGINNINGS, hint, accepted)
+
+    def refuse(self, differing: Mapping[int, int]) -> None:
+        """Raises as `check` if one of these masters is wrong, unless such ones are accepted.
+
+        They are numbers of matches, each with the first element that differs.
+        """
+        hint, accepted = self._about
+        if differing and not accepted:
+            _told(self._manifest, self._wrong(differing), hint, accepted)
+
+    def conclude(self, differing: Mapping[int, int]) -> list[Notice]:
+        """As `check`, once all elements have been compared, of which these differ."""
+        return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
+
+    def _wrong(
+        self, differing: Mapping[int, int], copies: bool = False
+    ) -> list[tuple[Manifest, Result]]:
+        known = {
+            id(self._wholes[number]): Result(
+                self.matches[number], (None, None), Difference(1, first)
+            )
+            for number, first in differing.items()
+        }
+        rest = [each for each in self._compared if copies and not each.whole]
+        results = results_of(self._manifest, [each.match for each in rest])
+        known |= {id(own): each for own, each in zip(rest, results, strict=True) if each.differs}
+        return [
+            (each.own, known[id(each)])
+            for each in self._compared
+            if id(each) in known and each.has_no_other(self._manifest)
+        ]
+
+
+def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
+    """Every master with the weights of which it must round to one.
+
+    A further copy of a master (another tensor rank's, a tied layer's) may round to any copy of the
+    weight, since each rank rounds its own. If there are fewer weights than masters, some ranks have
+    saved no weight: then copies of masters are left out.
+    """
+    tensors = (*manifest.entries.values(), *manifest.replicas)
+    weights = _of_slot("param", (*tensors, *manifest.files.sibling_weights))
+    for name, (first, *others) in _of_slot("master", tensors).items():
+        copies = weights.get(name, [])
+        yield first, copies[:1] if (name, "param") in manifest.entries else copies
+        if len(copies) > len(others):
+            yield from ((other, copies) for other in others)
+
+
+def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The tensors of a slot, by parameter."""
+    return by_key((entry.parameter, entry) for entry in tensors if entry.slot == slot)
+
+
+def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
+    """A master with each of these weights that can be its own."""
+    pairs = ((weight, agreement(master, weight)) for weight in weights)
+    return [Match(master, weight, how) for weight, how in pairs if how is not None]
+
+
+def begins_as(weight: Entry, master: Entry, count: int) -> bool:
+    """Whether so many elements of a master round to those of the weight.
+
+    True too if no engine makes weights of this type of such masters.
+    """
+    narrow, wide = head(weight, count), head(master, count)
+    return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
+
+
+def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
+    """The results of matches, in their order; bytes that are read here count for no checksum."""
+    if not matches:
+        return []
+    bare = manifest.replace(records=())
+    return compare(matches, bare, bare, READING, measure="first").results
+
+
+# -- the beginnings of fragments
+
+
+def beginning(match: Match) -> Match:
+    """The match of the first elements in all fragments of both sides."""
+    assert match.b is not None
+    ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
+    return Match(_part(match.a, ranges), _part(match.b, ranges), match.how)
+
+
+def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
+    """The first FEW elements of each fragment, or of each box, as ranges of the tensor's."""
+    parts = boxes_of(fragments)
+    if not parts:
+        for fragment in fragments:
+            yield fragment.start, min(fragment.stop, fragment.start + FEW)
+    for box in parts:
+        left = FEW
+        for run in box.runs(box.start, box.stop, box.size):
+            if not left:
+                break
+            stop = min(run.stop, run.start + left)
+            yield run.start, stop
+            left -= stop - run.start
+
+
+def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
+    """An entry with these elements of another one, one range after the other."""
+    fragments, size = entry.fragments, SIZES[entry.dtype]
+    parts: list[Fragment] = []
+    first = 0
+    for start, stop in ranges:
+        own = fragments.part(start, stop, size)
+        parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in own]
+        first += stop - start
+    return Entry(*entry.key, entry.dtype, (first,), Runs(parts))
+
+
+# -- where a difference is
+
+
+def first_difference(result: Result) -> list[Extent]:
+    """The bytes around the first element that differs, of both entries."""
+    first = (result.difference and result.difference.first) or 0
+    entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
+    parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)
+    return [next(iter(fragments)).extent for fragments in parts]
+
+
+def _files(root: str, extents: Iterable[Extent]) -> str:
+    """The files of extents, for a sentence."""
+    paths = dict.fromkeys(extent.file.removeprefix(f"{root}/") for extent in extents)
+    return listed(list(paths), 3)
+
+
+def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
+    """Raises CorruptCheckpoint if a record around these bytes has not the CRC-32 of its file."""
+    around = [
+        record
+        for record in manifest.files.records
+        for place in places
+        if record.extent.file == place.file
+        and record.extent.offset <= place.offset < record.extent.offset + record.extent.length
+    ]
+    finish([RecordChecker(around, fingerprints=manifest.files.fingerprints)], everything=True)

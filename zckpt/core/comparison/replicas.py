@@ -1,0 +1,255 @@
+"""Are the copies that ranks hold of one tensor equal, and are slices really slices?
+
+Asked before a conversion writes anything, as it reads tensors. What may be done if copies differ
+depends on the axis whose ranks hold them (`AXES`): some drift by nature, of others the user has to
+choose one, or their mean. A format's hints say how.
+
+Slices of a cut parameter never have equal moments. If they do, the rule that cuts it is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...errors import (
+    InconsistentCheckpoint,
+    Notice,
+    UnsupportedCheckpoint,
+    counted,
+    listed,
+    warning,
+)
+from ..checkpoint.dtypes import FLOATS
+from ..checkpoint.entries import Entry, Key
+from ..checkpoint.facts import UNCUT
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.placement import EP_RANK, STAGE, TENSOR_RANK, Placement
+from ..checkpoint.weights import is_optimizers
+from ..grouping import by_key
+from ..passes.loading import head
+from ..passes.plan import Match
+from . import masters
+from .compare import Result, compare
+
+SAMPLE = 1 << 14  # elements of each slice
+RANK0, MEAN = "rank0", "mean"
+"""What the user takes of copies that differ: --replicas."""
+OWN = "own"
+"""Nothing is taken: nothing is joined, and all copies stay."""
+
+
+class Ranks(Struct, frozen=True):
+    """The ranks of an axis, in words: `taken` is the copy that counts.
+
+    If their copies drift by nature, that one is taken, and a warning tells it.
+    """
+
+    words: str
+    taken: str
+    drift: bool = False
+
+
+AXES: Mapping[str, Ranks] = {
+    # DeepSpeed 0.19.8 sums a tied layer's `tied_weight_attr` alone over stages
+    STAGE: Ranks("stages", "the first stage's", drift=True),
+    # those of BLOOM's norms drifted (bigscience PR 271): a fault of the training
+    TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
+    EP_RANK: Ranks("ep ranks", "rank 0's"),
+}
+"""By the axis that a copy states; one without an axis is another tensor rank's."""
+
+Hints = Mapping[str, str]
+"""What the user may do if copies differ, by the axis whose ranks hold them."""
+
+
+def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
+    """Compares every copy with the tensor that is taken; gives warnings.
+
+    `chosen` says what is taken of copies that differ: RANK0, MEAN, or OWN, with which those that
+    drift by nature, and may be large, are not compared. Raises InconsistentCheckpoint if others
+    differ and nothing is chosen.
+    """
+    axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
+    matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
+    differing = [each for each in compare(matches, manifest, manifest).results if each.differs]
+    warnings: list[Notice] = []
+    for axis, ranks in axes.items():
+        own_axis = (each for each in differing if _axis(each.match.a) == axis)
+        lines = by_key((each.match.a.parameter, _line(each)) for each in own_axis)
+        if not lines:
+            continue
+        if ranks.drift or chosen in (RANK0, MEAN):
+            taken = "their mean" if not ranks.drift and chosen == MEAN else ranks.taken
+            warnings += [
+                warning(
+                    "copies-differ",
+                    f"the {ranks.words}' copies of {name} differ; {taken} is taken: "
+                    f"{listed(own, 3)}",
+                    subject=name,
+                )
+                for name, own in lines.items()
+            ]
+            continue
+        name, own = next(iter(lines.items()))
+        differ = (
+            f"{ranks.words} hold different copies of {counted(len(lines), 'parameter')} "
+            f"({listed(list(lines), 4)})"
+        )
+        example = f"{name}: {listed(own, 3)}"
+        if chosen is None:
+            message = f"{manifest.root}: {differ}: {example}"
+            raise InconsistentCheckpoint("copies-differ", message, hint=hints[axis], subject=name)
+        message = f"{differ}, and each rank keeps its own: {example}"
+        warnings.append(warning("copies-differ", message, subject=name))
+    return warnings
+
+
+def not_compared(manifest: Manifest) -> list[Notice]:
+    """The warning about what was not looked at, where no tensor was to be read."""
+    if not manifest.notices.uncompared:
+        return []
+    tensors = counted(manifest.notices.uncompared, "tensor")
+    message = (
+        f"not looked at: whether ranks hold different values of {tensors}. Their files state no "
+        "checksums, and no tensor was read; `zckpt verify` compares the bytes"
+    )
+    return [warning("not-compared", message)]
+
+
+def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
+    """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
+    _refuse_sums(manifest)
+    check_slices(manifest)
+    return compare_copies(manifest, chosen, hints)
+
+
+def copies_of(manifest: Manifest) -> Iterator[Match]:
+    """Every further copy of a tensor, with the one that is taken."""
+    for copy in manifest.replicas:
+        if copy.slot != "state" and copy.key in manifest.entries:
+            yield Match(copy, manifest.entries[copy.key])
+
+
+def compare_apart(manifest: Manifest) -> list[Notice]:
+    """Warnings of masters that begin differently on ranks whose copies drift by nature.
+
+    `manifest` has the ranks apart. A stage that uses a tied layer by a function saves no weight,
+    which would prove its masters.
+    """
+    matches = [
+        match
+        for model in manifest.models
+        for match in copies_of(model)
+        if match.a.slot == "master" and AXES[_axis(match.a)].drift
+    ]
+    results = masters.results_of(manifest, [*map(masters.beginning, matches)])
+    pairs = zip(matches, results, strict=True)
+    names = by_key((_axis(own.a), own.a.parameter) for own, result in pairs if result.differs)
+    return [
+        warning(
+            "copies-differ",
+            f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(own)), 4)} differ, and "
+            f"each {axis} keeps its own",
+            subject=own[0],
+        )
+        for axis, own in names.items()
+    ]
+
+
+def averaged(manifest: Manifest) -> Manifest:
+    """Each tensor of a parameter is the mean of the tensor ranks' copies, for --replicas mean.
+
+    A weight is the rounded mean of the masters, since the mean of rounded weights is another
+    number. Buffers are those of rank 0, and what drifts by nature is the copy that counts.
+    """
+    if (manifest.run.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
+        return manifest
+    copies: dict[Key, list[Entry]] = {}
+    for match in copies_of(manifest):
+        copy, taken = match.a, match.b
+        is_averaged = copy.parameter in manifest.parameters and copy.dtype in FLOATS
+        if taken is not None and is_averaged and not AXES[_axis(copy)].drift:
+            copies.setdefault(copy.key, [taken]).append(copy)
+    entries = {}
+    for key, entry in manifest.entries.items():
+        own = copies.get(key, [])
+        of_masters = copies.get((entry.parameter, "master"), own)
+        entries[key] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
+    return replace(manifest, entries=entries)
+
+
+def _axis(copy: Entry) -> str:
+    return copy.axis if copy.axis in AXES else TENSOR_RANK
+
+
+def _line(result: Result) -> str:
+    difference = result.difference
+    assert difference is not None
+    most = "" if difference.max_abs is None else f" by at most {difference.max_abs:.3g}"
+    if lost := sum(difference.nans):
+        most = f", {lost} of which {'is' if lost == 1 else 'are'} not a number (NaN) in one copy"
+    return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
+
+
+# -- slices
+
+
+def check_slices(manifest: Manifest) -> None:
+    """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts.
+
+    Second moments tell, unless they are all zero: a weight that was never trained proves nothing.
+    """
+    if len(manifest.models) < 2:
+        return
+    moments, placements = _moments(manifest.models), _placements(manifest)
+    wrong = [
+        name
+        for name, placement in placements.items()
+        if placement.is_cut and any(map(_are_equal, moments.get(name, ())))
+    ]
+    if wrong:
+        raise InconsistentCheckpoint(
+            "tp-rule-wrong",
+            f"{manifest.root}: the rule `{placements[wrong[0]].text}` cuts {listed(wrong)} over "
+            "tensor ranks, but all ranks hold the same values",
+            hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
+            file=manifest.root,
+        )
+
+
+def _refuse_sums(manifest: Manifest) -> None:
+    """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
+    if sums := [name for name, own in _placements(manifest).items() if own.is_sum]:
+        raise UnsupportedCheckpoint(
+            "grid-unsupported",
+            f"{manifest.root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is "
+            "the sum of the parts; zckpt does not add tensors",
+            hint="`reshard --dp` and `--pp` keep the parts. With the rule `replicated` "
+            "(--tp-rules) and --replicas rank0 you get the part of tensor rank 0",
+            file=manifest.root,
+        )
+
+
+def _placements(manifest: Manifest) -> Mapping[str, Placement]:
+    """How the ranks held each parameter; none if slices were not joined."""
+    return (manifest.run.tensor_parallel or UNCUT).placements
+
+
+def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
+    """By parameter, all ranks' tensors of each state of the optimizer, where shapes are equal."""
+    moments: dict[str, list[list[Entry]]] = {}
+    for key, entry in ranks[0].entries.items():
+        each = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []
+        known = [item for item in each if item is not None]
+        if len(known) == len(ranks) and len({item.shape for item in known}) == 1:
+            moments.setdefault(entry.parameter, []).append(known)
+    return moments
+
+
+def _are_equal(slices: Sequence[Entry]) -> bool:
+    """Whether all slices begin with the same numbers, and these are not all zero."""
+    first, *others = (head(entry, SAMPLE) for entry in slices)
+    return any(first) and all(first == other for other in others)

@@ -1,0 +1,321 @@
+"""Which bytes of a source go where in a target, and which tensors of two checkpoints compare?
+
+Both are joins of two manifests. Nothing here opens a file. The plan of a copy is lazy, one target
+file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...errors import MissingData, UnsupportedCheckpoint
+from ..checkpoint.cast import CASTABLE
+from ..checkpoint.dtypes import NUMBERS, SIZES
+from ..checkpoint.entries import Entry, Key
+from ..checkpoint.manifest import Manifest, slot_key
+from ..checkpoint.weights import WEIGHTS, WIDE, counterpart, weight_of
+from ..storage.fragments import Fragment, Slices
+
+
+class Pair(Struct, frozen=True):
+    """An entry of the target, and the entry of the source that supplies its elements.
+
+    `rank` is the place of its model rank among those that are not joined.
+    """
+
+    source: Entry
+    target: Entry
+    rank: int = 0
+
+
+class TargetPiece(Struct, frozen=True):
+    """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
+
+    If `count` is above one, the piece is that many runs of equal length. They follow each other in
+    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride). If the edge
+    of a chunk cuts the piece, another one has the rest, and `is_cut` is True.
+    """
+
+    offset: int
+    start: int
+    stop: int
+    pair: Pair
+    count: int = 1
+    stride: int = 0
+    is_cut: bool = False
+
+    @property
+    def end(self) -> int:
+        numel = (self.stop - self.start) * self.count
+        return self.offset + numel * SIZES[self.pair.target.dtype]
+
+    def runs(self) -> Iterator[TargetPiece]:
+        """Each run as its own piece."""
+        length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
+        for number in range(self.count):
+            first = number * self.stride
+            offset = self.offset + number * length
+            yield TargetPiece(offset, self.start + first, self.stop + first, self.pair)
+
+
+class Chunk(Struct, frozen=True):
+    """Bytes [offset, offset + length) of a target file, and the pieces in them, in order."""
+
+    file: str
+    offset: int
+    length: int
+    pieces: Sequence[TargetPiece]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
+    """Pairs every entry and every replica of the target with an entry of the source.
+
+    Model ranks that are not joined are those of both, in order. `weights` says which entry supplies
+    a weight; `from_masters` casts all of them from their masters. Raises MissingData.
+    """
+    pairs = []
+    for rank, (own, its) in enumerate(zip(source.each, target.each, strict=True)):
+        owners = own.owners
+        for entry in (*its.entries.values(), *its.replicas):
+            name = owners.get(entry.parameter, entry.parameter)
+            pairs.append(Pair(_source_of(entry, name, own, from_masters), entry, rank))
+    return pairs
+
+
+def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
+    """The entry that supplies `entry`; the source calls its parameter `name`."""
+    origin: Entry | None
+    if entry.slot in WEIGHTS:
+        weight = weight_of(source.entries, name)
+        origin = weight.supply(entry.slot, entry.dtype, from_masters)
+    else:
+        origin = source.entries.get((name, entry.slot))
+    if origin is None:
+        lacking = source.titled(entry.parameter)
+        raise MissingData(
+            "state-missing", f"the source holds no {slot_key(entry.slot)} of {lacking}"
+        )
+    if origin.shape != entry.shape:
+        raise MissingData(
+            "ranks-disagree",
+            f"{source.titled(entry.name)} has shape {origin.shape} in the source and {entry.shape} "
+            "in the target",
+        )
+    if origin.dtype != entry.dtype and not {origin.dtype, entry.dtype} <= {*CASTABLE}:
+        raise UnsupportedCheckpoint(
+            "type-unsupported",
+            f"{origin.name} is of type {origin.dtype}, which zckpt does not turn into "
+            f"{entry.dtype}",
+            hint="without --dtype, `--to dcp`, `--to gathered` and `--to universal` keep each type",
+        )
+    return origin
+
+
+class Match(Struct, frozen=True):
+    """Two entries that should hold the same elements; if `b` is None, `a` is only read.
+
+    `how` they are compared:
+        bits        as bytes
+        rounded     the wider one, a master weight, is first rounded to the other's type
+        values      as numbers, since their types differ
+        types       not at all, since a type is not a number
+        shapes      not at all, since the shapes differ
+    `copy` is True for a further copy of a compared tensor: another rank's, or a tied weight's.
+    """
+
+    a: Entry
+    b: Entry | None = None
+    how: str = "bits"
+    copy: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the elements can be compared."""
+        return self.how in ("bits", "rounded", "values")
+
+    @property
+    def rounds_a(self) -> bool:
+        """Whether `a` is rounded to the type of `b`, not `b` to that of `a`."""
+        if self.how != "rounded" or self.b is None:
+            return False
+        return SIZES[self.a.dtype] > SIZES[self.b.dtype]
+
+    @property
+    def compared(self) -> Entry:
+        """The narrower entry if the other one is rounded to its type, else `a`."""
+        return self.b if self.rounds_a and self.b is not None else self.a
+
+    @property
+    def name(self) -> str:
+        """The name of the compared entry."""
+        return self.compared.name
+
+
+def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
+    """The entries that two checkpoints share, in the order of `a`; keys that only `a` or `b` has.
+
+    An F32 weight of a module whose engine keeps no masters matches a master weight. A weight of
+    fewer bits matches the master that it was rounded from. A tied weight has the name that `a` has.
+    """
+    names = _names_in(a, b)
+    ours, theirs = a.entries, _renamed(b, a, names)
+    found = (_counterpart(entry, theirs, ours) for entry in ours.values())
+    matches = [item for item in found if item is not None]
+    taken = {id(entry) for item in matches for entry in (item.a, item.b)}
+    owners = {alias: names.get(first, first) for alias, first in b.owners.items()} | names
+    for entry in (*ours.values(), *theirs.values()):  # a tied weight that one side stores twice
+        is_ours = ours.get(entry.key) is entry
+        owner = owners.get(entry.parameter, "")
+        same = (theirs if is_ours else ours).get((owner, entry.slot))
+        if id(entry) not in taken and same is not None:
+            matches.append(of_copies(entry, same) if is_ours else of_copies(same, entry))
+            taken.add(id(entry))
+    for entry in theirs.values():
+        if id(entry) in taken:
+            continue
+        counterpart = _counterpart(entry, ours, theirs)
+        if counterpart is not None and counterpart.b is not None:
+            matches.append(replace(counterpart, a=counterpart.b, b=counterpart.a))
+            taken |= {id(counterpart.a), id(counterpart.b)}
+    only_a, only_b = (
+        [
+            key
+            for key, entry in side.items()
+            # two weights of few bits that one master was rounded to are not compared themselves
+            if id(entry) not in taken and id(other.get(key)) not in taken
+        ]
+        for side, other in ((ours, theirs), (theirs, ours))
+    )
+    return matches, only_a, only_b
+
+
+def of_copies(a: Entry, b: Entry) -> Match:
+    """The match of a further copy of a tensor with another one."""
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return Match(a, b, "bits" if alike else "shapes", copy=True)
+
+
+def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
+    """What `a` calls a tied weight, by what else it may be called there, or is called in `b`."""
+    second = {
+        first: alias
+        for alias, first in reversed(b.owners.items())
+        if alias in a.parameters and first not in a.parameters
+    }
+    return second | a.owners
+
+
+def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
+    """The entries of `b`; a tied weight has the name that `a` has for it, if it is stored once."""
+    entries: dict[Key, Entry] = {}
+    for own, entry in b.entries.items():
+        key = names.get(entry.parameter, entry.parameter), entry.slot
+        known = entry.parameter in a.parameters or key in b.entries or key in entries
+        entries[own if known else key] = entry
+    return entries
+
+
+def _counterpart(
+    entry: Entry, others: Mapping[Key, Entry], own: Mapping[Key, Entry]
+) -> Match | None:
+    """The match of `entry` on the other side: of the same type, else what it was rounded from."""
+    same = others.get(entry.key)
+    if same is not None and same.dtype == entry.dtype:
+        return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
+    weight = weight_of(own, entry.parameter)
+    if entry.slot in WEIGHTS:
+        known = counterpart(entry, weight_of(others, entry.parameter), weight)
+        if known is not None:
+            return Match(entry, *known)
+    has_master = weight.master is not None and weight.master.dtype in WIDE
+    if same is None or (entry.slot == "param" and has_master):
+        return None
+    if same.shape != entry.shape:
+        return Match(entry, same, "shapes")
+    return Match(entry, same, "values" if {entry.dtype, same.dtype} <= NUMBERS else "types")
+
+
+def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
+    """The target files, and a function that gives the pieces of one in the order of their bytes."""
+    listed: dict[str, list[tuple[Pair, Fragment]]] = {}
+    # by the identity of the flats that many tensors share
+    sliced: dict[int, list[tuple[Pair, Slices]]] = {}
+    slices_in: dict[str, list[tuple[int, int]]] = {}
+    for pair in pairs:
+        fragments = pair.target.fragments
+        if type(fragments) is Slices:  # isinstance takes long: a sequence has an abstract class
+            flats = id(fragments.flats)
+            if flats not in sliced:
+                for rank, flat in enumerate(fragments.flats):
+                    slices_in.setdefault(flat.file, []).append((flats, rank))
+            sliced.setdefault(flats, []).append((pair, fragments))
+        else:
+            for fragment in fragments:
+                listed.setdefault(fragment.extent.file, []).append((pair, fragment))
+
+    def pieces_of(file: str) -> list[TargetPiece]:
+        pieces = [
+            TargetPiece(each.extent.offset, each.start, each.stop, pair, each.count, each.stride)
+            for pair, each in listed.get(file, ())
+        ]
+        for flats, rank in slices_in.get(file, ()):
+            pieces += [
+                TargetPiece(*slices.slice_of(rank), pair)
+                for pair, slices in sliced[flats]
+                if rank < slices.filled
+            ]
+        pieces.sort(key=_offset)
+        return pieces
+
+    return list(dict.fromkeys((*listed, *slices_in))), pieces_of
+
+
+def chunks(
+    file: str, within: tuple[int, int], pieces: Sequence[TargetPiece], chunk: int
+) -> Iterator[Chunk]:
+    """Bytes [start, stop) of a target file in chunks of `chunk` bytes; edges of chunks cut pieces.
+
+    An edge never splits an element, since every format aligns tensors to their elements.
+    """
+    begin, stop = within
+    first = bisect_right(pieces, begin, key=_end)
+    for offset in range(begin, stop, chunk):
+        end = min(offset + chunk, stop)
+        last = bisect_left(pieces, end, first, key=_offset)
+        inside = list(pieces[first:last])
+        # only the outer ones may reach over an edge: pieces do not overlap
+        if inside and inside[0].offset < offset:
+            inside[:1] = _clipped(inside[0], offset, end)
+        if inside and inside[-1].end > end:
+            inside[-1:] = _clipped(inside[-1], offset, end)
+        first = last - 1 if last > first and pieces[last - 1].end > end else last
+        yield Chunk(file, offset, end - offset, inside)
+
+
+_offset, _end = attrgetter("offset"), attrgetter("end")
+
+
+def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
+    """The part of a piece in bytes [offset, end) of its file; cut runs stand alone."""
+    size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
+    assert (max(piece.offset, offset) - piece.offset) % size == 0, piece
+    # elements of the piece, counted as they lie in the file
+    position = max(0, offset - piece.offset) // size
+    last = length * piece.count - max(0, piece.end - end) // size
+    while position < last:
+        run, skipped = divmod(position, length)
+        count = 1 if skipped else max(1, (last - position) // length)
+        start = piece.start + run * piece.stride + skipped
+        stop = start + min(length - skipped, last - position)
+        at = piece.offset + position * size
+        yield TargetPiece(at, start, stop, piece.pair, count, piece.stride, is_cut=True)
+        position += count * (stop - start)

@@ -1,0 +1,111 @@
+"""What may a command use to move bytes: how many threads, how much memory?"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from msgspec import Struct
+
+from ...errors import WrongOption
+from .pooling import SINGLE, Pool
+
+Progress = Callable[[int], None]
+"""Is called with the number of bytes that were processed since the last call."""
+Begin = Callable[[int], Progress]
+"""Is called once with the number of bytes to come; returns the function to report them to."""
+Describe = Callable[[str], None]
+"""Is called with what is being done now: "writing master.safetensors, 3 of 9 files"."""
+Tell = Callable[[Sequence[dict[str, Any]]], None]
+"""Is called with the warnings of a conversion, before its first byte is written."""
+
+
+def describe(progress: Progress | None, text: str) -> None:
+    """Says what is being done to a progress function that has a method `describe` to show it."""
+    show: Describe | None = getattr(progress, "describe", None)
+    if show is not None:
+        show(text)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Stops the garbage collector while records are made that are all kept: it finds nothing.
+
+    It would look at all of them again and again: a quarter of the time of a large checkpoint.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Copying(Struct, frozen=True):
+    """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
+
+    `pool` are the processes that share a comparison.
+    """
+
+    jobs: int = 4
+    memory: int = 256 << 20
+    io: str = "auto"
+    pool: Pool = SINGLE
+
+    def __post_init__(self) -> None:
+        if self.memory < 2 * self.jobs << 20:
+            raise WrongOption(
+                "option-invalid",
+                f"{self.jobs} jobs need {2 * self.jobs} MiB of memory",
+                hint="raise --memory, or lower --jobs",
+            )
+
+
+DEFAULT_COPYING = Copying()
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+READING_JOBS = min(4, max(2, processors()))
+"""Threads that only read: they never wait for a write, so more than processors take turns."""
+
+
+def free_memory() -> int:
+    """Bytes that this process may still fill: of the machine, and of the control group it is in."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (kibibytes := re.search(r"MemAvailable: +(\d+) kB", _text("/proc/meminfo"))) is not None:
+        free = int(kibibytes[1]) << 10
+    for group in re.findall(r"^0::(/.*)$", _text("/proc/self/cgroup"), re.MULTILINE):
+        most, used = (_text(f"/sys/fs/cgroup{group}/memory.{name}") for name in ("max", "current"))
+        if most.strip().isdecimal() and used.strip().isdecimal():
+            free = min(free, max(0, int(most) - int(used)))
+    return free
+
+
+def _text(path: str) -> str:
+    """What the system says in a file; nothing if it has no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def own_rank() -> int:
+    """This process's number among those of a launch, by the variables of torchrun; else 0.
+
+    RANK alone proves nothing: in many clusters every shell has one.
+    """
+    texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    rank, size = (int(text) if text.isdecimal() else 0 for text in texts)
+    return rank if rank < size else 0

@@ -1,0 +1,381 @@
+"""How do the manifests of several ranks become one along an axis, and what contradicts?
+
+Each rank has been read as a checkpoint by itself. A table says how its tensors are parts of whole
+ones: they become boxes of these, and no byte is read. Groups, steps, counters and loss scales must
+be those of one save. What a program keeps per rank is the first one's, and the rest is listed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from math import prod
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from ...errors import InconsistentCheckpoint, Notice, UnsupportedCheckpoint, listed, note
+from ..checkpoint import slicing
+from ..checkpoint.agreement import KEEP, Step, agree
+from ..checkpoint.dtypes import SIZES
+from ..checkpoint.entries import Entry, Key, name_of
+from ..checkpoint.inert import alike, to_json
+from ..checkpoint.manifest import Manifest, Parameter
+from ..checkpoint.optimizer_states import (
+    OF_NO_PARAMETER,
+    OF_OTHERS,
+    StateRow,
+    States,
+    of_parameters,
+    unsupported,
+    with_states,
+)
+from ..checkpoint.placement import Table
+from ..checkpoint.states import NO_PARAMETER, REASONS, tensors_in
+from ..checkpoint.weights import WEIGHTS
+from ..grouping import by_key
+
+T = TypeVar("T")
+Groups = tuple[dict[str, Any], ...] | None
+OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Files.rank_keys
+
+
+def merge(
+    ranks: Sequence[Manifest],
+    table: Table,
+    policy: str | None = None,
+    beside: Manifest | None = None,
+) -> Manifest:
+    """The whole of `ranks`; parameters stand by group, entries as ranks have them.
+
+    `beside` has tensors of no single rank, such as those in files of layers: they come first.
+    Raises InconsistentCheckpoint if ranks contradict each other, or are of different saves.
+    """
+    whole = united(ranks)
+    ranks, groups = numbered_alike(ranks)
+    steps = agreed_steps(ranks, policy)
+    ranks = [with_steps(rank, steps) for rank in ranks]
+    every = [*([] if beside is None else [beside]), *ranks]
+    entries: dict[Key, Entry] = {}
+    copies: list[Entry] = []
+    for key, held in _held(every, ranks[0]).items():
+        entries[key], *further = tensor(key, held, table, whole.root)
+        copies += further
+    parameters, numbers = _parameters(every, table, whole.root)
+    fullest = max(ranks, key=lambda rank: len(rank.groups or ()))  # others may have dropped some
+    state = {**whole.state, "module": _names(rank.state["module"] for rank in every)}
+    if (scheduler := fullest.state.get("lr_scheduler")) is not None:
+        state["lr_scheduler"] = scheduler
+    return whole.replace(
+        entries=entries,
+        parameters=parameters,
+        buffers=tuple(_names(rank.buffers for rank in every)),
+        groups=groups,
+        state=state,
+        replicas=tuple(copies),
+        states=States((*numbers, *_states(ranks, table.word), *_of_run(whole))),
+        paths=(*whole.files.paths, *(() if beside is None else beside.files.paths)),
+        records=(*whole.files.records, *(() if beside is None else beside.files.records)),
+    )
+
+
+def in_order(manifest: Manifest) -> Manifest:
+    """With entries in the order of parameters and buffers; states last."""
+    names = (*manifest.parameters, *manifest.buffers)
+    place = {name: number for number, name in enumerate(names)}
+    entries = sorted(
+        manifest.entries.values(),
+        key=lambda entry: len(names) if entry.slot == "state" else place[entry.parameter],
+    )
+    return replace(manifest, entries={entry.key: entry for entry in entries})
+
+
+def _names(each: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(chain.from_iterable(each)))
+
+
+# -- tensors
+
+
+def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
+    """The whole tensor, and each further copy of it, from those that each rank holds.
+
+    Raises InconsistentCheckpoint for other types or shapes, and if a rank lacks its slice.
+    """
+    name, (parameter, slot) = name_of(key), key
+    cut = table.cuts.get(parameter)
+    known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
+    if len(dtypes := {entry.dtype for entry in known}) > 1:
+        raise InconsistentCheckpoint(
+            "ranks-disagree",
+            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}",
+            file=root,
+            subject=name,
+        )
+    if cut is None:
+        if len({entry.shape for entry in known}) > 1:
+            message = f"{root}: the copies of {name} have other shapes"
+            raise InconsistentCheckpoint("ranks-disagree", message)
+        return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
+    for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
+        if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
+            raise InconsistentCheckpoint(
+                "ranks-disagree",
+                f"{root}: {table.word} {rank} lacks {name}, or has it in another size",
+                file=root,
+                subject=name,
+            )
+    size, wholes = SIZES[known[0].dtype], []
+    for copy in range(min(len(own) for own in held if own)):
+        slices = [own[copy].fragments if own else None for own in held]
+        axis = next(own[copy].axis for own in held if own)
+        for holder in range(cut.slicing.copies):
+            fragments = slicing.joined(cut.slicing, slices, size, holder)
+            of_copy = axis or (table.word if holder else "")
+            wholes.append(Entry(*key, known[0].dtype, cut.shape, fragments, axis=of_copy))
+    return wholes if cut.placement.agree(slot in WEIGHTS) else wholes[:1]
+
+
+def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
+    """By key, what each rank holds of a tensor: the one that counts for it, then copies.
+
+    Tensors of the state are those of the first rank, and their copies.
+    """
+    held: dict[Key, list[list[Entry]]] = {}
+    for number, rank in enumerate(every):
+        for entry in chain(rank.entries.values(), rank.replicas):
+            if entry.slot == "state" and not entry.parameter.startswith(f"{OF_OTHERS}."):
+                own = first.entries.get(entry.key)
+                if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
+                    continue
+            held.setdefault(entry.key, [[] for _ in every])[number].append(entry)
+    return held
+
+
+# -- parameters, their groups and steps
+
+
+def _parameters(
+    ranks: Sequence[Manifest], table: Table, root: str
+) -> tuple[dict[str, Parameter], list[StateRow]]:
+    """The parameters of the whole, trained ones by group, then frozen ones; and their numbers."""
+    parameters, numbers = {}, {}
+    held = by_key(
+        (name, (item, rank.states.scalars.get(name, {})))
+        for rank in ranks
+        for name, item in rank.parameters.items()
+    )
+    for name, copies in held.items():
+        cut = table.cuts.get(name)
+        shape = copies[0][0].shape if cut is None else cut.shape
+        wholes = [
+            (replace(each, shape=each.shape if cut is None else shape), scalars)
+            for each, scalars in copies
+            if 0 in shape or 0 not in each.shape  # no optimizer owns an empty slice
+        ]
+        if any(each != wholes[0] for each in wholes):
+            raise InconsistentCheckpoint(
+                "ranks-disagree",
+                f"{root}: {table.word}s differ in the shape, the group, the step or the numbers of "
+                f"{name}",
+                file=root,
+                subject=name,
+            )
+        parameters[name], numbers[name] = wholes[0]
+    order = sorted(parameters.items(), key=lambda item: (not item[1].trainable, item[1].group or 0))
+    return dict(order), of_parameters("number", numbers)
+
+
+def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
+    """The manifests with one numbering of groups, and these groups.
+
+    A rank may have dropped groups of which it has no parameter. So its groups are some of all, in
+    the same order, and known by their hyper-parameters. Raises UnsupportedCheckpoint if these do
+    not tell which ones.
+    """
+    groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
+    every = [to_json(group) for group in groups]
+    if any(manifest.groups is None for manifest in ranks):
+        return list(ranks), None
+    renumbered = []
+    for manifest in ranks:
+        own = [to_json(group) for group in manifest.groups or ()]
+        places = _places(own, every)
+        if -1 in places:
+            raise InconsistentCheckpoint(
+                "ranks-disagree",
+                f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
+                "ranks",
+            )
+        if places != [len(every) - 1 - n for n in _places(own[::-1], every[::-1])][::-1]:
+            raise UnsupportedCheckpoint(
+                "grid-unsupported",
+                f"{manifest.root}: a stage of the pipeline has {len(own)} of {len(groups)} groups, "
+                "and their hyper-parameters do not tell which",
+                hint="give each group of the optimizer other hyper-parameters, such as a name",
+                file=manifest.root,
+            )
+        parameters = {
+            name: item if item.group is None else replace(item, group=places[item.group])
+            for name, item in manifest.parameters.items()
+        }
+        renumbered.append(replace(manifest, parameters=parameters))
+    return renumbered, tuple(groups)
+
+
+def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
+    """The first places that groups can have among all groups, in order; -1 if they have none."""
+    rest = iter(enumerate(groups))
+    return [next((place for place, group in rest if group == own), -1) for own in some]
+
+
+def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
+    """The step of each parameter that has one, whose groups have one numbering.
+
+    It has one wherever it is. So has a group, whose parameters an optimizer updates together,
+    unless a rank counts each by itself. Raises InconsistentCheckpoint if ranks differ, and no
+    policy decides; with `keep` each parameter keeps its own.
+    """
+    stated: dict[str | int | None, dict[Step, str]] = {}
+    groups: dict[str, int | None] = {}
+    counts_each: set[int | None] = set()
+    for rank in ranks:
+        file, of_group = _file_of(rank), dict[int | None, set[Step]]()
+        for name, item in rank.parameters.items():
+            if item.step is not None:
+                groups[name] = item.group
+                of_group.setdefault(item.group, set()).add(item.step)
+                for key in (name, item.group):
+                    stated.setdefault(key, {}).setdefault(item.step, f"{name}, {file}")
+        counts_each |= {group for group, steps in of_group.items() if len(steps) > 1}
+    alone = {*groups.values()} if policy == KEEP else counts_each
+    agreed = {
+        key: agree([(where, step) for step, where in places.items()], policy)
+        for key, places in stated.items()
+        if key not in alone
+    }
+    steps = {name: agreed[name if group in alone else group] for name, group in groups.items()}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
+    """The manifest with these steps of its parameters that have one."""
+    parameters = {
+        name: item if item.step is None else replace(item, step=steps[name])
+        for name, item in manifest.parameters.items()
+    }
+    return replace(manifest, parameters=parameters)
+
+
+# -- what is not of parameters
+
+
+def united(ranks: Sequence[Manifest]) -> Manifest:
+    """The first rank, with what all of them have together, whatever the axis.
+
+    Its tensors and parameters are its own still. Its states lack numbers that ranks have of their
+    own: these are not read. Raises InconsistentCheckpoint for mixed saves.
+    """
+    first = ranks[0]
+    for other in ranks[1:]:
+        for what, of_all in (("its counters", _counters), ("its loss scale", _of_optimizer)):
+            if of_all(other) != of_all(first):
+                raise InconsistentCheckpoint(
+                    "ranks-disagree", f"{_file_of(other)} differs from {_file_of(first)} in {what}"
+                )
+    of_ranks, omitted = _own_values(ranks)
+    return first.replace(
+        place=None,
+        states=_of_first(ranks),
+        of_ranks=of_ranks,
+        layout={name: values for each in ranks for name, values in each.files.layout.items()},
+        paths=tuple(_names(each.files.paths for each in ranks)),
+        records=_together(each.files.records for each in ranks),
+        steps=_together(each.run.steps for each in ranks),
+        omitted=_together([*(each.notices.omitted for each in ranks), omitted]),
+        warnings=_together(each.notices.warnings for each in ranks),
+        inferred=tuple(_names(each.notices.inferred for each in ranks)),
+    )
+
+
+def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
+    """What ranks have, each once."""
+    return tuple(dict.fromkeys(chain.from_iterable(of_each)))
+
+
+def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
+    """Other values of parameters of all ranks, and what is not read.
+
+    Its tensors have names that no other rank's have.
+    """
+    others = {name: own for rank in ranks for name, own in rank.states.others.items()}
+    rows = of_parameters("other", others)
+    for number, rank in enumerate(ranks):
+        for row in rank.states.of_form("unsupported"):
+            rank_word = f"{word} {number}"
+            own = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in row.tensors)
+            rows.append(replace(row, tensors=tuple(own)))
+    return rows
+
+
+def _of_run(whole: Manifest) -> States:
+    return whole.states.without_form("number", "other")
+
+
+def _counters(manifest: Manifest) -> object:
+    return to_json(manifest.state.get("counters") or {})
+
+
+def _of_optimizer(manifest: Manifest) -> object:
+    """Without what is of single parameters, of which each stage has others, or of no parameter."""
+    kept = manifest.states.of_form("partition", "estimate")
+    state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
+    own = state.get("optimizer") or {}
+    return to_json({key: value for key, value in own.items() if key != "members"})
+
+
+def _of_first(ranks: Sequence[Manifest]) -> States:
+    """The first rank's states; numbers of no parameter in which ranks differ are not read."""
+    rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
+    gone: list[StateRow] = []
+    for form in OF_NO_PARAMETER:
+        stated = [rank.states.numbers(form) for rank in ranks]
+        for key in dict.fromkeys(chain.from_iterable(stated)):
+            values = [own.get(key) for own in stated]
+            if not all(alike(value, values[0]) for value in values):
+                gone.append(unsupported(key, (NO_PARAMETER,), REASONS[form], values, ()))
+            elif key in stated[0]:
+                rows.append(StateRow(key, form, value=values[0]))
+    return States((*rows, *gone))
+
+
+def _file_of(manifest: Manifest) -> str:
+    return manifest.files.stated_in or manifest.root
+
+
+def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
+    """What files of further ranks state otherwise than those of the first; and lines about that.
+
+    A tensor in the client state is left out too: it may be a rank's own random state.
+    """
+    differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
+    keys = (*ranks[0].files.rank_keys, *OF_RANKS)
+    first = {key: to_json(ranks[0].state.get(key)) for key in keys}
+    lines: set[str] = set()
+    for other in ranks[1:]:
+        stated = {key: to_json(other.state.get(key)) for key in keys}
+        if own := {key: value for key, value in stated.items() if value != first[key]}:
+            name = os.path.basename(_file_of(other))
+            differing[name] = {**own, **differing.get(name, {})}
+        lines |= {key for key in ranks[0].files.rank_keys if key in own}
+        ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
+        for key in ours.keys() | theirs.keys():
+            value = theirs.get(key)
+            if value is ours.get(key):  # of the same file
+                continue
+            if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
+                lines.add(f"client_state {key!r}")
+    return differing, [
+        note("rank-state-omitted", f"{line} of model ranks other than 0") for line in sorted(lines)
+    ]

@@ -1,0 +1,139 @@
+"""How does an engine cut its tensors over ranks?
+
+The function `partitions(path)` of a format answers by the engine's own rule. It does not use the
+fragments of the format's manifest: `verify --gather` proves one against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from msgspec import Struct
+
+from ..checkpoint.dtypes import SIZES
+from ..checkpoint.entries import Key
+from ..storage.fragments import Extent
+
+UNNAMED: Key = "", ""
+"""The key of a tensor that has no name yet."""
+
+
+class FlatMember(Struct, frozen=True):
+    """One tensor that begins at element `first` of a flat buffer."""
+
+    key: Key
+    shape: tuple[int, ...]
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Partitioned(Struct, frozen=True):
+    """A flat buffer; every rank holds a part of it, in the order of the ranks.
+
+    Without `interleaved`, the buffer is the concatenation of the parts, and a member's `first`
+    counts in the buffer. With `interleaved`, every member is padded and cut into one equal slice
+    per rank, and `first` counts in each rank's part.
+    """
+
+    dtype: str
+    ranks: tuple[Extent, ...]
+    members: Sequence[FlatMember]
+    interleaved: bool = False
+
+    def extent(self, rank: int) -> Extent:
+        """A rank's part."""
+        return self.ranks[rank]
+
+    def length(self, rank: int) -> int:
+        """Elements of a rank's part."""
+        return self.ranks[rank].length // SIZES[self.dtype]
+
+    def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+        """Elements [start, stop) of a segment, as far as a rank's part reaches."""
+        return start, min(stop, self.length(rank))
+
+
+class Whole(Struct, frozen=True):
+    """A tensor that one file holds whole; `extent` reaches from its first element to its last.
+
+    `strides` count elements; they are None if the tensor is row-major.
+    """
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+    strides: tuple[int, ...] | None = None
+
+
+class BoxPart(Struct, frozen=True):
+    """One rank's elements of a tensor: of the box [offset, offset + size) along every axis.
+
+    `extent` has the elements of the box in row-major order, from element `first` of the box on: all
+    of them, or a range. If `strides` are given, which count elements, the box is not row-major:
+    `extent` reaches from its first element to its last, and has all of them.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: Extent
+    first: int = 0
+    strides: tuple[int, ...] | None = None
+
+
+class Joined(Struct, frozen=True):
+    """A tensor whose ranks have a box of it each, cut along any axes, in any sizes.
+
+    The parts may be listed in any order. Together they have every element once.
+    """
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[BoxPart, ...]
+
+    @property
+    def ranks(self) -> tuple[BoxPart, ...]:
+        return self.parts
+
+    def extent(self, rank: int) -> Extent:
+        """A rank's part."""
+        return self.parts[rank].extent
+
+    def length(self, rank: int) -> int:
+        """Elements of a rank's part."""
+        return self.parts[rank].extent.length // SIZES[self.dtype]
+
+    def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+        """Elements [start, stop) of a segment, as far as a rank's part reaches."""
+        return start, min(stop, self.length(rank))
+
+    @property
+    def line(self) -> int:
+        """Elements of the shortest line: what is contiguous in the tensor and in a part."""
+        filled = (part for part in self.parts if part.extent.length)
+        return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
+
+    def inner(self, part: BoxPart) -> int:
+        """The last axis along which a box is cut."""
+        axes = range(len(self.shape))
+        return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
+
+
+class Nameless(Struct, frozen=True):
+    """A tensor of slot `slot` whose parameter no file names: an optimizer knows it by number.
+
+    It gets the name that the format's reader gives to the tensor of this slot, type and shape which
+    begins at the same byte. The rule proves its elements then, and not its name.
+    """
+
+    slot: str
+    tensor: Joined | Whole
+
+
+Named = Partitioned | Joined | Whole
+Partition = Named | Nameless

@@ -1,0 +1,93 @@
+"""Which bytes of source files are read with other values than they have on the disk?
+
+A checkpoint is mended by such corrections: inside of `corrected`, every reader sees the files as
+they were before they were damaged, and a copy of them has the corrected bytes. No file is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from msgspec import Struct
+
+from ..grouping import by_key
+from . import byte_sources, sources
+from .byte_sources import ByteSource
+
+
+class Correction(Struct, frozen=True):
+    """Bytes of `file` at `offset`: those `before`, and those that a reader gets."""
+
+    file: str
+    offset: int
+    before: bytes
+    after: bytes
+
+    @classmethod
+    def of_bit(cls, file: str, offset: int, bit: int, byte: int) -> Correction:
+        """One bit of the byte at `offset`, which is `byte` now, is flipped back."""
+        return cls(file, offset, bytes([byte]), bytes([byte ^ 1 << bit]))
+
+    @property
+    def undone(self) -> Correction:
+        """What takes it back."""
+        return Correction(self.file, self.offset, self.after, self.before)
+
+
+@contextmanager
+def corrected(corrections: Iterable[Correction]) -> Iterator[None]:
+    """Inside the block, the files are read with these corrections; may be nested.
+
+    Raises as `sources.open_file`.
+    """
+    by_file = by_key((each.file, each) for each in corrections)
+    with ExitStack() as stack:
+        for path, own in by_file.items():
+            number = sources.open_file(path)
+            stack.callback(sources.close, number)
+            below = byte_sources.of(number)
+            fingerprint = byte_sources.register(path, _Corrected(number, below, own))
+            stack.callback(_end, fingerprint, below)
+        yield
+
+
+def _end(fingerprint: byte_sources.Fingerprint, below: ByteSource | None) -> None:
+    if below is None:
+        byte_sources.forget(fingerprint)
+    else:
+        byte_sources.restore(fingerprint, below)
+
+
+class _Corrected:
+    """The bytes of one open file, or of what lies `below` it, with corrections."""
+
+    def __init__(self, file: int, below: ByteSource | None, own: Sequence[Correction]) -> None:
+        self._file, self._below, self._own = file, below, own
+
+    def pread(self, length: int, offset: int) -> bytes:
+        if self._below is not None:
+            data = bytearray(self._below.pread(length, offset))
+        else:
+            data = bytearray()
+            while more := os.pread(self._file, length - len(data), offset + len(data)):
+                data += more
+        self._correct(memoryview(data), offset)
+        return bytes(data)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        if self._below is not None:
+            count = self._below.read_into(view, offset)
+        else:
+            count = os.preadv(self._file, (view,), offset)
+        self._correct(view[:count], offset)
+        return count
+
+    def _correct(self, view: memoryview, offset: int) -> None:
+        for each in self._own:
+            start = max(each.offset, offset)
+            stop = min(each.offset + len(each.after), offset + len(view))
+            if start < stop:
+                part = each.after[start - each.offset : stop - each.offset]
+                view[start - offset : stop - offset] = part

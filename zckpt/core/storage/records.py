@@ -1,0 +1,242 @@
+"""Do the bytes that were read have the CRC-32s that their files state?
+
+As soon as all bytes of a record have been read, in any order, their CRC-32 is compared with the one
+that the file states.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MappingProxyType
+
+from msgspec import Struct
+
+from ...errors import RESTORABLE, CorruptCheckpoint
+from .checksum import Cover, crc32
+from .fileio import Buffer, Reader
+from .fragments import Extent, Record
+from .sources import Fingerprints
+
+LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
+
+
+class RecordCounts(Struct):
+    """How many records were checked, or not; `bare` counts the unchecked that have no CRC-32."""
+
+    checked: int = 0
+    unchecked: int = 0
+    bare: int = 0
+
+    def report(self) -> dict[str, int]:
+        """As the reports of all commands have it."""
+        own = {"checked": self.checked, "unchecked": self.unchecked}
+        return own | {"without_checksum": self.bare}
+
+
+class Damage(Struct, frozen=True):
+    """A record whose bytes have the CRC-32 `crc`, which is not the one that its file states."""
+
+    record: Record
+    crc: int
+
+
+def damaged(extent: Extent) -> CorruptCheckpoint:
+    """The error of a record whose bytes do not have the CRC-32 that its file states."""
+    return CorruptCheckpoint(
+        "record-damaged",
+        f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
+        "have the CRC-32 that the file states",
+        hint=RESTORABLE,
+        file=extent.file,
+    )
+
+
+def mark_of(records: Iterable[Record]) -> int:
+    """A number that differs for another source: of the places of its records, and their CRC-32s."""
+    crc = 0
+    for record in records:
+        place = record.extent
+        crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
+    return crc
+
+
+PassedRecord = tuple[int, int, int, int]
+"""Bytes [start, stop) of a record, which is known by its number, and their CRC-32."""
+
+
+class RecordChecker:
+    """Do the records have the CRC-32 that their files state? Bytes may come in any order.
+
+    Records are known by their numbers: a checkpoint has millions, some of which are made when they
+    are asked for. Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead.
+    `fingerprints` are those that the files must have. `counts` are known after `finish`.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        collect: bool = False,
+        fingerprints: Fingerprints = MappingProxyType({}),
+    ) -> None:
+        self.fingerprints = fingerprints
+        self._records = records
+        self._numbers: dict[str, array[int]] = {}  # of each file's records, in order
+        self._starts: dict[str, array[int]] = {}  # where they begin
+        self._index()
+        self._covers: dict[int, Cover] = {}
+        self._whole: dict[int, int] = {}  # CRC-32s of those that have passed as a whole
+        self._lock = threading.Lock()
+        self._required: set[int] = set()
+        self._collect = collect
+        self.damage: dict[Extent, Damage] = {}
+        self.counts = RecordCounts()
+
+    def _index(self) -> None:
+        in_files: dict[str, list[tuple[int, int, int]]] = {}
+        for number, record in enumerate(self._records):
+            extent = record.extent
+            if extent.length:
+                own = extent.offset, extent.length, number
+                in_files.setdefault(extent.file, []).append(own)
+        for file, in_file in in_files.items():
+            in_file.sort()
+            # two records with the same bytes are one
+            kept = [
+                item
+                for before, item in zip([(-1, -1, -1), *in_file], in_file, strict=False)
+                if item[:2] != before[:2]
+            ]
+            self._starts[file] = array("q", [start for start, _, _ in kept])
+            self._numbers[file] = array("q", [number for _, _, number in kept])
+            in_file.clear()
+
+    def passed(
+        self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
+    ) -> int | None:
+        """Counts the bytes at `offset`, also in `log`; raises CorruptCheckpoint for damage.
+
+        Gives their CRC-32 if it was needed: if they lie in one record, whose CRC is known.
+        """
+        end, needed = offset + len(data), None
+        for number in self._within(file, offset, end):  # one read may pass over several records
+            record = self._records[number]
+            begin, stated = record.extent.offset, record.crc
+            start, stop = max(offset, begin), min(end, begin + record.extent.length)
+            part = data[start - offset : stop - offset]
+            crc = crc32(part) if stated is not None else 0
+            self.passed_before(number, start - begin, stop - begin, crc)
+            if log is not None:
+                log.append((number, start - begin, stop - begin, crc))
+            if len(part) == len(data) and stated is not None:
+                needed = crc
+        return needed
+
+    def require(self, extent: Extent) -> None:
+        """`finish` will read and check the records with any of these bytes, even if none passed."""
+        for number in self._within(extent.file, extent.offset, extent.offset + extent.length):
+            with self._lock:
+                self._required.add(number)
+                if number not in self._whole:
+                    self._cover(number)
+
+    def _within(self, file: str, offset: int, end: int) -> Sequence[int]:
+        """The numbers of the records that hold any of these bytes."""
+        starts = self._starts.get(file)
+        if not starts or offset == end:
+            return ()
+        numbers, first = self._numbers[file], max(0, bisect_right(starts, offset) - 1)
+        extent = self._records[numbers[first]].extent
+        if extent.offset + extent.length <= offset:
+            first += 1
+        return numbers[first : bisect_left(starts, end)]
+
+    def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
+        """Counts bytes [start, stop) of a record, which have this CRC."""
+        record = self._records[number]
+        extent = record.extent
+        with self._lock:
+            if number in self._whole:
+                return
+            cover = self._cover(number)
+            cover.add(start, stop, crc)
+            whole = cover.crc
+            if whole is None:
+                return
+            del self._covers[number]
+            self._whole[number] = whole
+            if record.crc in (None, whole):
+                return
+            self.damage[extent] = Damage(record, whole)
+        if not self._collect:
+            raise damaged(extent)
+
+    def parts(self) -> Iterator[PassedRecord]:
+        """What has been counted so far, as arguments of `passed_before`."""
+        for number, crc in self._whole.items():
+            yield number, 0, self._records[number].extent.length, crc
+        for number, cover in self._covers.items():
+            for part in cover.parts():
+                yield number, *part
+
+    def _cover(self, number: int) -> Cover:
+        if number not in self._covers:
+            self._covers[number] = Cover(self._records[number].extent.length)
+        return self._covers[number]
+
+    def finish(
+        self,
+        reader: Reader,
+        everything: bool = False,
+        beside: Callable[[Record, Extent, memoryview], None] | None = None,
+    ) -> None:
+        """Reads the rest of records that lack little (padding); counts checked and unchecked ones.
+
+        With `everything` it completes all records, also those that no tensor needed. `beside` is
+        called with the bytes that lie beside tensors in their records.
+        """
+        buffer = Buffer(LITTLE)
+        for number in self._whole:
+            self._count(self._records[number].crc is not None, True)
+        for numbers in self._numbers.values() if everything else ():
+            for number in numbers:
+                if number not in self._whole:
+                    self._cover(number)
+        for number, cover in list(self._covers.items()):
+            record, gaps = self._records[number], cover.gaps()
+            padding = beside if cover.seen else None
+            if gaps is None:  # tensors overlap: the whole record must be read again
+                self._covers[number] = Cover(record.extent.length)
+                gaps, padding = [(0, record.extent.length)], None
+            missing = sum(stop - start for start, stop in gaps)
+            completed = everything or number in self._required
+            stated, completes = (
+                record.crc is not None,
+                completed or missing <= max(cover.seen, LITTLE),
+            )
+            for start, stop in gaps if stated and completes else ():
+                self._pass_range(reader, buffer.view, record, (start, stop), padding)
+            self._count(stated, completes)
+
+    def _count(self, stated: bool, is_whole: bool) -> None:
+        """Counts a record; `stated` says whether it has a checksum."""
+        self.counts.checked += stated and is_whole
+        self.counts.unchecked += not (stated and is_whole)
+        self.counts.bare += not stated
+
+    def _pass_range(
+        self,
+        reader: Reader,
+        view: memoryview,
+        record: Record,
+        within: tuple[int, int],
+        beside: Callable[[Record, Extent, memoryview], None] | None,
+    ) -> None:
+        for start in range(*within, len(view)):
+            part = record.extent.part(start, min(start + len(view), within[1]))
+            reader.read(part, view[: part.length])
+            self.passed(part.file, part.offset, view[: part.length])
+            if beside:
+                beside(record, part, view[: part.length])

@@ -1,0 +1,428 @@
+"""How is a source file opened, looked at, listed and watched?
+
+Every read of a source goes through this module. It sees to four things:
+
+    a file that changes while it is read    is noticed at every opening, and in the end
+    an error of the filesystem              names the file, and is never taken for "there is none"
+    a pipe, a socket or a device            is refused: to open one could take for ever
+    a short read                            is continued: only 0 bytes are the end of a file
+
+The bytes of a file may lie elsewhere (`elsewhere`): then they are read from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import wraps
+from typing import BinaryIO, ParamSpec, TypeVar
+
+from msgspec import Struct, field
+
+from ...errors import CorruptCheckpoint, SourceChanged, ZckptError
+from . import byte_sources
+from .byte_sources import Fingerprint
+
+P = ParamSpec("P")
+T = TypeVar("T")
+BLOCK = 1 << 20  # bytes of two files that are compared at once
+LOOKS = 9  # so often a search begins anew, if each time something is removed meanwhile
+
+# nothing is there: a path without a file, through a file, through links in a circle, too long
+NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+# -- which file it is, and whether it stays the same
+
+
+Fingerprints = Mapping[str, Fingerprint]
+"""Fingerprints by path; the paths are those of extents."""
+
+
+def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
+    """Size and mtime of every file by its name below `root`: the same on all nodes."""
+    return {
+        os.path.relpath(file, root): [seen.size, seen.mtime] for file, seen in fingerprints.items()
+    }
+
+
+class Watch(Struct, eq=False):
+    """The first fingerprint of every file that is opened or measured, by path.
+
+    `changed` are the files that had another fingerprint later. `objects` are the classes and
+    functions that the texts of pickles name.
+    """
+
+    first: dict[str, Fingerprint] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    objects: set[str] = field(default_factory=set)
+
+    def note(self, path: str, status: os.stat_result) -> None:
+        fingerprint = Fingerprint.of(status)
+        if self.first.setdefault(path, fingerprint) != fingerprint:
+            self.changed.add(path)
+
+    def of(self, paths: Iterable[str]) -> dict[str, Fingerprint]:
+        """The fingerprints of these files; raises SourceChanged.
+
+        The others, such as a log beside a checkpoint that a reader looked at, may change.
+        """
+        fingerprints = {}
+        for path in paths:
+            if path in self.changed:
+                raise _changed(path)
+            fingerprints[path] = self.first.get(path) or Fingerprint.of(os.stat(path))
+        return fingerprints
+
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Notes every file that is opened or measured inside the block, in this thread.
+
+    Whoever reads a checkpoint's structure opens its files in one thread, so that a context variable
+    is enough. Threads that read tensors open the files again: they get the fingerprints of the
+    manifest (`Files.fingerprints`). If the block raises because files contradict each other, and
+    one of them changed meanwhile, SourceChanged is raised.
+    """
+    watch = Watch()
+    token = _watch.set(watch)
+    try:
+        yield watch
+    except ZckptError as error:
+        _blame_change(watch.first, error)
+        raise
+    finally:
+        _watch.reset(token)
+
+
+@contextmanager
+def unchanged(*read: Fingerprints) -> Iterator[None]:
+    """Raises SourceChanged at the end of the block if a file is not as it was when it was `read`.
+
+    So it does if the block raises: the bytes of a file that changed do not fit together.
+    """
+    try:
+        yield
+    except ZckptError as error:
+        for fingerprints in read:
+            _blame_change(fingerprints, error)
+        raise
+    for fingerprints in read:
+        for path, first in fingerprints.items():
+            _check(path, first, status(path))
+
+
+def _check(path: str, first: Fingerprint | None, now: os.stat_result | None) -> None:
+    if now is None:
+        raise SourceChanged("source-changed", f"{path} was removed while it was read", file=path)
+    if first is not None and first != Fingerprint.of(now):
+        raise _changed(path)
+
+
+def _changed(path: str) -> SourceChanged:
+    return SourceChanged("source-changed", f"{path} changed while it was read", file=path)
+
+
+def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
+    """Raises SourceChanged if one of the files has changed, from the error that followed."""
+    for path, first in fingerprints.items():
+        try:
+            _check(path, first, status(path))
+        except OSError:  # the first error says more
+            continue
+        except SourceChanged as change:
+            raise change from error
+
+
+# -- files that stand in for others
+
+
+_stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozenset())
+
+
+@contextmanager
+def standing_in(paths: Iterable[str]) -> Iterator[None]:
+    """Inside the block, the files at these paths are those of other ranks than their names say.
+
+    So what the files of a lost rank would have is known by its place, and the rest can be shown.
+    """
+    token = _stand_ins.set(frozenset(paths))
+    try:
+        yield
+    finally:
+        _stand_ins.reset(token)
+
+
+def is_stand_in(path: str) -> bool:
+    """Whether the file stands in for a lost one."""
+    return path in _stand_ins.get()
+
+
+# -- opening and reading
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Every OSError inside the block gets the name of the file, if it has none."""
+    try:
+        yield
+    except OSError as error:
+        named(error, path)
+        raise
+
+
+def named(error: OSError, path: str) -> OSError:
+    """The error with the name of the file, if it had none."""
+    if error.filename is None and error.errno is not None:
+        error.filename = path
+    return error
+
+
+def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
+    """The descriptor of a source file; the caller closes it.
+
+    Raises CorruptCheckpoint unless it is a regular file, SourceChanged if `fingerprints` have
+    another one for it, OSError with the path.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        now = os.fstat(file)
+        if not stat.S_ISREG(now.st_mode):
+            what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
+            hint = "put a copy of the file there"
+            raise CorruptCheckpoint(
+                "file-damaged", f"{path} is not a regular file: it is a {what}", hint, file=path
+            )
+        note(path, now)
+        if fingerprints is not None:
+            _check(path, fingerprints.get(path), now)
+    except BaseException as error:
+        with suppress(OSError):  # which would take the place of the error with the name
+            os.close(file)
+        if isinstance(error, OSError):
+            named(error, path)
+        raise
+    return file
+
+
+def note(path: str, now: os.stat_result) -> None:
+    """Notes the fingerprint of a file for `watching`; does nothing outside of its block."""
+    watch = _watch.get()
+    if watch is not None:
+        watch.note(path, now)
+
+
+def note_objects(names: Iterable[str]) -> None:
+    """Notes names in a pickle for `watching`, also of values that the pickle itself drops."""
+    watch = _watch.get()
+    if watch is not None:
+        watch.objects.update(names)
+
+
+def close(file: int) -> None:
+    """Closes a file that was only read: an error is ignored, since nothing can be lost."""
+    with suppress(OSError):
+        os.close(file)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """A source file to read; raises as `open_file`. OSErrors inside the block name the file."""
+    try:
+        number = open_file(path)
+        where = byte_sources.of(number)
+        own = os.fdopen(number, "rb") if where is None else byte_sources.content(number, where)
+        with own as file:
+            yield file
+    except io.UnsupportedOperation as error:  # Python asks for the position, and hides the errno
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path) from error
+    except OSError as error:  # as `naming`; there may be 10,000 files
+        named(error, path)
+        raise
+
+
+def same_bytes(a: str, b: str) -> bool:
+    """Whether two files have the same bytes; nothing is read behind the first block that differs.
+
+    Raises as `open_file`.
+    """
+    if size(a) != size(b):
+        return False
+    with opened(a) as one, opened(b) as other:
+        while block := one.read(BLOCK):
+            if other.read(BLOCK) != block:
+                return False
+    return True
+
+
+def pread(file: int, length: int, offset: int) -> bytes:
+    """The bytes [offset, offset + length) of a file; fewer only if it ends there."""
+    if (where := byte_sources.of(file)) is not None:
+        return where.pread(length, offset)
+    data = b""
+    while len(data) < length:
+        if not (more := os.pread(file, length - len(data), offset + len(data))):
+            break
+        data = data + more if data else more
+    return data
+
+
+def read_into(file: int, view: memoryview, offset: int) -> int:
+    """Reads bytes from `offset` on into `view`, perhaps fewer; 0 are the end of the file."""
+    if (where := byte_sources.of(file)) is not None:
+        return where.read_into(view, offset)
+    return os.preadv(file, (view,), offset)
+
+
+# -- looking
+
+
+def status(path: str) -> os.stat_result | None:
+    """What lies at a path, links followed; None if nothing does.
+
+    Raises OSError if that cannot be known: no permission, a failed disk, a stale mount.
+    """
+    try:
+        return os.stat(path)
+    except ValueError:  # a path that no file can have
+        return None
+    except OSError as error:
+        if error.errno in NOTHING:
+            return None
+        raise
+
+
+def is_file(path: str) -> bool:
+    """Whether a regular file is there; raises OSError if that cannot be known."""
+    now = status(path)
+    return now is not None and stat.S_ISREG(now.st_mode)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a folder is there; raises OSError if that cannot be known."""
+    now = status(path)
+    return now is not None and stat.S_ISDIR(now.st_mode)
+
+
+def size(path: str) -> int:
+    """Bytes of a file; its fingerprint is noted, as if it were opened."""
+    now = os.stat(path)
+    note(path, now)
+    return now.st_size
+
+
+# -- listing
+
+
+def beside(path: str) -> str | None:
+    """The name of the file or folder to which a link leads, if both are in one folder.
+
+    It is a second name of a checkpoint, such as `latest`. None for a link to any other place, for a
+    link in a circle, and for what is no link.
+    """
+    folder, name = os.path.split(path)
+    names = [name]
+    while os.path.islink(full := os.path.join(folder, names[-1])):
+        above, name = os.path.split(os.path.normpath(os.path.join(folder, os.readlink(full))))
+        if name in names or os.path.realpath(above) != os.path.realpath(folder):
+            return None
+        names.append(name)
+    return names[-1] if len(names) > 1 else None
+
+
+def looks_again(look: Callable[P, T]) -> Callable[P, T]:
+    """Begins a search anew if something that it found was gone when it looked into it.
+
+    A run removes its old checkpoints while another program looks for them, and others the folders
+    beside. What still raises FileNotFoundError after several looks has another reason.
+    """
+
+    @wraps(look)
+    def settled(*args: P.args, **options: P.kwargs) -> T:
+        for place in range(LOOKS):
+            with suppress(FileNotFoundError), remembering(anew=place > 0):
+                return look(*args, **options)
+        with remembering(anew=True):
+            return look(*args, **options)
+
+    return settled
+
+
+_listings: ContextVar[dict[str, list[tuple[str, bool]]] | None]
+_listings = ContextVar("listings", default=None)
+
+
+@contextmanager
+def remembering(anew: bool = False) -> Iterator[None]:
+    """Inside the block a folder is listed once: every format asks, and it may have 50,000 files.
+
+    A search inside of another one knows what that has listed, unless it begins `anew`.
+    """
+    token = _listings.set({} if anew else _listings.get() or {})
+    try:
+        yield
+    finally:
+        _listings.reset(token)
+
+
+def names(folder: str) -> list[str]:
+    """As os.listdir; a search lists each folder once."""
+    return [name for name, _ in _listing(folder)]
+
+
+def names_but_of_files(folder: str) -> list[str]:
+    """Names of folders, links and all else that is no file."""
+    return [name for name, is_file in _listing(folder) if not is_file]
+
+
+def _listing(folder: str) -> list[tuple[str, bool]]:
+    known = _listings.get()
+    if known is not None and folder in known:
+        return known[folder]
+    with os.scandir(folder) as entries:
+        listing = [(entry.name, entry.is_file(follow_symlinks=False)) for entry in entries]
+    if known is not None:
+        known[folder] = listing
+    return listing
+
+
+def is_denied(path: str) -> bool:
+    """Whether a file may not be read, or a folder not listed, by this user; or is gone meanwhile.
+
+    A search that passes by files of others leaves such ones alone: `lost+found`, a private log,
+    what another program has just removed. Any other OSError is raised.
+    """
+    try:
+        if is_folder(path):
+            os.stat(os.path.join(path, "."))  # it may be listed, but not entered
+            os.scandir(path).close()
+        else:
+            close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except (PermissionError, FileNotFoundError):
+        return True
+    return False
+
+
+def walk(
+    folder: str, enter: Callable[[str], bool] = lambda path: True
+) -> Iterator[os.DirEntry[str]]:
+    """Everything below a folder: what is in it, in the order of names, then what is in its folders.
+
+    Enters the folders for whose path `enter` is true, but follows no link. Raises OSError for what
+    cannot be listed. It gives entries, which know sizes and kinds; os.walk gives names.
+    """
+    waiting = [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as items:
+            entries = sorted(items, key=lambda item: item.name)
+        yield from entries
+        inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        waiting += [path for path in reversed(inside) if enter(path)]

@@ -1,0 +1,155 @@
+"""Is a target complete? A journal shows that it is being written, a note that it was being sent.
+
+    DST.partial/journal      what a run has written of it; the run renames the folder when it ends
+
+    zckpt-unfinished.json    {"zckpt": "0.1.0", "files": {"model.safetensors": 123, "latest": 45},
+                             "last": "latest", "sent": {"model.safetensors": 3141592653}}
+
+The note says which files a target in a store has. A run sends it first, and removes it last. A copy
+of the target on a disk has the note too. What the note does not show is unfinished.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, listed
+from ..version import __version__
+from . import sources
+from .filenames import path_inside
+from .folder import JOURNAL
+
+UNFINISHED = "zckpt-unfinished.json"
+PARTIAL = ".partial"
+MOST = 64 << 20  # bytes of a note
+
+
+class Note(Struct, frozen=True):
+    """The target's files with their sizes, and the one without which nobody takes it for one.
+
+    `sent` has the CRC-32s of files that have arrived, and `lost` the names of those that the store
+    has as other bytes. `zckpt` is the version that wrote the note.
+    """
+
+    files: dict[str, Annotated[int, Meta(ge=0)]]
+    last: str
+    sent: dict[str, int] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    zckpt: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """All files, the last one behind the others."""
+        return [*(name for name in self.files if name != self.last), self.last]
+
+    def missing(self, size_of: Callable[[str], int | None]) -> list[str]:
+        """The files that are not there with their sizes; `size_of` gives None for no file."""
+        sizes = {name: size_of(name) for name in self.names}
+        return [
+            name
+            for name, size in sizes.items()
+            if size is None or size != self.files.get(name, size) or name in self.lost
+        ]
+
+
+def understood(data: bytes) -> Note | None:
+    """The note with these bytes; None if it is none, of a newer zckpt, or names files elsewhere."""
+    try:
+        note = msgspec.json.decode(data, type=Note)
+        for name in note.names:
+            if path_inside("", name, UNFINISHED) != os.path.normpath(name):
+                return None
+    except (ValueError, RecursionError, CorruptCheckpoint):
+        return None
+    is_newer = _numbers(note.zckpt) > _numbers(__version__)
+    return None if is_newer or not note.files or UNFINISHED in note.names else note
+
+
+def _numbers(version: str) -> list[int]:
+    """Major and minor number of a version."""
+    return [int(number) for number in re.findall(r"[0-9]{1,9}", version)[:2]]
+
+
+def refuse_unfinished(paths: Iterable[str]) -> None:
+    """Raises IncompleteCheckpoint if a path belongs to a target that is not complete.
+
+    A target that is being written has a journal; a copy of one that was being sent has its note.
+    Both lie in a folder above, or in the path's own.
+    """
+    places = {
+        place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))
+    }
+    for folder in sorted({folder for place in places for folder in _from(place)}):
+        inside = {
+            place: path
+            for place, path in places.items()
+            if place == folder or place.startswith(os.path.join(folder, ""))
+        }
+        if folder.endswith(PARTIAL) and os.path.lexists(os.path.join(folder, JOURNAL)):
+            _refuse_written(next(iter(inside.values())))
+        path = os.path.join(folder, UNFINISHED)
+        if not sources.is_file(path):
+            continue
+        note = _note_at(path)
+        missing = [] if note is None else note.missing(partial(_size, folder))
+        if note is not None and not missing:
+            continue
+        for place in sorted(inside):
+            _refuse(place, folder, note, missing)
+
+
+def _refuse_written(path: str) -> None:
+    raise IncompleteCheckpoint(
+        "unfinished-target",
+        f"{path} belongs to a target that is not complete",
+        hint="wait for the run that writes it, or repeat that run with --resume",
+        file=path,
+    )
+
+
+def _from(path: str) -> Iterator[str]:
+    """A path, and all folders above it."""
+    yield path
+    while path != (path := os.path.dirname(path)):
+        yield path
+
+
+def _note_at(path: str) -> Note | None:
+    with sources.opened(path) as file:
+        return understood(file.read(MOST))
+
+
+def _size(folder: str, name: str) -> int | None:
+    """Bytes of a file; None if there is none."""
+    now = sources.status(os.path.join(folder, name))
+    return now.st_size if now is not None and stat.S_ISREG(now.st_mode) else None
+
+
+def _refuse(path: str, folder: str, note: Note | None, missing: list[str]) -> None:
+    name = os.path.relpath(path, folder)
+    files = () if note is None else note.names
+    is_of_note = any(file == name or file.startswith(f"{name}/") for file in files)
+    if note is not None and name != os.curdir and not is_of_note:
+        return  # it lies beside the target's files
+    reason = (
+        "its note cannot be understood"
+        if note is None
+        else f"{listed(missing, 3)} {'is' if len(missing) == 1 else 'are'} not there as it says"
+    )
+    at = os.path.join(folder, UNFINISHED)
+    raise IncompleteCheckpoint(
+        "unfinished-target",
+        f"{path} belongs to a target that is not complete: {at}: {reason}",
+        hint="copy it again when the run that sends it has ended; if the note is of something "
+        f"else, remove it: rm {shlex.quote(at)}",
+        file=path,
+    )

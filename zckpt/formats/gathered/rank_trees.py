@@ -1,0 +1,363 @@
+"""One tree of state dicts from the files of all ranks, each of which saved its part.
+
+torch loads such files only at the world size that wrote them. Any value other than a ShardedTensor
+or DTensor should be the same on every rank. If it is not (random states, data loaders), rank 0's is
+kept and the report says so. Schedulers that differ are an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NoReturn
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ...core.checkpoint import agreement
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.inert import Scalar, types_in
+from ...core.storage import sources
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ...files.torchfile import Tensor, TorchFile
+from ...naming import peft
+from ...training import steps
+from ...training.faults import ADAPTER_PART
+from ..ranks import require_all
+from ..statedict.refusals import refuse_tree
+from ..statedict.state_dict_search import MEMBERS
+from ..statedict.tree import (
+    Difference,
+    Leaf,
+    StepStatement,
+    TreePath,
+    assembled,
+    dotted,
+    leads_to_step,
+    leaf,
+    leaves,
+    memory_of,
+    piece_of,
+    twin_of,
+)
+from .sharded_tensors import (
+    OF_ITEMS,
+    OF_RANKS,
+    DistributedTensor,
+    LocalPart,
+    MeshCache,
+    distributed_in,
+    is_distributed,
+    ranks_of,
+    read_distributed,
+)
+
+ACCELERATE = "pytorch_model_fsdp"
+"""How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
+
+
+SCHEDULER = re.compile(r"(lr_)?schedulers?")
+"""The key under which verl, Lightning and other programs save learning rates' schedulers."""
+
+Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
+"""A tensor that no rank has cut: the first rank's, and those of the others."""
+
+
+def merge(
+    files: Mapping[int, TorchFile],
+    step_policy: str | None,
+    place: TreePath,
+    by_checksums: bool,
+) -> MergedRanks:
+    """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
+
+    If tensors are compared only `by_checksums`, none is read for that.
+
+    Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
+    (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
+    Shard and Replicate).
+    """
+    for file in files.values():
+        refuse_tree(file.value, file.path)
+    for file in files.values():
+        if (first := next(distributed_in(file.value), None)) is not None:
+            refuse_missing(files, ranks_of(first, file)[0])
+    files = dict(sorted(files.items()))
+    merged = MergedRanks(files, step_policy, by_checksums)
+    merged.tree = merged.of({rank: file.value for rank, file in files.items()}, place)
+    return merged
+
+
+def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
+    """Raises IncompleteCheckpoint, which names the ranks without a file.
+
+    `are_shares`: each file has the states of other parameters.
+    """
+    folder, name = os.path.split(files[min(files)].path)
+    paths = {rank: file.path for rank, file in files.items()}
+    reason, hint = f"{name} is one of {world} ranks'", ""
+    if are_shares:
+        reason += ", each with its own share of ZeroRedundancyOptimizer"
+        hint = "--weights-only takes the weights"
+    require_all(paths, world, folder or ".", reason, hint, (*OF_RANKS, *OF_ITEMS))
+
+
+def refuse_part(file: TorchFile) -> None:
+    """Raises IncompleteCheckpoint if a file with the name of a whole one has one rank's parts."""
+    values = list(distributed_in(file.value))
+    world, writer = ranks_of(values[0], file) if values else (1, None)
+    if world == 1:
+        return
+    folder, name = os.path.split(file.path)
+    rank, meshes = writer or 0, MeshCache()
+    cuts = max(read_distributed(value, rank, file, meshes).cuts for value in values)
+    is_state_dict = isinstance(file.value, dict) and types_in(file.value) <= {str}
+    is_adapter = is_state_dict and bool(peft.module_names(file.value))
+    if name.startswith(ACCELERATE) and is_adapter:
+        beside = (n for n in peft.WEIGHTS if sources.is_file(os.path.join(folder, n)))
+        whole = next(beside, None)
+        raise IncompleteCheckpoint(
+            "engine-fault",
+            f"{file.path} has 1/{cuts} of the adapter, rank {rank}'s part: the other ranks never "
+            f"wrote a file ({ADAPTER_PART.message})",
+            hint="use a whole adapter, as trainer.save_model() writes it; accelerate 1.15 saves all"
+            if whole is None
+            else f"{whole} beside it has the whole adapter: copy the directory without {name}, "
+            "and give the copy",
+            file=file.path,
+        )
+    raise IncompleteCheckpoint(
+        "missing-rank-file",
+        f"{file.path} has 1/{cuts} of its tensors, rank {rank}'s parts, but not the name of a "
+        "rank's file",
+        hint=f"if all {world} ranks have saved such files, put them into one directory as "
+        f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save whole tensors "
+        "(full_state_dict=True)",
+        file=file.path,
+    )
+
+
+class MergedRanks(Struct, eq=False):
+    """One tree of all ranks' files; `different` says where it has rank 0's value only.
+
+    `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
+    the key `step`. `uncompared` counts tensors that only their bytes could tell apart.
+    """
+
+    files: dict[int, TorchFile]
+    step_policy: str | None
+    by_checksums: bool = False
+    tree: Any = None
+    of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: list[StepStatement] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
+    different: list[Difference] = field(default_factory=list)
+    uncompared: int = 0
+    meshes: MeshCache = field(default_factory=dict)
+
+    def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
+        """The one value of several ranks."""
+        values = list(by_rank.values())
+        kinds = {type(value) for value in values}
+        if any(is_distributed(value) for value in values):
+            return self._assemble(by_rank, path)
+        if kinds <= {dict, OrderedDict}:
+            merged = type(values[0])()
+            for key in dict.fromkeys(key for value in values for key in value):
+                having = {rank: value[key] for rank, value in by_rank.items() if key in value}
+                merged[key] = self.of(having, (*path, key))
+            return merged
+        if path[-3:-2] == ("param_groups",) and path[-1] in MEMBERS and _differ(values):
+            return list(dict.fromkeys(name for value in values for name in value))
+        is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
+        if is_sequence and len(set(map(len, values))) == 1:
+            return type(values[0])(
+                self.of({rank: value[place] for rank, value in by_rank.items()}, (*path, place))
+                for place in range(len(values[0]))
+            )
+        if is_sequence and path and path[-1] == "param_groups":
+            raise UnsupportedCheckpoint(
+                "state-unsupported",
+                f"{self.files[min(by_rank)].path} has {len(values[0])} parameter groups, other "
+                "ranks have other numbers of them",
+                hint="save with torch.distributed.checkpoint, which joins what the ranks have",
+            )
+        return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
+
+    def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
+        """The first rank's value, which all others should have too."""
+        first, *others = by_rank
+        value = leaves(self.files[first], by_rank[first])
+        if {type(each) for each in by_rank.values()} == {Tensor}:
+            value = replace(value, sharded=False)
+            self.copies.append((value, [(self.files[rank], by_rank[rank]) for rank in others]))
+        first_text = cache(partial(text, by_rank[first], self.files[first]))
+        equal = [self._are_equal(by_rank, first, rank, first_text) for rank in others]
+        self.uncompared += None in equal
+        if wrong := [rank for rank, same in zip(others, equal, strict=True) if same is False]:
+            shapes = {rank: getattr(by_rank[rank], "shape", None) for rank in by_rank}
+            other = next((rank for rank in wrong if shapes[rank] != shapes[first]), wrong[0])
+            if self.step_policy is None and any(map(_is_scheduler, path)):
+                self._refuse_schedulers(by_rank, first, other, path)
+            self.different.append(self._difference(path, by_rank, first, other))
+            for rank in () if self.by_checksums else others:
+                file = self.files[rank]
+                own = self.of_ranks.setdefault(os.path.basename(file.path), {})
+                own[dotted(path)] = file.summary(by_rank[rank])
+        return value
+
+    def _refuse_schedulers(
+        self, by_rank: Mapping[int, Any], first: int, other: int, path: TreePath
+    ) -> NoReturn:
+        """Raises InconsistentCheckpoint: a scheduler counts with the optimizer, alike on all ranks.
+
+        If steps disagree too, and the user has chosen among them, the scheduler is rank 0's.
+        """
+        values = [
+            f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
+            for rank in (first, other)
+        ]
+        raise InconsistentCheckpoint(
+            "mixed-saves",
+            f"ranks disagree on {dotted(path)}: {' and '.join(values)}",
+            hint="the files are of several saves: copy those of one save, all ranks' together",
+        )
+
+    def _difference(
+        self, path: TreePath, by_rank: Mapping[int, Any], first: int, other: int
+    ) -> Difference:
+        a, b = by_rank[first], by_rank[other]
+        shapes = (a.shape, b.shape) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
+        return Difference(path, (self.files[first].path, self.files[other].path), shapes)
+
+    def _are_equal(
+        self, by_rank: Mapping[int, Any], first: int, other: int, first_text: Callable[[], str]
+    ) -> bool | None:
+        """Whether two ranks hold the same; None if only bytes would show it, which are not read."""
+        a, b = by_rank[first], by_rank[other]
+        files = self.files[first], self.files[other]
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                return False
+            stored = files[0].crc(a)
+            if stored[1] is not None and (stored, _view(a)) == (files[1].crc(b), _view(b)):
+                return True
+            if self.by_checksums and not (_states_crc(files[0], a) and _states_crc(files[1], b)):
+                return None
+        return first_text() == text(b, files[1])
+
+    def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
+        """Ranks that disagree on a step are of different saves, unless the policy decides."""
+        first = min(by_rank)
+        numbers = {
+            rank: self.files[rank].number(value)
+            for rank, value in by_rank.items()
+            if not (isinstance(value, Tensor) and value.numel != 1)
+        }
+        stated = [
+            (f"{self.files[rank].path}: {dotted(path)}", step)
+            for rank, number in numbers.items()
+            if (step := steps.step_of(number)) is not None
+        ]
+        agreed = agreement.agree(stated, self.step_policy)
+        paths = tuple(self.files[rank].path for rank in numbers)
+        self.steps.append(StepStatement(path, paths, agreed))
+        if agreed is None or {step for _, step in stated} == {agreed}:
+            return self._rank_0s(by_rank, path)
+        if not isinstance(by_rank[first], Tensor):
+            return agreed
+        whole = leaf(self.files[first], by_rank[first])
+        number = Scalar(agreed, whole.dtype)
+        return replace(whole, number=lambda: number)
+
+    def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
+        """One leaf of all ranks' parts: they cover every element, and copies are equal."""
+        name = dotted(path)
+        for rank, value in by_rank.items():
+            if not is_distributed(value):
+                raise InconsistentCheckpoint(
+                    "ranks-disagree",
+                    f"{self.files[rank].path} has {name} whole, other ranks a part",
+                    file=self.files[rank].path,
+                    subject=name,
+                )
+        tensors = {
+            rank: read_distributed(value, rank, self.files[rank], self.meshes)
+            for rank, value in by_rank.items()
+        }
+        first = tensors[min(tensors)]
+        for rank, other in tensors.items():
+            if (other.dtype, other.shape, other.world) != (first.dtype, first.shape, first.world):
+                raise InconsistentCheckpoint(
+                    "ranks-disagree",
+                    f"{name} is {other.dtype} {list(other.shape)} over {other.world} "
+                    f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
+                    f"{first.world} in {self.files[min(tensors)].path}",
+                    file=self.files[rank].path,
+                    subject=name,
+                )
+        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, LocalPart]] = {}
+        for rank, tensor in tensors.items():
+            for part in tensor.parts:
+                first_rank, known = parts.setdefault((part.offsets, part.sizes), (rank, part))
+                if known is not part and not self._are_copies(first_rank, known, rank, part):
+                    raise InconsistentCheckpoint(
+                        "copies-differ",
+                        f"{name}: {known.file.path} and {part.file.path} hold different "
+                        "values of the same elements",
+                        file=known.file.path,
+                        subject=name,
+                    )
+        return joined(name, first, [part for _, part in parts.values()])
+
+    def _are_copies(self, first: int, a: LocalPart, other: int, b: LocalPart) -> bool:
+        tensors = {first: a.tensor, other: b.tensor}
+        equal = self._are_equal(tensors, first, other, partial(text, a.tensor, a.file))
+        self.uncompared += equal is None
+        return equal is not False
+
+
+def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
+    """Whether a file states the CRC-32 of exactly a tensor's elements."""
+    length, crc = file.crc(tensor)
+    is_whole = tensor.contiguous and length == tensor.numel * SIZES[tensor.dtype]
+    return crc is not None and is_whole
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """Which elements of its storage a tensor has."""
+    return tensor.storage.start, tensor.offset, tensor.strides
+
+
+def _is_scheduler(key: Any) -> bool:
+    return isinstance(key, str) and SCHEDULER.fullmatch(key) is not None
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether these are the names of each rank's own parameters, as in a pipeline."""
+    are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
+    return are_names and any(value != values[0] for value in values)
+
+
+def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
+    """One leaf of a tensor's parts, which have each element once."""
+    pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
+
+    def number() -> Scalar:
+        return parts[0].file.scalar(parts[0].tensor)
+
+    fragments = assembled(name, whole.dtype, whole.shape, pieces)
+    views = [(part.offsets, part.tensor, part.file) for part in parts]
+    twin = partial(twin_of, whole.dtype, whole.shape, views)
+    shapes = frozenset(part.sizes for part in parts)
+    return Leaf(
+        whole.dtype, whole.shape, fragments, number, memory_of(views), twin, True, parts=shapes
+    )
+
+
+def text(value: Any, file: TorchFile) -> str:
+    """Equal for equal values; tensors in them count by their checksums."""
+    return repr(file.summary(value))

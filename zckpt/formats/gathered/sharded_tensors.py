@@ -1,0 +1,351 @@
+"""Which elements of a ShardedTensor or DTensor one rank saved, by the record in its pickle.
+
+    ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
+    DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)
+
+For a DTensor the part is computed: with `Shard(d)`, the k-th of n ranks has elements
+[k * c, (k + 1) * c) along axis d, c = ceil(size / n); with `Replicate`, all. `_StridedShard(d)`
+cuts so what later axes of the mesh have cut along d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from msgspec import Struct
+
+from ...core.checkpoint.dtypes import SIZES
+from ...core.checkpoint.inert import PLAIN, Foreign, types_in
+from ...core.storage.inventory import role
+from ...errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ...files.torchfile import Tensor, TorchFile
+from ...files.torchtensors import TORCH_DTYPES, class_of
+
+OF_RANK = r"[._-]?(?:world_size_(\d+)_)?(?<![a-z])rank_?(\d+)\.(?:pt|pth|bin|ckpt)"
+OF_RANKS = tuple(
+    role(name, rf"(?P<stem>{stem}){OF_RANK}", "world", "dp", fixed="world")
+    for name, stem in (
+        ("optimizer", r".*optim.*?"),
+        ("model", r".*(?:model|weights).*?"),
+        ("state of a rank", r".*?"),
+    )
+)
+OF_ITEMS = (
+    role("optimizer", r"(?P<stem>.*optim.*?)_(\d+)\.pt", "dp"),
+    role("model", r"(?P<stem>.*model.*?)_(\d+)\.pt", "dp"),
+)
+"""What files of ranks are for, by their names; see files.py."""
+
+
+class LocalPart(Struct, frozen=True):
+    """Elements [offset, offset + size) along every axis, which are `tensor` in `file`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: Tensor
+    file: TorchFile
+
+
+class DistributedTensor(Struct, frozen=True):
+    """A tensor that `world` ranks have together, with the `parts` that one rank saved.
+
+    It is cut into `cuts` parts, of which several ranks may have copies.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[LocalPart, ...]
+    world: int
+    cuts: int
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether it is the record of a ShardedTensor or a DTensor; other classes are objects."""
+    return class_of(value).rpartition(".")[2] in ("DTensor", "ShardedTensor")
+
+
+def distributed_in(value: Any) -> Iterator[Foreign]:
+    """The ShardedTensors and DTensors in a tree."""
+    if is_distributed(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            if type(item) not in PLAIN:
+                yield from distributed_in(item)
+    elif isinstance(value, (list, tuple)) and not types_in(value) <= PLAIN:
+        for item in value:
+            if type(item) not in PLAIN:
+                yield from distributed_in(item)
+
+
+def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
+    """The number of ranks that the record states, and the rank that saved it, if it says so."""
+    try:
+        state = value.arguments[3]
+        if isinstance(state, tuple) and len(state) > 2:
+            names = ("global_world_size", "global_rank")
+            world, rank = _ints([_attribute(state[2], name) for name in names])
+            return world, rank
+        mesh = _read_mesh(_attribute(_merged_state(state)["_spec"], "mesh"), file)
+        return len(mesh.places), mesh.writer
+    except MALFORMED as error:
+        raise CorruptCheckpoint(
+            "file-damaged", f"{file.path}: a malformed sharded tensor: {error!r}", file=file.path
+        ) from error
+
+
+def read_distributed(
+    value: Foreign, rank: int, file: TorchFile, meshes: MeshCache
+) -> DistributedTensor:
+    """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
+    try:
+        _, _, arguments, state = value.arguments
+        kind = class_of(value).rpartition(".")[2]
+        reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}[kind]
+        dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
+        parts, world, cuts = reader(state, shape, rank, file, meshes)
+    except MALFORMED as error:
+        raise CorruptCheckpoint(
+            "file-damaged", f"{file.path}: a malformed sharded tensor: {error!r}", file=file.path
+        ) from error
+    for part in parts:
+        if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
+            raise InconsistentCheckpoint(
+                "swapped-files",
+                f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor of "
+                f"shape {list(shape)}, but rank {rank} of {world} should have {dtype} "
+                f"{list(part.sizes)}",
+                hint="was a rank's file renamed, or written with another number of ranks?",
+                file=file.path,
+            )
+    nonempty = tuple(part for part in parts if prod(part.sizes))
+    return DistributedTensor(dtype, shape, nonempty, world, cuts)
+
+
+def _read_sharded_tensor(
+    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: MeshCache
+) -> tuple[list[LocalPart], int, int]:
+    shards, metadata, group = state[:3]  # then the sharding spec, and whether RRefs were made
+    if _ints(_attribute(metadata, "size")) != shape:
+        raise ValueError("two global sizes")
+    stated, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
+    _refuse_other(rank, stated, world, file)
+    parts = []
+    for shard in shards:
+        box = _attribute(shard, "metadata")
+        offsets, sizes = (_ints(_attribute(box, f"shard_{key}")) for key in ("offsets", "sizes"))
+        parts.append(LocalPart(offsets, sizes, _tensor(_attribute(shard, "tensor")), file))
+    return parts, world, world
+
+
+def _read_dtensor(
+    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: MeshCache
+) -> tuple[list[LocalPart], int, int]:
+    attributes = _merged_state(state)
+    if cls := class_of(attributes["_local_tensor"]):
+        raise UnsupportedCheckpoint(
+            "writer-unsupported",
+            f"{file.path} has a part of a tensor of class {cls}, which only that class can join",
+            hint="save the model's state without the optimizer's, or whole tensors",
+            file=file.path,
+        )
+    tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
+    mesh = _mesh(_attribute(spec, "mesh"), rank, file, meshes)
+    offsets, sizes, cuts = [0] * len(shape), list(shape), [1] * len(shape)
+    in_order = all(
+        list(_axes_of(entry)) == sorted(_axes_of(entry))
+        for entry in _attribute(spec, "shard_order", None) or ()
+    )
+    pairs = zip(_attribute(spec, "placements"), mesh.coordinate(rank), strict=True)
+    for placement, (position, count) in sorted(pairs, key=lambda pair: _split_factor(pair[0])):
+        kind = placement.name.rpartition(".")[2]
+        if kind == "Replicate":
+            continue
+        axis = _attribute(placement, "dim", placement.arguments[0] if placement.arguments else None)
+        is_next = kind == "Shard" or (
+            kind == "_StridedShard" and _split_factor(placement) == cuts[axis]
+        )
+        if not is_next or not in_order:
+            raise UnsupportedCheckpoint(
+                "writer-unsupported",
+                f"{file.path} has a DTensor placed as {kind}"
+                + ("" if in_order else " in another order than its mesh's"),
+                hint="save it with torch.distributed.checkpoint, which states where every part is",
+                file=file.path,
+            )
+        width = -(-sizes[axis] // count)
+        start = min(position * width, sizes[axis])
+        offsets[axis] += start
+        sizes[axis] = min(width, sizes[axis] - start)
+        cuts[axis] *= count
+    part = LocalPart(tuple(offsets), tuple(sizes), tensor, file)
+    return [part], len(mesh.places), prod(cuts)
+
+
+def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
+    """The mesh's type of device and its axis's name, if any, for a DTensor that is cut into rows.
+
+    None for any other tensor: one that is cut along another axis, or on a mesh of several axes, or
+    whose record has the form of torch before 2.13.
+    """
+    try:
+        spec = _merged_state(value.arguments[3])["_spec"]
+        mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
+        axes = _attribute(_attribute(mesh, "_layout"), "axes")
+        (placement,), (axis,) = placements, _attribute(mesh, "_mesh_dim_names") or (None,)
+        rows = placement.name.endswith(".Shard") and _attribute(placement, "dim") == 0
+        device = _attribute(mesh, "_device_type")
+    except MALFORMED:
+        return None
+    is_whole = len(axes) == 1 and _attribute(mesh, "_root_mesh", None) is None
+    are_names = isinstance(device, str) and isinstance(axis, (str, type(None)))
+    return (device, axis) if rows and is_whole and are_names else None
+
+
+def _split_factor(placement: Any) -> int:
+    """Into how many parts an axis is cut before this placement; 1 if the mesh's order decides.
+
+    FSDP2 cuts what tensor parallelism has cut along the same axis (`_StridedShard`).
+    """
+    if not placement.name.endswith("._StridedShard"):
+        return 1
+    factor = _attribute(placement, "split_factor", None)
+    return factor if type(factor) is int else 0
+
+
+def _axes_of(entry: Any) -> tuple[int, ...]:
+    """Mesh axes that cut one axis of a tensor, in order: a ShardOrderEntry (torch >= 2.10)."""
+    return _ints(entry.arguments[1])
+
+
+class DeviceMesh(Struct, frozen=True):
+    """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
+
+    `record` is kept so that its identity stays its own while the cache has it.
+    """
+
+    record: Any
+    places: dict[int, int]
+    axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def coordinate(self, rank: int) -> list[tuple[int, int]]:
+        """A rank's position on every axis, and how many positions the axis has."""
+        positions = []
+        for counts, strides in self.axes:
+            position = 0
+            for count, stride in zip(counts, strides, strict=True):
+                position = position * count + self.places[rank] // stride % count
+            positions.append((position, prod(counts)))
+        return positions
+
+    @property
+    def writer(self) -> int | None:
+        """The rank that saved the record, if it says so: older torch states a coordinate alone."""
+        rank = _attribute(self.record, "_rank", None)
+        if type(rank) is int:
+            return rank
+        stated = _attribute(self.record, "_coordinate_on_dim", None)
+        if stated is None:
+            return None
+        ranks = [r for r in self.places if [at for at, _ in self.coordinate(r)] == list(stated)]
+        return ranks[0] if len(ranks) == 1 else None
+
+
+MeshCache = dict[tuple[int, int], DeviceMesh]
+"""Meshes by the identity of their records, which thousands of tensors share, and by rank."""
+
+
+def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMesh:
+    """The mesh in a rank's file; raises InconsistentCheckpoint if another rank saved it."""
+    mesh = cache.get((id(record), rank))
+    if mesh is None:
+        mesh = _read_mesh(record, file)
+        _refuse_other(rank, mesh.writer, len(mesh.places), file)
+        if rank not in mesh.places:
+            raise InconsistentCheckpoint(
+                "world-size-disagrees",
+                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
+                file=file.path,
+            )
+        cache[id(record), rank] = mesh
+    return mesh
+
+
+def _read_mesh(record: Any, file: TorchFile) -> DeviceMesh:
+    places = {rank: place for place, rank in enumerate(_mesh_ranks(record, file))}
+    return DeviceMesh(record, places, _mesh_axes(record))
+
+
+def _refuse_other(rank: int, stated: int | None, world: int, file: TorchFile) -> None:
+    """Raises InconsistentCheckpoint if a file states another rank than its name."""
+    if stated not in (None, rank):
+        raise InconsistentCheckpoint(
+            "swapped-files",
+            f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
+            hint="the number in a name must be the rank that wrote the file: rename the files, or "
+            "copy them again",
+            file=file.path,
+        )
+
+
+def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
+    """All ranks, in the order of the (outermost) mesh."""
+    flat = _attribute(mesh, "_flatten_rank_map", None)
+    if flat is not None:
+        return list(_ints(flat))
+    tensor = _attribute(mesh, "_rank_map", None) or _attribute(mesh, "mesh")  # torch < 2.10
+    size = SIZES[tensor.dtype]
+    data = file.read(tensor)
+    return [
+        int.from_bytes(data[start : start + size], "little", signed=True)
+        for start in range(0, len(data), size)
+    ]
+
+
+def _mesh_axes(mesh: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    layout = _attribute(mesh, "_layout", None)
+    if layout is None:  # torch < 2.9: a tensor of ranks
+        sizes = _attribute(mesh, "mesh").shape
+        return [(_ints(size), _ints(prod(sizes[axis + 1 :]))) for axis, size in enumerate(sizes)]
+    if (axes := _attribute(layout, "axes", None)) is not None:
+        return [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in axes]
+    shape, strides = _attribute(layout, "shape"), _attribute(layout, "stride")
+    if isinstance(shape, int):
+        shape, strides = (shape,), (strides,)
+    return [(_ints(a), _ints(b)) for a, b in zip(shape, strides, strict=True)]
+
+
+_REQUIRED = object()
+
+
+def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
+    """An attribute of an inert object, with or without slots; raises KeyError."""
+    state = _merged_state(record.state)
+    return state[name] if default is _REQUIRED else state.get(name, default)
+
+
+def _merged_state(state: Any) -> dict[str, Any]:
+    """What BUILD sets: a dictionary, or one of `__dict__` and one of slots."""
+    if not isinstance(state, tuple):
+        return state or {}
+    return {key: value for part in state for key, value in (part or {}).items()}
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    numbers = (values,) if isinstance(values, int) else tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 60 for value in numbers):
+        raise ValueError("sizes that no tensor can have")
+    return numbers
+
+
+def _tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError("a local part that is not a tensor")
+    return value

@@ -1,0 +1,215 @@
+"""One optimizer's state from the local states of ZeroRedundancyOptimizer's ranks.
+
+Every rank's optimizer has whole tensors of the parameters that it owns, under numbers of its own
+that start at 0. The optimizer deals parameters to ranks by their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain, count, groupby, islice
+from math import prod
+from typing import Any
+
+from ...core.checkpoint import agreement
+from ...errors import InconsistentCheckpoint, MissingData, counted
+from ...files.torchfile import Tensor, TorchFile
+from ...training import steps
+from ..statedict.tree import Leaf, SavedTree, leaves
+from . import rank_trees, sharded_tensors
+
+
+def is_local(files: Mapping[int, TorchFile]) -> bool:
+    """Whether ranks number their own parameters: whole ones, but others on every rank."""
+    values = [file.value for file in files.values()]
+    if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
+        return False
+    if any(next(sharded_tensors.distributed_in(value), None) is not None for value in values):
+        return False
+    members = [[m for group in value["param_groups"] for m in group["params"]] for value in values]
+    if not all(type(member) is int for each in members for member in each):
+        return False
+    if len(values) == 1:  # sorted by size, which may be chance; then the order matters less
+        return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
+    # the same on every rank are copies of one state
+    states = zip(members, values, files.values(), strict=True)
+    return len({rank_trees.text([own, value["state"]], file) for own, value, file in states}) > 1
+
+
+def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
+    numels = [_numel(state.get(number, {})) or 0 for number in group["params"]]
+    return numels == sorted(numels, reverse=True)
+
+
+def merge(
+    saved: SavedTree,
+    files: Mapping[int, TorchFile],
+    step_policy: str | None,
+    param_names: Sequence[str] | None,
+) -> dict[Any, Any]:
+    """The optimizer's state dict; `saved` has the model's tree and gets `orders`.
+
+    Raises InconsistentCheckpoint (ranks of different saves) and MissingData (a parameter whose size
+    no state shows).
+    """
+    _check_alike(files, step_policy)
+    groups = [file.value["param_groups"] for file in files.values()]
+    owners = _owners_by_names(saved, files, param_names) or _owners_by_size(saved, files)
+    state: dict[int, Any] = {}
+    merged: list[dict[str, Any]] = []
+    for place, order in enumerate(owners):
+        first = len(state)
+        for rank, position in order:
+            number = groups[rank][place]["params"][position]
+            state[len(state)] = leaves(files[rank], files[rank].value["state"].get(number, {}))
+        numbers = list(range(first, len(state)))
+        merged.append({**leaves(files[0], groups[0][place]), "params": numbers})
+    return {"state": state, "param_groups": merged}
+
+
+def _owners_by_names(
+    saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
+) -> list[list[OwnedParameter]] | None:
+    """Every group's parameters in the program's order, if the user names all of them.
+
+    Their sizes are the model's then, and no state is needed.
+    """
+    names = list(param_names or ())
+    parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]
+    sizes = [sum(map(len, own)) for own in zip(*parts, strict=True)]
+    shapes = next((s for s in _shapes(saved.tree) if s.keys() >= set(names)), {})
+    if len(names) != sum(sizes) or not shapes:
+        return None
+    numels = [
+        [prod(shapes[name]) for name in names[stop - size : stop]]
+        for size, stop in zip(sizes, accumulate(sizes), strict=True)
+    ]
+    unknown = [[[None] * len(own) for own in rank] for rank in parts]
+    hint = "list the names of --param-names in the order of the optimizer: group after group"
+    return dealt(numels, unknown, [file.path for file in files.values()], hint)
+
+
+def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
+    """Every group's parameters, the largest first; equal ones are in the program's order."""
+    ranks = [
+        [
+            [_numel_of(file, number) for number in group["params"]]
+            for group in file.value["param_groups"]
+        ]
+        for file in files.values()
+    ]
+    numels = [sorted(chain(*own), reverse=True) for own in zip(*ranks, strict=True)]
+    numbers = count()
+    saved.orders = [
+        list(islice(numbers, len([*equal]))) for group in numels for _, equal in groupby(group)
+    ]
+    hint = (
+        "is a rank's file of another save, or was the partition the program's own "
+        "(overlap_with_ddp)? consolidate_state_dict() gives files without ranks"
+    )
+    return dealt(numels, ranks, [file.path for file in files.values()], hint)
+
+
+def _numel_of(file: TorchFile, number: int) -> int:
+    numel = _numel(file.value["state"].get(number, {}))
+    if numel is None:
+        raise MissingData(
+            "names-needed",
+            f"{file.path} has no state of its parameter {number}, and nothing else shows its size: "
+            "ZeroRedundancyOptimizer deals parameters to ranks by size",
+            hint="name the optimizer's parameters with --param-names FILE (one per line, group "
+            "by group), or save after consolidate_state_dict()",
+            file=file.path,
+        )
+    return numel
+
+
+def _numel(state: Mapping[str, Any]) -> int | None:
+    """The size of a parameter, as its states show it; None without any."""
+    tensors = [t for key, t in state.items() if isinstance(t, Tensor) and key != "step"]
+    return max((tensor.numel for tensor in tensors), default=None)
+
+
+def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
+    """The shapes of tensors by name, for every dictionary in a tree."""
+    if isinstance(tree, dict):
+        yield {key: value.shape for key, value in tree.items() if isinstance(value, Leaf)}
+        for value in tree.values():
+            yield from _shapes(value)
+
+
+def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> None:
+    """Raises InconsistentCheckpoint unless ranks agree on hyper-parameters and on the step."""
+    texts: dict[int, str] = {}
+    for rank, file in files.items():
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in file.value["param_groups"]
+        ]
+        texts[rank] = rank_trees.text(groups, file)
+        if texts[rank] != texts[0]:
+            raise InconsistentCheckpoint(
+                "ranks-disagree",
+                f"{file.path} and {files[0].path} have different hyper-parameters",
+                file=file.path,
+            )
+    last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
+    if step_policy != agreement.KEEP:
+        agreement.agree(last, step_policy)
+
+
+def _last_step(file: TorchFile) -> agreement.Step | None:
+    """The highest step of all parameters."""
+    numbers = [file.number(state.get("step")) for state in file.value["state"].values()]
+    return max((s for s in map(steps.step_of, numbers) if s is not None), default=None)
+
+
+# -- the rule of ZeroRedundancyOptimizer
+
+
+OwnedParameter = tuple[int, int]
+"""The rank that owns a parameter, and the parameter's place in that rank's part of its group."""
+
+
+def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
+    """What each rank owns of each group, by place in the group: `[rank][group]`."""
+    parts: list[list[list[int]]] = [[] for _ in range(world)]
+    sizes = [0] * world
+    for numels in groups:
+        for part in parts:
+            part.append([])
+        for place in sorted(range(len(numels)), key=lambda place: -numels[place]):
+            rank = sizes.index(min(sizes))
+            parts[rank][-1].append(place)
+            sizes[rank] += numels[place]
+    return parts
+
+
+def dealt(
+    groups: Sequence[Sequence[int]],
+    ranks: Sequence[Sequence[Sequence[int | None]]],
+    files: Sequence[str],
+    hint: str,
+) -> list[list[OwnedParameter]]:
+    """The owner of every parameter of every group; `groups` are the numels of each.
+
+    `ranks[rank][group]` lists numels in the order of a rank's local numbers, None if they are not
+    known. Raises InconsistentCheckpoint, which names the rank's file and the group, for lists that
+    the rule does not give.
+    """
+    owners = [[(0, 0)] * len(numels) for numels in groups]
+    for rank, parts in enumerate(partition(groups, len(ranks))):
+        for group, part in enumerate(parts):
+            numels, own = [groups[group][place] for place in part], ranks[rank][group]
+            alike = len(own) == len(numels)
+            if not alike or any(a not in (None, b) for a, b in zip(own, numels, strict=True)):
+                raise InconsistentCheckpoint(
+                    "ranks-disagree",
+                    f"{files[rank]} has {counted(len(own), 'parameter')} of group {group}, but by "
+                    f"the rule of ZeroRedundancyOptimizer, the largest first, rank {rank} of "
+                    f"{len(ranks)} has {len(numels)}" + (" of other sizes" if alike else ""),
+                    hint=hint,
+                )
+            for position, place in enumerate(part):
+                owners[group][place] = rank, position
+    return owners

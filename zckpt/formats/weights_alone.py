@@ -1,0 +1,70 @@
+"""What is read of a checkpoint whose optimizer cannot be: its weights, if they are whole alone.
+
+A command that asks for weights alone gets them, and the manifest says in `lost` what was not read.
+For any other command the error stays, and its hint names the command for the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from shlex import quote
+from typing import NoReturn
+
+from msgspec.structs import replace
+
+from ..core.checkpoint.manifest import Manifest
+from ..errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    UnsupportedCheckpoint,
+    ZckptError,
+)
+from .reading import Reading
+
+OF_FILES = (IncompleteCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint)
+"""Errors of files that are missing, damaged, or of a kind that is not read."""
+HALVES = ("BF16", "F16")
+
+
+def is_of_files(error: ZckptError, are_optimizers: Callable[[str], bool]) -> bool:
+    """Whether an error is of an optimizer's files and of no others; asks by their paths."""
+    files = [notice.file for notice in error.notices]
+    return isinstance(error, OF_FILES) and all(file and are_optimizers(file) for file in files)
+
+
+def weights_or_raise(
+    error: ZckptError,
+    read_weights: Callable[[Reading], Manifest],
+    path: str,
+    reading: Reading,
+    has_masters: bool = False,
+    is_all: Callable[[Manifest], bool] = lambda _: False,
+) -> Manifest:
+    """The weights of the checkpoint at `path`, marked, if they are asked for; else raises `error`.
+
+    `read_weights` reads them without the optimizer's files. `has_masters` says that the engine
+    rounded them from masters, and `is_all` that every file of an optimizer is lost: then they are
+    read for every command, and those that train refuse them.
+    """
+    try:
+        manifest = read_weights(replace(reading, weights_only=True))
+    except (ZckptError, *MALFORMED):
+        _raise(error)
+    tag = f" --tag {quote(reading.tag)}" if reading.tag else ""
+    way = (
+        f"`zckpt convert {quote(path)} DST --weights-only{tag}` writes the weights, which are whole"
+    )
+    if not (reading.weights_only or is_all(manifest)):
+        raise error.with_way(way) from error
+    how = "not read" if isinstance(error, UnsupportedCheckpoint) else "lost"
+    dtypes = {entry.dtype for entry in manifest.entries.values() if entry.slot == "param"}
+    what, subject = "weights; the optimizer is", None
+    if has_masters and not dtypes.isdisjoint(HALVES):
+        what, subject = "16-bit weights; the masters are", "master"
+    lost = error.as_lost(f"{what} {how}", hint=way, subject=subject, file=manifest.root)
+    return manifest.replace(lost=(lost,))
+
+
+def _raise(error: ZckptError) -> NoReturn:
+    raise error from None

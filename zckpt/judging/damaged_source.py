@@ -1,0 +1,262 @@
+"""How is a checkpoint read of which files are missing, or cannot be read?
+
+A file of the same kind stands in for a lost one: that of the nearest rank. It lies under the lost
+file's name in a folder of links, which is read like any checkpoint. So the reader says which
+elements the lost file had; they are known by its path, and are left out of all numbers.
+
+Where steps differ, the one that most places state is taken. If the optimizer's state cannot be read
+for another reason, the weights are read alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ..core.checkpoint.dtypes import SIZES
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.layers import Places, places_of
+from ..core.checkpoint.manifest import Manifest
+from ..core.grouping import by_key
+from ..core.passes.description import Report, line_of
+from ..core.storage.fragments import Fragment, Runs
+from ..core.storage.inventory import MOST
+from ..core.storage.sources import standing_in
+from ..errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingExtra,
+    NotACheckpoint,
+    SourceChanged,
+    WrongOption,
+    ZckptError,
+    notice_of,
+    warning,
+)
+from . import verdict
+from .inventory import files_below, stand_in, states_in
+from .verdict import Verdict
+
+NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
+NO_FAULT = (WrongOption, MissingExtra, SourceChanged)
+"""Errors that say nothing about the checkpoint."""
+OF_OTHERS = ("foreign", "unexpected")
+SMALL = 4096  # bytes of a file that is copied into the folder of links
+
+
+class Found(Struct, eq=False, dict=True):
+    """What could be read of the checkpoint at `path`.
+
+    `lost` says of each file, by its path as the manifest has it, whether it is `missing` or
+    `unreadable`. `shadow` is the folder of links, if there is one. `stated` are the places that
+    state steps which differ.
+    """
+
+    path: str
+    manifest: Manifest | None = None
+    faults: list[Report] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    stated: tuple[tuple[str, float | int], ...] = ()
+    shadow: str | None = None
+    tag: str | None = None
+
+    @property
+    def known(self) -> Manifest:
+        """The manifest of a checkpoint that could be read."""
+        assert self.manifest is not None
+        return self.manifest
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """All tensors, in the order of the table."""
+        return [*self.known.entries.values()]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each tensor in the table, by its name."""
+        return {entry.name: number for number, entry in enumerate(self.entries)}
+
+    @cached_property
+    def places(self) -> Places:
+        """Layers and kinds of all tensors."""
+        return places_of(entry.parameter for entry in self.entries)
+
+    @cached_property
+    def judged(self) -> Verdict:
+        """Whether it is whole, and of one save."""
+        return verdict.of(self.known)
+
+    @property
+    def root(self) -> str:
+        """The checkpoint's own folder or file, not that of links."""
+        if self.manifest is not None:
+            return self.real(self.manifest.root)
+        return os.path.join(self.path, self.tag) if self.tag else self.path
+
+    def real(self, text: str) -> str:
+        """A text that names files, with their own paths."""
+        return text if self.shadow is None else text.replace(self.shadow, self.path)
+
+    def name(self, path: str) -> str:
+        """The name of a file below the checkpoint."""
+        path, root = self.real(path), self.root
+        return os.path.basename(path) if path == root else os.path.relpath(path, root)
+
+
+@contextmanager
+def what_is_there(
+    path: str, source: Mapping[str, Any], read: Callable[..., Manifest]
+) -> Iterator[Found]:
+    """The checkpoint at `path`; `source` are arguments of `read`, as `zckpt.read` has them.
+
+    Whatever is wrong with it is a fault. Raises the ZckptError of what is no checkpoint, or not one
+    alone.
+    """
+    found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
+    with TemporaryDirectory(prefix="zckpt-") as temporary:
+        while True:
+            try:
+                with standing_in(found.lost):
+                    where, words = found.shadow or path, {"weights_only": weights_only, **source}
+                    found.manifest = read(where, nameless=True, opens_items=True, **words)
+                break
+            except NO_FAULT:
+                raise
+            except (ZckptError, OSError) as error:
+                if isinstance(error, NOTHING_TO_SHOW) and not found.faults:
+                    raise
+                if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
+                    source["step_policy"] = _most_stated(found, error)
+                elif not _stand_in(found, error, temporary):
+                    kind, paths = _missing_in(found, error)
+                    if not paths and isinstance(error, IncompleteCheckpoint):
+                        kind = "missing"
+                    if found.lost and not paths:  # what stands in does not fit
+                        found.faults.append(_omitted())
+                    named: list[str | None] = [*paths] or [None] * (not found.lost)
+                    found.faults += (_fault(found, error, kind, path) for path in named)
+                    if weights_only:
+                        break
+                    weights_only = True
+        yield found
+
+
+def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | None) -> Report:
+    notice = notice_of(error)
+    message = found.real(notice.message)
+    if file is not None and kind == "missing":
+        name, paths = os.path.basename(file), getattr(error, "paths", ())
+        if len(paths) > 1 or name not in message:  # it is not what the message is about
+            message = f"{name} is missing: {message}"
+    return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
+
+
+def _omitted() -> Report:
+    """What could not be read because another file stood in for a lost one: no fault of its own."""
+    left = warning("not-compared", "more is not read without the files above")
+    return line_of(left, kind="warning", fault=False)
+
+
+def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
+    """The elements of a tensor that are not in lost files, one range after the other; and these."""
+    size, parts = SIZES[entry.dtype], []
+    if not any(fragment.extent.file in lost for fragment in entry.fragments):
+        return entry, ((0, entry.numel),)
+    runs = sorted(
+        (run for run in entry.fragments.runs(0, entry.numel, size) if run.extent.file not in lost),
+        key=lambda run: run.start,
+    )
+    ranges: list[tuple[int, int]] = []
+    first = 0
+    for run in runs:
+        parts.append(Fragment(first, first + run.stop - run.start, run.extent))
+        first += run.stop - run.start
+        if ranges and ranges[-1][1] == run.start:
+            ranges[-1] = ranges[-1][0], run.stop
+        else:
+            ranges.append((run.start, run.stop))
+    return replace(entry, shape=(first,), fragments=Runs(parts)), tuple(ranges)
+
+
+# -- steps that differ
+
+
+def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
+    """The step that most places state, as a policy; the others become faults."""
+    found.stated = error.steps
+    (most, _), *_ = Counter(step for _, step in error.steps).most_common()
+    odd = by_key(
+        ((file_in(where, found.path), step), where) for where, step in error.steps if step != most
+    )
+    for (file, _), places in odd.items():
+        found.faults.append(_fault(found, error, "step", file) | {"subject": places[0]})
+    return f"{most:.0f}"
+
+
+def file_in(where: str, folder: str) -> str | None:
+    """The path of the file that a place of a step names, if it names one below the folder."""
+    words = {os.path.basename(word.strip()) for word in re.split(r"[,:]\s", f"{where} ")}
+    named = (path for path in files_below(folder) if os.path.basename(path) in words)
+    return next(named, None) if any("." in word for word in words) else None
+
+
+# -- files that are lost
+
+
+def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool:
+    """Whether another file stands in for one that the error names, so that reading may go on."""
+    kind, paths = _missing_in(found, error)
+    gone = {*paths, *map(found.real, found.lost)}
+    there = [path for path in files_below(found.path) if path not in gone]
+    others = {path: other for path in paths if (other := stand_in(path, there)) is not None}
+    if not others or len(found.lost) + len(others) > max(MOST, len(there)):
+        return False  # a damaged number of ranks may be huge
+    for path in others:
+        found.faults.append(_fault(found, error, kind, path))
+    found.shadow = found.shadow or os.path.join(
+        temporary, os.path.basename(os.path.abspath(found.path))
+    )
+    for path, other in others.items():
+        inside = os.path.relpath(path, found.path)
+        _link(found.path, found.shadow, inside, os.path.realpath(other))
+        found.lost[os.path.join(found.shadow, inside)] = kind
+    return True
+
+
+def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
+    """Whether files are missing or unreadable according to an error, and which: real paths."""
+    states = {found.real(path): state for path, state in states_in(error).items()}
+    known = {*map(found.real, found.lost)}
+    kind = "missing" if "missing" in states.values() else "unreadable"
+    return kind, [p for p, state in states.items() if state not in OF_OTHERS and p not in known]
+
+
+def _link(real: str, shadow: str, inside: str, other: str) -> None:
+    """Lets the shadow of a folder have links to all that is in it, and to `other` at `inside`."""
+    name, _, below = inside.partition(os.sep)
+    if not os.path.isdir(shadow):
+        os.mkdir(shadow)
+        # links to files such as `latest` are not followed
+        for each in os.scandir(real) if os.path.isdir(real) else ():
+            if each.is_file() and each.stat().st_size <= SMALL:
+                shutil.copy2(each.path, shadow)
+            else:
+                os.symlink(os.path.abspath(each.path), os.path.join(shadow, each.name))
+    place = os.path.join(shadow, name)
+    if os.path.isfile(place) or os.path.islink(place):
+        os.unlink(place)
+    if below:
+        _link(os.path.join(real, name), place, below, other)
+    else:
+        os.symlink(other, place)

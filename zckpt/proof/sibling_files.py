@@ -1,0 +1,86 @@
+"""Are the files beside two checkpoints equal: a trainer's state, its schedulers, a configuration?
+
+They are compared byte by byte. A file that one side lacks is named: a run of another program, or of
+other ranks, has other files. But a file from which the same program resumes was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ..core.checkpoint.manifest import Manifest, Sibling
+from ..core.passes.description import Report
+from ..core.storage import sources
+from ..errors import Notice, listed, note
+
+MAX_JSON = 16 << 20  # bytes
+OF_RUN = re.compile(
+    r"trainer_state\.json|scheduler\.pt|scaler\.pt|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
+    r"|custom_checkpoint_\d+\.pkl"
+)
+"""Files of trainers' programs that a run goes on with, whatever its size; those of a second model
+or object have a number."""
+OF_TENSORS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
+"""Endings of files that may have tensors."""
+PATHS = {"trainer_state.json": "best_model_checkpoint"}
+"""A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
+
+
+def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
+    """A line for each file that differs; notes on files that only one side has.
+
+    Of two checkpoints of weights alone, from which no run goes on, only files that may have tensors
+    are compared.
+    """
+    has_run = a.groups is not None or b.groups is not None
+    ours, theirs = (
+        {
+            item.name: item
+            for item in (*side.files.around, *side.files.siblings, *side.files.omitted_files)
+            if has_run or item.name.endswith(OF_TENSORS)
+        }
+        for side in (a, b)
+    )
+    lines: list[Report] = [
+        {"key": name, **_sizes(item.size, theirs[name].size)}
+        for name, item in ours.items()
+        if name in theirs and not _equal(item, theirs[name])
+    ]
+    notes = []
+    for side, root, own, others in (("a", a.root, ours, theirs), ("b", b.root, theirs, ours)):
+        alone = [name for name in own if name not in others]
+        goes_on = any(map(OF_RUN.fullmatch, others))
+        lost = {name for name in alone if goes_on and OF_RUN.fullmatch(name)}
+        lines += [{"key": name, "only": side} for name in sorted(lost)]
+        if rest := [name for name in alone if name not in lost]:
+            message = f"{listed(rest, 4)}: only beside {root}"
+            notes.append(note("not-compared", message, file=own[rest[0]].path))
+    return lines, notes
+
+
+def _sizes(a: int, b: int) -> dict[str, str]:
+    """What is said of two files that differ; of as many bytes, that they are others."""
+    return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
+
+
+def _equal(a: Sibling, b: Sibling) -> bool:
+    if a.path == b.path:
+        return True
+    key = PATHS.get(a.name)
+    if key is not None and max(a.size, b.size) <= MAX_JSON:
+        return bool(_document(a, key) == _document(b, key))
+    return a.size == b.size and sources.same_bytes(a.path, b.path)
+
+
+def _document(item: Sibling, without: str) -> Any:
+    with sources.opened(item.path) as file:
+        data = file.read()
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return data
+    if isinstance(document, dict):
+        document.pop(without, None)
+    return document

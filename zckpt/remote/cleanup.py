@@ -1,0 +1,158 @@
+"""What has a dead run left at a URL, and how is it removed?
+
+Only the note of a run of zckpt says what is zckpt's: a prefix is no owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from shlex import quote
+from typing import Any
+
+from msgspec import Struct
+
+from ..core.passes.description import VERSION
+from ..core.storage.unfinished import Note
+from ..errors import NotACheckpoint, TargetExists, WrongOption, listed
+from . import failures
+from .mirror import UNFINISHED
+from .stores import Found, store_of
+from .upload import LASTS, names_at, note_of
+from .urls import Url, parse
+
+
+class Upload(Struct, frozen=True):
+    """An unfinished multipart upload of S3."""
+
+    url: Url
+    key: str
+    number: str
+
+    @property
+    def command(self) -> str:
+        """How the store's own client ends it."""
+        where = f"--bucket {quote(self.url.root)} --key {quote(self.key)}"
+        return f"aws s3api abort-multipart-upload {where} --upload-id {quote(self.number)}"
+
+
+def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
+    """Removes what a run that was stopped has left at a URL; a complete target is never touched.
+
+    What that is, the run's note says. Unfinished multipart uploads of its files are removed too,
+    where the client lists them (S3, with boto3). All other uploads stay: the report lists them
+    (`other_uploads`), each with the command of the store's client that ends it.
+
+    Whether a run still writes there is for the user to know. Raises WrongOption for a complete
+    checkpoint, and NotACheckpoint if zckpt has begun nothing there, unless uploads of others are to
+    be listed; UnsupportedCheckpoint for a note that cannot be understood, and TargetExists if a run
+    writes there meanwhile.
+    """
+    url = parse(path)
+    if not url.key:
+        raise WrongOption(
+            "option-invalid", f"{url} is a whole bucket", hint="give the target of the stopped run"
+        )
+    there = names_at(url)
+    uploads = _uploads(url)
+    note = None
+    if UNFINISHED in there:
+        note = failures.asked(lambda: note_of(url, store_of(url), there[UNFINISHED]), url)
+    elif not uploads:
+        raise _nothing_begun(url, [*there])
+    names = _remains(url, there, note) if note else []
+    begun = {f"{url.key}/{name}" for name in note.names} if note else set()
+    own = [upload for upload in uploads if upload.key in begun]
+    if note and not dry_run:
+        try:
+            _remove(url, names, own, "" if note.last in there else note.last)
+        except Exception as error:
+            raise failures.explained(error, url, "write") from error
+    return {
+        "zckpt": VERSION,
+        "command": "clean-up",
+        "path": str(url),
+        "files": names,
+        "uploads": [upload.key for upload in own],
+        "other_uploads": [
+            {"key": upload.key, "command": upload.command}
+            for upload in uploads
+            if upload.key not in begun
+        ],
+        "bytes": sum(there[name].size for name in names),
+        "dry_run": dry_run,
+    }
+
+
+def _remains(url: Url, there: Mapping[str, Found], note: Note) -> list[str]:
+    """The files of the unfinished run that are there; the note alone if the target is complete."""
+    if note.last not in there:
+        return sorted({*note.names, UNFINISHED} & {*there})
+    if lost := [name for name in note.names if name not in there]:
+        raise TargetExists(
+            "target-exists",
+            f"{url} has {note.last}, but not {listed(lost, 3)}: nothing was removed",
+            hint="another program may have written there: look at it, and remove what you do not "
+            "need with the store's client",
+            file=str(url),
+        )
+    return [UNFINISHED]  # its run ended between the last file and the removal of the note
+
+
+def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> None:
+    """Removes files, uploads, and the note, unless a run has sent the file `last` meanwhile."""
+    store = store_of(url)
+    for name in names:
+        if name != UNFINISHED:
+            store.delete([f"{url.key}/{name}"])
+    client: Any = _client() if uploads else None
+    for upload in uploads:
+        client.abort_multipart_upload(Bucket=url.root, Key=upload.key, UploadId=upload.number)
+    if last and store.head(f"{url.key}/{last}") is not None:
+        raise TargetExists(
+            "target-exists",
+            f"a run has written {url}/{last} meanwhile, and files of that target are removed",
+            hint=f"the note {UNFINISHED} stays, so that nobody takes it for complete: when that "
+            "run has ended, remove the rest with the store's client",
+            file=str(url),
+        )
+    store.delete([f"{url.key}/{UNFINISHED}"])  # last: without it the rest would not be known
+
+
+def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoint:
+    """The error for a URL without a note."""
+    if {name.rpartition("/")[2] for name in there} & {*LASTS}:
+        return WrongOption(
+            "nothing-to-clean",
+            f"{url} is complete: nothing was removed",
+            hint="remove it with the store's client",
+        )
+    below = [name.removesuffix(f"/{UNFINISHED}") for name in there if name.endswith(UNFINISHED)]
+    target = f": {url}/{below[0]}" if below else ""
+    return NotACheckpoint(
+        "nothing-to-clean",
+        f"{url} has no remains of a run of zckpt",
+        hint=f"give the target of the stopped run{target}",
+        file=str(url),
+    )
+
+
+def _client() -> Any:
+    import boto3
+
+    return boto3.client("s3")
+
+
+def _uploads(url: Url) -> list[Upload]:
+    """The multipart uploads below a URL that nobody has completed."""
+    if url.scheme != "s3" or find_spec("boto3") is None:
+        return []
+    try:
+        pages = _client().get_paginator("list_multipart_uploads")
+        return [
+            Upload(url, item["Key"], item["UploadId"])
+            for page in pages.paginate(Bucket=url.root, Prefix=f"{url.key}/")
+            for item in page.get("Uploads", ())
+        ]
+    except Exception as error:
+        raise failures.explained(error, url, "list") from error

@@ -1,0 +1,198 @@
+"""Where on this machine is the target of a URL written first, and may it be written at all?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from shlex import quote
+from typing import Any
+
+from ..core.storage.checksum import crc32
+from ..core.storage.sources import walk
+from ..core.storage.unfinished import Note
+from ..core.version import __version__
+from ..errors import NotEnoughSpace, TargetExists, UnsupportedCheckpoint, WrongOption
+from . import failures
+from .mirror import UNFINISHED, note_at, spell
+from .stores import Found, Store, store_of
+from .urls import Url
+
+LASTS = (
+    "manifest.json",
+    ".metadata",
+    "latest",
+    "latest_checkpointed_iteration.txt",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "mp_rank_00_model_states.pt",
+)
+"""The files that make a folder a checkpoint, the decisive one first."""
+REMOVING = {"s3": "aws s3 rm --recursive {}", "gs": "gcloud storage rm --recursive {}"}
+OF_RUNNING = {
+    *("begin", "tell", "copying", "resume", "begins_anew", "gives_way", "dry_run"),
+    *("read_back", "target"),
+}
+"""Words of a conversion that do not say what its target is."""
+
+
+def order(name: str) -> tuple[int, str]:
+    """Puts names in the order in which files are sent: those of `LASTS` last.
+
+    A deeper one is less decisive.
+    """
+    base = os.path.basename(name)
+    if base not in LASTS:
+        return 0, name
+    return 1 + (len(LASTS) - LASTS.index(base)) * 100 - name.count("/"), name
+
+
+def folder_for(url: Url) -> str:
+    """The folder of TMPDIR in which the target of this URL is written first."""
+    name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}-{os.getuid()}"
+    folder = os.path.join(tempfile.gettempdir(), name)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    now = os.lstat(folder)
+    if not stat.S_ISDIR(now.st_mode) or now.st_uid != os.getuid():
+        raise TargetExists(
+            "target-unsafe",
+            f"{folder} belongs to another user",
+            hint="set TMPDIR to a folder of yours",
+            file=folder,
+        )
+    return folder
+
+
+def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
+    """What tells a run from all others: its command, its options, and the files of its sources."""
+    said = {
+        name: word
+        for name, word in words.items()
+        if name not in OF_RUNNING and not callable(word) and name not in sources
+    }
+    files = []
+    for path in (os.fspath(words[name]) for name in sources if words.get(name) is not None):
+        inside = [item.path for item in walk(path)] if os.path.isdir(path) else [path]
+        for each in filter(os.path.isfile, inside):
+            seen = os.stat(each)
+            files.append((os.path.relpath(each, path), seen.st_size, seen.st_mtime_ns))
+    text = json.dumps([__version__, command, said, files], default=repr, sort_keys=True)
+    return f"{crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+@contextmanager
+def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
+    """The path on this machine at which the target of a URL is to be written first.
+
+    True stands beside it if the run with the mark `run` has completed the target. Raises
+    TargetExists if there is another one, and WrongOption for processes that share a target.
+    """
+    if url.scheme in ("https", "http", "hf"):
+        raise WrongOption(
+            "store-unsupported",
+            f"{url}: zckpt reads {url.scheme}:// and does not write it",
+            hint="write a folder, and send it then",
+        )
+    if words.get("sharing") is not None:
+        raise WrongOption(
+            "options-conflict",
+            f"{url}: several processes share a target in a folder of all, and not in a store",
+            hint="give a folder of a shared filesystem, or --single",
+        )
+    if not url.key:
+        raise WrongOption("option-invalid", f"{url} is a whole bucket", hint=f"give {url}/NAME")
+    resume = bool(words.get("resume"))
+    is_done = is_complete(url, run if resume else "", resume)
+    folder = folder_for(url)
+    path = os.path.join(folder, os.path.basename(url.key))
+    spell(path, str(url))
+    if not resume and not words.get("dry_run"):
+        shutil.rmtree(path, ignore_errors=True)  # a complete one, of a run that could not send it
+    try:
+        yield path, is_done
+    except NotEnoughSpace as error:
+        raise NotEnoughSpace(
+            "not-enough-space",
+            error.message,
+            hint=f"set TMPDIR to a folder with space: {url} is written there first",
+        ) from error
+    finally:
+        if not os.listdir(folder):
+            os.rmdir(folder)
+
+
+def refuse_inside(source: Url, target: Url) -> None:
+    """Raises WrongOption if the target is the source, or would become a part of it."""
+    is_same_store = (source.scheme, source.root) == (target.scheme, target.root)
+    if is_same_store and f"{target.key}/".startswith(f"{source.key}/"):
+        raise WrongOption(
+            "target-in-source",
+            f"{target} is the source itself"
+            if target.key == source.key
+            else f"{target} is inside of {source}",
+            hint="choose a target beside the source",
+        )
+
+
+def is_complete(url: Url, run: str, resume: bool) -> bool:
+    """Whether the run of this mark has completed the target.
+
+    Raises TargetExists if there is anything else at the URL, but for what `resume` continues.
+    """
+    there = names_at(url)
+    if not there:
+        return False
+    if UNFINISHED not in there:
+        last = min(there, key=lambda name: (-order(name)[0], name))
+        if run and failures.asked(lambda: store_of(url).mark(there[last]), url) == run:
+            return True
+        raise TargetExists(
+            "target-exists",
+            f"{url} exists",
+            hint="choose another name, or remove it first",
+            file=str(url),
+        )
+    if not resume:
+        raise TargetExists(
+            "target-unfinished",
+            f"{url} exists: a run was stopped there",
+            hint=f"add --resume to continue it, or remove it: zckpt clean-up {url}",
+            file=str(url),
+        )
+    failures.asked(lambda: note_of(url, store_of(url), there[UNFINISHED]), url)
+    return False
+
+
+def note_of(url: Url, store: Store, found: Found) -> Note:
+    """The note of an unfinished target; raises UnsupportedCheckpoint if it cannot be understood."""
+    if (note := note_at(store, found)) is None:
+        raise UnsupportedCheckpoint(
+            "version-unsupported",
+            f"{url}/{UNFINISHED} is no note that this zckpt understands: nothing was changed",
+            hint="look at it: a newer zckpt may have written it; if you do not need what is there, "
+            f"remove it with the store's client{_client_line(url)}",
+            file=str(url),
+        )
+    return note
+
+
+def _client_line(url: Url) -> str:
+    """The command with which a store's own client removes all that is below a URL."""
+    command = REMOVING.get(url.scheme)
+    return f": {command.format(quote(str(url)))}" if command else ""
+
+
+def names_at(url: Url) -> dict[str, Found]:
+    """What is below a URL, by name; the object at the URL itself has the name ""."""
+
+    def ask() -> dict[str, Found]:
+        store = store_of(url)
+        below = {each.key[len(url.key) :].strip("/"): each for each in store.below(url.key)}
+        own = store.head(url.key)
+        return below if own is None else {**below, "": own}
+
+    return failures.asked(ask, url, "list")

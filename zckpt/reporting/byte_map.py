@@ -1,0 +1,147 @@
+"""Which file has which elements: the section `map`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.manifest import slot_key
+from ..core.checkpoint.origin import Origin
+from ..core.passes.description import Report
+from ..core.storage.fragments import boxes_of
+from ..core.storage.inventory import Row, State
+from ..judging.damaged_source import Found
+from ..judging.inventory import of_engine, of_folder
+
+MOST_PIECES, MOST_SUMS = 20_000, 200_000
+COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
+Key = tuple[int | None, int | None, str]
+"""The number of a file, that of a layer, and a slot: pieces are summed by these."""
+AXES = ("dp", "mp", "tp", "pp", "ep")
+"""The axes of ranks among the numbers that names of files have."""
+Piece = tuple[str, int, int, int, int]
+"""The file, elements [start, stop), the first byte and how many bytes."""
+
+
+def section(found: Found, problems: Sequence[Report]) -> Report:
+    """Files, pieces of tensors, and damaged bytes."""
+    manifest, entries, places = found.known, found.entries, found.places
+    damaged = [line for line in problems if line.get("file") and "offset" in line]
+    numbers = {path: number for number, path in enumerate(manifest.files.paths)}
+    states = {line["file"]: "damaged" for line in damaged} | found.lost
+    rows = of_engine(manifest)
+    sizes = {row.path: row.size for row in rows}
+    for path in found.lost:  # its own size, and not that of the file that stands in for it
+        own = found.real(path)
+        sizes[path] = os.path.getsize(own) if os.path.isfile(own) else None
+    groups = [places.row(entry.parameter) for entry in entries]
+    files = [
+        _file(row, manifest.run.origin, states.get(row.path, "ok"), sizes[row.path]) for row in rows
+    ]
+    if manifest.notices.lost:  # those of the optimizer, which were not read
+        known = {file["name"] for file in files}
+        unread = files_alone(found)["files"]
+        files += [file for file in unread if file["name"] not in known and file["rank"]]
+    return {
+        "files": files,
+        "groups": list(places.rows),
+        "of_tensor": groups,
+        "pieces": _columns(entries, groups, numbers),
+        "damaged": [
+            {
+                "file": numbers.get(line["file"]),
+                "offset": line["offset"],
+                "length": line["length"],
+                "tensor": found.numbers.get(line["tensor"] or ""),
+            }
+            for line in damaged
+        ],
+    }
+
+
+def files_alone(found: Found) -> Report:
+    """The same of a checkpoint that cannot be read: its files."""
+    wrong: dict[str, State] = {
+        found.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
+        for line in found.faults
+        if line["file"]
+    }
+    files = [_file(row, None, row.state, row.size) for row in of_folder(found.root, wrong)]
+    pieces: Report = {key: [] for key in COLUMNS}
+    return {"files": files, "groups": [], "of_tensor": [], "pieces": pieces, "damaged": []}
+
+
+def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Report:
+    state = state if state in ("ok", "missing") else "damaged"
+    return {"name": row.name, "bytes": size, "rank": rank_of(origin, row), "state": state}
+
+
+def rank_of(origin: Origin | None, row: Row) -> Report | None:
+    """The rank whose file it is, as far as its name says it; an engine may count them by model."""
+    numbers = {axis: number for axis, number in row.rank if axis in AXES}
+    tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1
+    if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
+        numbers |= {"tp": model % tp, "pp": model // tp}
+    return numbers or None
+
+
+# -- pieces
+
+
+def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
+    """The pieces as columns: each by itself, or summed where there are too many of them."""
+    rows: list[tuple[Any, ...]] = []
+    sums: dict[Key, list[int]] = {}
+    is_summed = sum(map(_count, entries)) > MOST_PIECES
+    for number, entry in enumerate(entries):
+        slot, group = slot_key(entry.slot), groups[number]
+        for file, *piece in _pieces(entry) if is_summed else _merged(_pieces(entry)):
+            if is_summed:
+                _add(sums, (files.get(file), group, slot), *piece)
+            else:
+                rows.append((files.get(file), number, group, slot, *piece))
+    if len(sums) > MOST_SUMS:
+        layers, sums = sums, {}
+        for (known, _, slot), own in layers.items():
+            _add(sums, (known, None, slot), *own)
+    rows += ((known, None, group, slot, *own) for (known, group, slot), own in sums.items())
+    columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
+    return {key: columns.get(key, []) for key in COLUMNS} | ({"tensor": None} if is_summed else {})
+
+
+def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, length: int) -> None:
+    """Adds elements and bytes to a sum, which begins where its first bytes lie."""
+    own = sums.setdefault(key, [0, 0, at, 0])
+    own[:] = 0, own[1] + stop - start, min(own[2], at), own[3] + length
+
+
+def _count(entry: Entry) -> int:
+    return len(boxes_of(entry.fragments) or entry.fragments)
+
+
+def _pieces(entry: Entry) -> Iterator[Piece]:
+    """The pieces of a tensor; a box is one, and reaches from its first element to its last."""
+    for box in boxes_of(entry.fragments):
+        if length := prod(box.sizes) * box.size:
+            yield box.extent.file, box.start, box.stop, box.reach.offset, length
+    for each in () if boxes_of(entry.fragments) else entry.fragments:
+        extent = each.extent
+        yield extent.file, each.start, each.stop, extent.offset, extent.length
+
+
+def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces, those that follow each other in file and tensor as one."""
+    before: Piece | None = None
+    for piece in pieces:
+        if before is not None:
+            file, start, stop, offset, length = before
+            if (file, stop, offset + length) == (piece[0], piece[1], piece[3]):
+                before = file, start, piece[2], offset, length + piece[4]
+                continue
+            yield before
+        before = piece
+    if before is not None:
+        yield before

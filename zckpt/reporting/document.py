@@ -1,0 +1,223 @@
+"""The document of `zckpt report`: a checkpoint, or a run, on one page."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from .. import api
+from ..core.passes.description import VERSION, Report, line_of
+from ..core.passes.resources import READING_JOBS, Begin, Copying
+from ..core.storage.sources import unchanged
+from ..core.version import __version__
+from ..errors import ZckptError, notice_of, warning
+from ..judging.damaged_source import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
+from ..resume.runs import Candidate, alone, candidates
+from ..resume.runs import since as since_step
+from . import against as other_checkpoint
+from . import byte_map, faults, masters, next_steps, numbers, run, steps, summary
+from .measuring import measured
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+elif TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Path = str | os.PathLike[str]
+
+
+@api.takes_urls("path", "against")
+def report(
+    path: Path,
+    *,
+    against: Path | None = None,
+    since: float | None = None,
+    jobs: int = READING_JOBS,
+    memory: int = 256 << 20,
+    begin: Begin | None = None,
+    **source: Unpack[api.NamedKeywords],
+) -> Report:
+    """The checkpoint at `path`, or the run, as the document that a page is made of.
+
+    `docs/report.md` says what the sections are. Every byte is read once, and once more for the
+    comparison with `against`, another checkpoint. What is wrong is listed in `faults`, and does not
+    keep the rest away: a lost rank, damaged bytes, steps that differ. Of a run, only checkpoints of
+    the step `since` or later are read. `source` are the arguments of `read`. Raises a ZckptError
+    only if there is nothing to show.
+    """
+    started = time.monotonic()
+    copying = Copying(jobs, memory)
+    chosen, gone = _checkpoints(os.fspath(path), source)
+    if since is not None:
+        chosen = since_step(chosen, since, os.fspath(path))
+    shown: Report = {}
+    strip: list[Report] = []
+    losses: list[Any] = []
+    for each in chosen:
+        own = {**source, "tag": each.tag} if each.tag else source
+        other = None if against is None or each is not chosen[-1] else os.fspath(against)
+        try:
+            shown = _document(each, own, other, copying, begin)
+        except NOTHING_TO_SHOW as error:
+            if len(chosen) == 1:
+                raise
+            shown = _nothing(each, error)
+        strip.append(run.checkpoint(shown, each.name))
+        losses = shown["about"]["losses"] or losses  # each log has those before it
+    if not shown["next"]["resumes"]:
+        intact = [e for e, line in zip(chosen, strip, strict=True) if not line["faults"]]
+        older = intact[::-1] if len(chosen) > 1 else next_steps.older_than(chosen[0])
+        shown["next"] = next_steps.with_older(shown["next"], older)
+    if len(chosen) > 1:
+        losses = [point for point in losses if since is None or point[0] >= since]
+        shown["run"] = run.section(strip, shown, losses)
+        shown["path"] = os.fspath(path)
+    shown["faults"] = faults.ordered(
+        [
+            *shown["faults"],
+            *run.faults_of(strip),
+            *run.missing_checkpoints(os.fspath(path), gone),
+            *run.notes_of(chosen),
+        ]
+    )
+    return shown | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _nothing(candidate: Candidate, error: ZckptError) -> Report:
+    """The document of one checkpoint of a run that is none: an empty folder, or a foreign one."""
+    found = Found(candidate.path)
+    found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
+    return _not_read(found, candidate)
+
+
+def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those of a run, the oldest first, or the one that is meant; and those that are not there.
+
+    A run may name one that was removed, or whose name was cut short.
+    """
+    itself = [alone(path, source.get("tag"))]
+    if source.get("tag") or source.get("format") or not os.path.isdir(path):
+        return itself, []
+    try:
+        found = candidates(path)[::-1]
+    except NOTHING_TO_SHOW:
+        raise
+    except (ZckptError, OSError):  # it is read as one, and says what is wrong
+        return itself, []
+    there = [each for each in found if os.path.isdir(each.where) or os.path.isfile(each.where)]
+    return (there, [each for each in found if each not in there]) if there else (itself, [])
+
+
+def _document(
+    candidate: Candidate,
+    source: Mapping[str, Any],
+    against: str | None,
+    copying: Copying,
+    begin: Begin | None,
+) -> Report:
+    with what_is_there(candidate.path, source, api.read) as found:
+        if found.manifest is None:
+            return _not_read(found, candidate)
+        document = _begun(found, candidate)
+        lines = [*faults.of_files(found)]
+        try:
+            with unchanged(found.manifest.files.fingerprints):
+                document |= _read(found, copying, begin, lines)
+        except NO_FAULT:
+            raise
+        except (ZckptError, OSError) as error:
+            lines.append(line_of(notice_of(error), kind="unreadable"))
+            document |= _metadata_sections(found)
+        if against is not None:
+            document |= _against(found, against, source, copying, begin, lines)
+        document["faults"] = faults.section(found, lines)
+        document["next"] = next_steps.section(found, candidate, document["faults"])
+        return document
+
+
+def _not_read(found: Found, candidate: Candidate) -> Report:
+    """The document of a checkpoint of which nothing could be read but the names of files."""
+    wrong = faults.section(found, ())
+    return _begun(found, candidate) | {
+        "faults": wrong,
+        "next": next_steps.section(found, candidate, wrong),
+        "map": byte_map.files_alone(found),
+    }
+
+
+def _begun(found: Found, candidate: Candidate) -> Report:
+    """What every document has."""
+    return {
+        "zckpt": VERSION,
+        "command": "report",
+        "path": found.root,
+        "version": __version__,
+        "line": summary.section(found),
+        "about": summary.about(found, candidate),
+    }
+
+
+def _metadata_sections(found: Found) -> Report:
+    """The sections for which no tensor is read."""
+    return {
+        "tensors": numbers.table(found),
+        "layers": numbers.names(found),
+        "map": byte_map.section(found, ()),
+        "steps": steps.section(found),
+    }
+
+
+def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
+    """The sections for which tensors are read; adds what is wrong to `lines`."""
+    done = measured(found, copying, begin)
+    lines += done.problems
+    lines += faults.contradictions(found.known)
+    lines += masters.faults(found, done.distances, done.ranges)
+    lines += faults.denormal(done.lines.items())
+    wrong = sum(each["kind"] == "checksum" for each in done.problems)
+    about = summary.section(found) | {
+        "checked": summary.checked(done.records, wrong, lacks=bool(found.lost)),
+        "digest": done.digest,
+    }
+    return {
+        "line": about,
+        "tensors": numbers.table(found, done.lines),
+        "layers": numbers.names(found),
+        "numbers": numbers.section(found, done.lines, done.updates),
+        "map": byte_map.section(found, done.problems),
+        "masters": masters.section(found, done.distances),
+        "steps": steps.section(found),
+    }
+
+
+def _against(
+    found: Found,
+    against: str,
+    source: Mapping[str, Any],
+    copying: Copying,
+    begin: Begin | None,
+    lines: list[Report],
+) -> Report:
+    """The comparison with another checkpoint; a line if there can be none."""
+    if found.lost or found.stated:
+        message = f"not compared with {against}, because of what is wrong with this one"
+        lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
+        return {}
+    try:
+        differing = api.diff(
+            found.path, against, jobs=copying.jobs, memory=copying.memory, begin=begin, **source
+        )
+        step = api.read(against, nameless=True).step
+    except NO_FAULT:
+        raise
+    except (ZckptError, OSError) as error:
+        other = notice_of(error)
+        named = replace(other, message=f"{against}: {other.message}")
+        lines.append(line_of(named, kind="unreadable"))
+        return {}
+    return {"against": other_checkpoint.section(found, differing, against, step)}

@@ -1,0 +1,109 @@
+"""What a checkpoint is, in one line: the section `line`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+
+from msgspec import to_builtins
+
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.description import Report
+from ..core.storage.records import RecordCounts
+from ..errors import counted
+from ..judging.about import about as about_manifest
+from ..judging.about import about_folder
+from ..judging.damaged_source import Found
+from ..judging.inventory import files_below
+from ..resume.listing import on_disk
+from ..resume.runs import Candidate, folder_of
+from .steps import agreeing
+
+ENGINES = {
+    "deepspeed": "DeepSpeed",
+    "deepspeed-universal": "DeepSpeed's universal format",
+    "dcp": "torch.distributed.checkpoint",
+    "onnxruntime": "ONNX Runtime Training",
+    "megatron": "Megatron-Core",
+    "hf": "Hugging Face",
+    "universal": "zckpt's universal format",
+}
+
+
+EMPTY: Report = {
+    **dict.fromkeys(("engine", "format", "name", "step", "parameters", "trainable", "optimizer")),
+    **dict.fromkeys(("dtype", "digest")),
+    "sizes": {},
+    "versions": {},
+    "steps": "not known",
+    "checked": "not read",
+    "bytes": 0,
+    "files": 0,
+}
+"""The line of something of which nothing is known."""
+
+
+def section(found: Found) -> Report:
+    """What the files say by themselves; nothing was read of tensors."""
+    files = [*_files(found)]
+    report = EMPTY | {
+        "name": os.path.basename(os.path.abspath(found.root)),
+        "bytes": sum(map(os.path.getsize, files)),
+        "files": len(files),
+    }
+    return report if found.manifest is None else report | _known(found.manifest, found)
+
+
+def about(found: Found, candidate: Candidate) -> Report:
+    """The name that people know, the date, and what a trainer says: the section `about`."""
+    folder = folder_of(candidate)
+    stated = about_folder(folder) if found.manifest is None else about_manifest(found.manifest)
+    return {
+        "name": os.path.basename(os.path.abspath(folder)),
+        "saved": on_disk(folder)["saved"],
+        **to_builtins(stated),
+    }
+
+
+def _files(found: Found) -> Iterable[str]:
+    """The files that are there."""
+    if found.manifest is None:
+        return files_below(found.root)
+    return (path for path in found.manifest.files.paths if found.lost.get(path) != "missing")
+
+
+def _known(manifest: Manifest, found: Found) -> Report:
+    origin = manifest.run.origin
+    program, version, stage = origin.format or manifest.format, origin.version, origin.zero_stage
+    engine = f"{ENGINES.get(program, program)}{f' {version}' if version else ''}"
+    types = Counter(
+        entry.dtype for entry in manifest.entries.values() if entry.slot == "param" and entry.numel
+    )
+    parameters = manifest.parameters.values()
+    return {
+        "engine": engine + (f", ZeRO-{stage}" if stage is not None else ""),
+        "format": manifest.format,
+        "sizes": origin.sizes,
+        "step": manifest.step,
+        "steps": agreeing(manifest, found.stated),
+        "parameters": sum(prod(item.shape) for item in parameters),
+        "trainable": sum(prod(item.shape) for item in parameters if item.trainable),
+        "optimizer": manifest.optimizer,
+        "dtype": types.most_common(1)[0][0] if types else None,
+        "versions": {program: version} if version else {},
+    }
+
+
+def checked(records: RecordCounts, damaged: int, lacks: bool) -> str:
+    """What the checksums in the files have shown; `lacks` if not all of the files can be read."""
+    if damaged:
+        return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"
+    every = records.checked + records.unchecked
+    if not records.checked:
+        return "no checksum is stored"
+    if records.bare:
+        parts = f"{records.bare:,} of {counted(every, 'part')} of files"
+        return f"{parts} have no checksum, the others are ok"
+    return "checksums ok in what can be read" if lacks else "checksums ok"

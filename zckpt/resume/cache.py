@@ -1,0 +1,285 @@
+"""Where does a run lie for other numbers of ranks, who may write there, and what stays?
+
+    RUN/.zckpt/checkpoint-500-dp16             complete, or not there; SCRATCH/RUN-CRC/... elsewhere
+    RUN/.zckpt/checkpoint-500-dp16.partial     begun: the next start at this size continues it
+    RUN/.zckpt/lock                            locked by the one job that writes there
+
+One job writes at a time; another one waits for it, and finds what it has written. A process that
+got a directory locks it until it ends, so that no other job removes it meanwhile. All locks are
+flock's: they end with the process, however it ends. Where a filesystem has none, nobody waits, each
+job writes into a `.partial` of its own (copying/without_locks.py), and nothing complete is removed.
+
+What is removed has zckpt's mark, or its journal, and belongs to this user. It is opened from the
+folder's descriptor, without following a link, before anything is asked of it. The folder itself may
+be this user's link to a directory of this user.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from ..api import is_url
+from ..core.checkpoint.siblings import BESIDE
+from ..core.storage import marks
+from ..core.storage.checksum import crc32
+from ..core.storage.folder import JOURNAL, Folder, lock
+from ..errors import TargetExists, UnsupportedCheckpoint
+
+LOCK, PARTIAL = "lock", ".partial"
+NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
+COMPLETE = re.compile(NAME, re.ASCII)
+BEGUN = re.compile(NAME + r"(\.gone)?\.partial", re.ASCII)
+GONE = f".gone{PARTIAL}"
+"""The ending of a directory that is being removed."""
+POLL, PATIENCE = 0.5, 5.0  # seconds: between two looks, and until a process says for what it waits
+VISIBLE = 120.0  # seconds until another node's directory is seen through a network filesystem
+_held: dict[str, int] = {}  # descriptors that stay open, by path
+
+
+def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
+    """The folder for this run's other sizes; in a scratch folder each run has its own."""
+    if scratch is None:
+        return os.path.join(os.path.abspath(run), BESIDE)
+    if not is_url(run):
+        run = os.path.realpath(run)  # it may have several names
+    mark = crc32(os.fsencode(run))
+    return os.path.join(os.path.abspath(scratch), f"{os.path.basename(run)}-{mark:08x}")
+
+
+def make(folder: str, run: str) -> None:
+    """Creates the folder; raises UnsupportedCheckpoint where this process cannot write."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError
+    except OSError as error:
+        raise UnsupportedCheckpoint(
+            "nowhere-to-write",
+            f"{run} must be written for another size, and nothing can be written below {folder}"
+            + (f": {error.strerror}" if error.strerror else ""),
+            hint="name a folder where there is space: scratch=, or --scratch DIR",
+            file=run,
+        ) from error
+
+
+def opened(folder: str) -> Folder:
+    """The open folder; raises TargetExists for a link that leads to, or is of, another user."""
+    above = Folder.at(folder)
+    try:
+        link = os.lstat(folder)
+        if stat.S_ISLNK(link.st_mode):
+            above.refuse_another()
+            if not all(_is_ours(above, uid) for uid in (link.st_uid, above.itself().st_uid)):
+                raise TargetExists(
+                    "target-unsafe",
+                    f"{folder} is a link of another user, or leads to a directory of one",
+                    hint="name a folder of yours: scratch=, or --scratch DIR",
+                    file=folder,
+                )
+    except BaseException:
+        above.close()
+        raise
+    return above
+
+
+def _is_ours(above: Folder, uid: int) -> bool:
+    """Whether it is this user, or the one to whom a network filesystem gives this user's files."""
+    with suppress(OSError):
+        return uid == os.geteuid() or uid == above.owner_of_new_files()
+    return False
+
+
+@contextmanager
+def alone_in(folder: str) -> Iterator[None]:
+    """No other job writes in the folder inside of the block; waits until that is so."""
+    path = os.path.join(folder, LOCK)
+    with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
+        if os.fstat(file).st_nlink > 1:
+            raise TargetExists(
+                "target-unsafe",
+                f"{path} has a second name (a hard link): zckpt locks only a file of its own",
+                hint=f"remove it: rm {shlex.quote(path)}; or --scratch DIR",
+                file=path,
+            )
+        end: float | None = time.monotonic() + PATIENCE
+        while not lock(file):
+            if end is not None and time.monotonic() > end:
+                end = None
+                say(f"waiting for another job, which writes in {folder}")
+            time.sleep(POLL)
+        yield
+
+
+def say(line: str) -> None:
+    """Tells the user at once, whatever comes of this job."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
+
+
+def hold(path: str) -> None:
+    """Keeps a directory from being removed by other jobs until this process ends.
+
+    On another node it may take a while until it is there. Raises TargetExists if another job
+    removes it now.
+    """
+    if path in _held:
+        return
+    end = time.monotonic() + VISIBLE
+    while True:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            break
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                raise
+            with suppress(OSError):  # to look at the folder makes a node ask for its names again
+                os.listdir(os.path.dirname(path))
+            time.sleep(POLL)
+    if not lock(file, fcntl.LOCK_SH) or not _is_at(file, path):
+        os.close(file)
+        raise TargetExists(
+            "target-being-written",
+            f"{path} is removed by another job",
+            hint="start this job again",
+            file=path,
+        )
+    _held[path] = file
+
+
+def let_go(path: str) -> None:
+    """Undoes `hold`, for a directory that is to be made anew."""
+    if (file := _held.pop(path, None)) is not None:
+        os.close(file)
+
+
+def remove(path: str) -> bool:
+    """Removes a directory that zckpt has written, complete or begun.
+
+    False if something stays there: a living process has it, or it is not zckpt's own.
+    """
+    if not os.path.lexists(path):
+        return True
+    with opened(os.path.dirname(path)) as above:
+        return _remove(above, path)
+
+
+def sweep(folder: str, own: str) -> list[str]:
+    """Removes what jobs have begun that ended, except what `own` goes on with; gives the paths.
+
+    Whoever calls it is alone in the folder.
+    """
+    with opened(folder) as above:
+        begun = [os.path.join(folder, name) for name in above.names() if BEGUN.fullmatch(name)]
+        return [path for path in begun if path != f"{own}{PARTIAL}" and _remove(above, path)]
+
+
+def tidy(folder: str, own: str, keep: int) -> list[str]:
+    """Removes the oldest directories, so that `keep` stay beside `own`; gives their paths.
+
+    The oldest is the one that was written first, however far its training was: what was needed last
+    may be needed again. All can be made anew, so that this is no order of a run's checkpoints.
+    """
+    with opened(folder) as above:
+        times = {}
+        for name in above.names():
+            path = os.path.join(folder, name)
+            if path != own and COMPLETE.fullmatch(name):
+                with _of_zckpt(above, path) as directory:
+                    if directory is not None:
+                        times[path] = directory.itself().st_mtime_ns
+        oldest = sorted(times, key=times.__getitem__, reverse=True)[keep:]
+        return [path for path in oldest if _remove(above, path)]
+
+
+def _remove(above: Folder, path: str) -> bool:
+    with _of_zckpt(above, path) as directory:
+        if directory is None or not lock(directory.file, where_there_are_none=False):
+            return False
+        if _is_begun(path):
+            is_removed = _remove_begun(above, directory)
+        else:
+            is_removed = _remove_marked(above, directory)
+    if is_removed:
+        say(f"removed {path}")
+    return is_removed
+
+
+@contextmanager
+def _of_zckpt(above: Folder, path: str) -> Iterator[Folder | None]:
+    """An open directory that zckpt has written for this user; None for anything else."""
+    try:
+        directory = above.inner(path)
+    except (NotADirectoryError, PermissionError, FileNotFoundError, TargetExists):
+        yield None  # a file, a link, or a directory of another user
+        return
+    with directory:
+        yield directory if _is_own(above, directory) else None
+
+
+def _is_own(above: Folder, directory: Folder) -> bool:
+    if not _is_ours(above, directory.itself().st_uid):
+        return False
+    path = directory.path
+    if _is_begun(path):
+        with suppress(TargetExists):
+            return marks.is_begun(directory, os.path.basename(path).removesuffix(PARTIAL))
+        return False
+    is_emptied = path.endswith(GONE) and not directory.names()
+    return is_emptied or marks.has_mark(above, path.removesuffix(GONE), directory.file)
+
+
+def _is_begun(path: str) -> bool:
+    return path.endswith(PARTIAL) and not path.endswith(GONE)
+
+
+def _remove_begun(above: Folder, directory: Folder) -> bool:
+    """Removes what a job has begun; its journal comes last, since a kill may end this."""
+    journal = os.path.join(directory.path, JOURNAL)
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # the job has not come so far
+            file = stack.enter_context(directory.opened(journal, os.O_RDWR))
+            if not lock(file, where_there_are_none=False):
+                return False
+        _empty(directory, last=journal)
+        above.rmdir(directory.path)
+    return True
+
+
+def _remove_marked(above: Folder, directory: Folder) -> bool:
+    """Removes a complete directory, of which others find all or nothing, or goes on with that."""
+    path = directory.path.removesuffix(GONE)
+    gone = f"{path}{GONE}"
+    if directory.path != gone:
+        if above.status(gone) is not None and not _remove(above, gone):
+            return False
+        above.move(path, above, gone)
+        directory.path = gone
+        directory.refuse_another()
+    _empty(directory)
+    if above.status(path) is None:
+        marks.remove_mark_file(above, path)
+    above.rmdir(gone)
+    return True
+
+
+def _empty(directory: Folder, last: str = "") -> None:
+    """Removes everything in an open directory."""
+    paths = [os.path.join(directory.path, name) for name in directory.names()]
+    for path in sorted(paths, key=lambda path: path == last):
+        directory.remove(path)
+
+
+def _is_at(file: int, path: str) -> bool:
+    """Whether the open directory is still the one at the path."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,300 @@
+"""May the target lack a state of the source's optimizer?
+
+A state that the target cannot have ends the run before the first byte of a tensor, unless the user
+types `--drop-state`, or the optimizer computes it afresh. What the target has is not asked of its
+writer: its own reader says it, of the shells that the writer laid out.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from shlex import quote
+from typing import Any
+
+from msgspec import Struct
+
+from .. import formats
+from ..core.checkpoint import covering, states
+from ..core.checkpoint.facts import StepPlace
+from ..core.checkpoint.keys import has_texts_alone, in_doubt
+from ..core.checkpoint.manifest import Manifest
+from ..core.checkpoint.states import FACTORING, State
+from ..core.grouping import by_key
+from ..core.passes.description import Report, said
+from ..core.passes.layout import Layout, Shell
+from ..errors import Notice, UnsupportedState, WrongOption, joined, listed, note, warning
+from ..formats.format import Format
+from ..training import objects
+from ..training.optimizers import MOMENTS, is_of_axis, needed_states
+from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
+
+
+def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
+    """The states that the user gives up, as lines of the report; raises WrongOption."""
+    keys = options[DROP_STATE]
+    if keys and options.weights_only:
+        raise WrongOption(
+            "options-conflict",
+            "--drop-state does not apply with --weights-only",
+            hint="leave it out: no state is written",
+        )
+    states.require_known(keys, [manifest])
+    if not (keys or options.weights_only):
+        return []
+    option = WEIGHTS_ONLY if options.weights_only else DROP_STATE
+    known = states.states_of(manifest)
+    return [_line(known[key], option.flag) for key in dict.fromkeys(keys or known)]
+
+
+def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
+    """A warning if the optimizer stops without what is dropped; `manifest` lacks it already.
+
+    Of a parameter without any state it begins afresh.
+    """
+    if options.weights_only:
+        return []
+    place = manifest.run.step_place
+    steps = (item.step for own in manifest.each for item in own.parameters.values())
+    has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
+    if not (has_step or states.states_of(manifest)):
+        return []
+    names = (options[OPTIMIZER] or manifest.optimizer or "").split(", ")
+    lost = {name: needed_states(name).intersection(options[DROP_STATE]) for name in names}
+    return [
+        warning(
+            "state-dropped",
+            f"{name} cannot take a step without {joined(sorted(keys))}: load this into an "
+            "optimizer that needs no such state, or write --weights-only",
+            subject=min(keys),
+        )
+        for name, keys in lost.items()
+        if keys
+    ]
+
+
+def _numbers(manifest: Manifest) -> dict[str, Any]:
+    """Numbers of no parameter, those in the optimizer's `state` as `state.n`."""
+    numbers: dict[str, Any] = {}
+    for own in manifest.each:
+        numbers |= own.states.numbers("beside")
+        among = own.states.numbers("among").items()
+        numbers |= {f"state.{key}": value for key, value in among}
+    return numbers
+
+
+def _line(state: State, reason: str) -> Report:
+    return {"state": state.key, "parameters": state.count, "reason": reason}
+
+
+class Keeping(Struct, frozen=True):
+    """What a target must keep, and whether it does.
+
+    `source` is what was read, without dropped states; `named` has the target's names; `grouped`
+    lacks the states of what the next run does not train; `admitted` lacks the objects that no
+    pickle of the target may have. `report` gets what is found.
+    """
+
+    source: Manifest
+    named: Manifest
+    grouped: Manifest
+    admitted: Manifest
+    format: Format
+    options: Options
+    report: Report
+
+    def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
+        """Reads the shells of a target, and checks them; raises UnsupportedState.
+
+        A hole in them would stay empty: raises UnsupportedCheckpoint.
+        """
+        read = layout.read_back or self.format.read_shells
+
+        def read_and_check(folder: str) -> Manifest:
+            shells = read(folder)
+            covering.refuse_holes(shells, self.format.name)
+            if shells.groups is not None:
+                self._keep_groups()
+            self.report["computed_afresh"] = self._computed_afresh(shells)
+            self.report["left_out"] += said(self._beside(shells))
+            of_counts = _of_counts(self.source.run.step_place, shells.run.step_place)
+            self.report["warnings"] += said((*of_counts, *self._of_texts(shells)))
+            return shells
+
+        return read_and_check
+
+    def try_out(self, layout: Layout) -> None:
+        """Reads the shells back from a temporary folder, for a run that writes nothing."""
+        asks = self.has_states or _numbers(self.source) or any(self._unsupported_in_groups)
+        if asks and layout.read_back is not None:
+            with _laid_out(layout.shells()) as folder:
+                layout.read_back(folder)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the target has a place for all states, as far as no file has to show it.
+
+        Each format has one for the moments of Adam. Those whose `states` name no limit have one for
+        every number too.
+        """
+        if self.options.weights_only or not self.format.is_resumed:
+            return self.options.weights_only
+        if _numbers(self.source) or any(self._unsupported_in_groups):
+            return False
+        if self.named is not self.source and states.missing_in(self.source, self.named):
+            return False
+        groups = (group for own in self.source.each for group in own.groups or ())
+        if any(FACTORING & group.keys() for group in groups):
+            return False
+        every = states.states_of(self.source)
+        forms = ("slot",) if self.format.states else ("slot", "number", "none")
+        if self.format.states and not self.format.keeps_shapes and not every.keys() <= {*MOMENTS}:
+            return False
+        return all(s.form in forms and not is_of_axis(key, ()) for key, s in every.items())
+
+    @property
+    def has_states(self) -> bool:
+        return not self.options.weights_only and bool(states.states_of(self.source))
+
+    @property
+    def _unsupported_in_groups(self) -> list[dict[str, Any]]:
+        """By group, the hyper-parameters that are objects of classes that are not admitted."""
+        if self.options.weights_only:
+            return []
+        lost = []
+        for named, admitted in zip(self.grouped.each, self.admitted.each, strict=True):
+            before, after = named.groups or (), admitted.groups or ()
+            places = {name: item.group for name, item in admitted.parameters.items()}
+            pairs = {  # a target may lack an empty group, or have one more
+                (parameter.group, places.get(name)) for name, parameter in named.parameters.items()
+            }
+            lost += [
+                {key: value for key, value in before[a].items() if key not in after[b]}
+                for a, b in pairs
+                if before and after and a is not None and b is not None
+            ]
+        return lost
+
+    def _keep_groups(self) -> None:
+        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+        values = self._unsupported_in_groups
+        if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
+            return
+        hint = "write --weights-only"
+        if classes := objects.admissible(values, formats.engine_objects()):
+            allow = " ".join(f"--allow-object {name}" for name in classes)
+            hint = f"to write it, if you trust its class: {allow}; or {hint}"
+        raise UnsupportedState(
+            "state-unsupported",
+            f"the target cannot have {listed(list(keys))} of the optimizer's groups ({OBJECTS})",
+            hint=hint,
+        )
+
+    def _computed_afresh(self, shells: Manifest) -> list[Report]:
+        """States that the target lacks without harm; raises for others."""
+        if not self.has_states:
+            return []
+        renamed = () if self.named is self.source else states.missing_in(self.source, self.named)
+        unfit = states.of_vectors(self.source, shells) + states.of_numbers(self.source, shells)
+        lost = {
+            state.key: state
+            for state in (*unfit, *states.missing_in(self.grouped, shells), *renamed)
+        }
+        reasons = {key: states.harmless(state, self.source) for key, state in lost.items()}
+        if needed := [state for key, state in lost.items() if not reasons[key]]:
+            self._refuse(needed)
+        return [_line(state, reasons[key]) for key, state in lost.items()]
+
+    def _beside(self, shells: Manifest) -> list[Notice]:
+        """Numbers of no parameter that the target lacks."""
+        lost = _numbers(self.source).keys() - _numbers(shells).keys()
+        if not lost or self.options.weights_only or not self.format.is_resumed:
+            return []
+        message = f"{listed(sorted(lost))}, beside the optimizer's states"
+        return [note("state-omitted", message, subject=min(lost))]
+
+    def _of_texts(self, shells: Manifest) -> list[Notice]:
+        """A warning about keys that may have been numbers, in what is no state of a parameter."""
+        if has_texts_alone(shells) or not has_texts_alone(self.source):
+            return []
+        parts: dict[str, Any] = {"groups": list(shells.groups or ())}
+        parts |= {key: shells.state.get(key) for key in ("lr_scheduler", "client_state")}
+        paths = [path for key, part in parts.items() for path in in_doubt(part, key)]
+        if not paths:
+            return []
+        return [
+            warning(
+                "program-must-set",
+                f"the keys of {listed(paths, 4)} are texts of numbers: "
+                "torch.distributed.checkpoint makes texts of all keys. A program that looks for "
+                "numbers, as MultiStepLR among its milestones, finds none: make numbers of them "
+                "before it loads them",
+                subject=paths[0],
+            )
+        ]
+
+    def _refuse(self, lost: Sequence[State]) -> None:
+        filtered = states.missing_in(self.grouped, self.admitted)
+        of_objects = {state.key for state in filtered if state.form != "unsupported"}
+        reasons = by_key(
+            (OBJECTS if state.key in of_objects else state.reason or self.format.states, state)
+            for state in lost
+        )
+        sentences = [
+            states.in_words(own) + (f" ({reason})" if reason else "")
+            for reason, own in reasons.items()
+        ]
+        keys = [state.key for state in lost]
+        drop = " ".join(f"{DROP_STATE.flag} {quote(key)}" for key in keys)
+        without = "it" if len(keys) == 1 else "them"
+        hint = f"to go on without {without}: {drop} (or --weights-only)"
+        if classes := self._classes(of_objects.intersection(keys)):
+            allow = " ".join(f"--allow-object {name}" for name in classes)
+            hint += f"; to write the objects, if you trust their classes: {allow}"
+        if states.OF_VECTORS in reasons:
+            hint = "to begin with fresh states: --weights-only"
+        raise UnsupportedState(
+            "state-unsupported",
+            f"the target cannot have the optimizer's {'; '.join(sentences)}",
+            hint=hint,
+        )
+
+    def _classes(self, keys: Iterable[str]) -> list[str]:
+        """The classes and functions that the values of states name, and that may be admitted."""
+        rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
+        own = [row.value for row in rows if row.key in keys]
+        return objects.admissible(own, formats.engine_objects())
+
+
+def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:
+    """A warning if the target's engine does not count an update as often as the source's."""
+    if before is None or after is None or before.times == after.times:
+        return []
+    return [
+        warning(
+            "not-exact",
+            "the optimizer's step stands in its groups. With each update, the target's engine "
+            f"adds {after.times} to it, the source's {before.times}: what the optimizer computes "
+            "of it goes on otherwise, and so do the losses",
+        )
+    ]
+
+
+OBJECTS = "objects of a class, which a program that loads the target would run"
+
+
+@contextmanager
+def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
+    """A temporary folder with the shells of a target, for the time of the block."""
+    with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
+        for shell in shells:
+            path = os.path.join(folder, shell.name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                for offset, data in shell.parts:
+                    file.seek(offset)
+                    file.write(data)
+                file.truncate(shell.size)
+        yield folder
