@@ -1,4 +1,4 @@
-"""What belongs together, by a key, by its size or by its place?"""
+"""Groups items by a key, by their sizes, or by their position in a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in the order of the pairs (key, value)."""
+    """Groups (key, value) pairs: the list of values of each key, in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -18,13 +18,18 @@ def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def neighbors(items: Sequence[V], most: int) -> list[Sequence[V]]:
-    """At most `most` parts of as many neighbors; the last one may have fewer."""
+    """Cuts `items` into at most `most` parts of consecutive items, equal in length but for the
+    last.
+    """
     each = max(-(-len(items) // most), 1)
     return [items[place : place + each] for place in range(0, len(items), each)]
 
 
 def portions(items: Iterable[V], size_of: Callable[[V], int], most: int) -> Iterator[list[V]]:
-    """Neighbors whose sizes are `most` together at most; a larger item is alone."""
+    """Cuts `items` into consecutive lists whose sizes add up to at most `most`.
+
+    `size_of` gives the size of an item. An item larger than `most` gets a list of its own.
+    """
     portion: list[V] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Which step is true where several files or ranks state one?"""
+"""Decides which step is true if several files or ranks state one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...errors import InconsistentCheckpoint, listed
 Step = float | int
 
 KEEP = "keep"
-"""The policy that keeps a step of its own for every parameter, if the format can store them."""
+"""The policy that keeps a separate step for every parameter, if the format can store them."""
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
-    """The step that all places state, or what `policy` (max, min or a number) makes of them.
+    """The step that all places state. If they differ, `policy` (max, min or a number) decides.
 
-    `keep` concerns different parameters, not several places of one parameter. Raises
-    InconsistentCheckpoint if places differ, or state no whole number, and no policy decides.
+    `keep` concerns different parameters, not several places of one parameter. Without a policy,
+    raises InconsistentCheckpoint if places differ, or state a step that is not a whole number.
     """
     if policy is None:
         need_whole(places)
@@ -50,9 +50,9 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
 def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> None:
     """Raises InconsistentCheckpoint if every file states one step, and the files differ.
 
-    `stated` are paths of files, each with the step that it states of a parameter. A file that
-    states several is of a run whose parameters were not updated equally often, as if layers were
-    unfrozen late. Then steps show nothing. Any `policy` lets different steps pass.
+    `stated` has paths of files, each with a step that it states for a parameter. If a file states
+    several steps, the parameters were not updated equally often, as if layers were unfrozen late.
+    Then steps show nothing. Any `policy` allows different steps.
     """
     by_file: dict[str, set[Step]] = {}
     for file, step in stated:

@@ -1,7 +1,7 @@
-"""How are numbers cast from one float type to another? As torch does: to nearest, ties to even.
+"""Casts numbers from one float type to another, as torch does: to nearest, ties to even.
 
-numpy casts many numbers; ml_dtypes gives it bfloat16. `rounded` does without them, for
-a few numbers: `inspect`, and a conversion that compares where masters begin, import neither.
+numpy casts many numbers; ml_dtypes provides its bfloat16. `rounded` casts a few numbers without
+them. So `inspect`, and a conversion that compares where masters begin, import neither.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .dtypes import NUMBERS, SIZES, TORCH_NAMES
 if TYPE_CHECKING:
     import numpy as np
 
-CAST_BLOCK = 1 << 18  # elements that are cast at a time: they stay in the processor's cache
+CAST_BLOCK = 1 << 18  # elements that are cast at a time: they fit into the processor's cache
 CASTABLE = ("F64", "F32", "F16", "BF16")
 _INFINITE = 0x7F800000  # the bits of a float32; those of a NaN are larger
 
 
 def rounded(wide: bytes, dtype: str) -> bytes | None:
-    """Little-endian float32 numbers as F32, BF16 or F16; None for another type."""
+    """Rounds little-endian float32 numbers to F32, BF16 or F16; None for another type."""
     if dtype == "F32":
         return wide
     if dtype == "BF16":
@@ -44,14 +44,14 @@ def _bfloat16(bits: int) -> int:
 def _float16(value: float) -> bytes:
     try:
         return struct.pack("<e", value)
-    except OverflowError:  # Python has no rounding to infinity
+    except OverflowError:  # Python does not round to infinity
         return struct.pack("<e", copysign(inf, value))
 
 
 def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
-    """Whether few weights are, bit for bit, what as many masters are rounded to.
+    """Whether a few weights equal, bit for bit, the rounded masters.
 
-    None for pairs of types that are not known: equal types, F32 to BF16 and F32 to F16 are.
+    None for other pairs of types than equal ones, F32 to BF16, and F32 to F16.
     """
     if wide_dtype == narrow_dtype:
         return wide == narrow
@@ -136,8 +136,8 @@ def put_mean(
 ) -> None:
     """Fills `target` with the mean of floats, given with their types, element by element.
 
-    It is computed in float64, and then rounded as `cast` rounds. The mean of equal numbers is that
-    number. Raises UnsupportedCheckpoint for types that are not floats.
+    The mean is computed in float64, and then rounded as by `cast`. The mean of equal numbers is
+    that number. Raises UnsupportedCheckpoint for types that are not floats.
     """
     import numpy as np
 
@@ -152,7 +152,10 @@ def put_mean(
 
 
 def numbers(view: memoryview, dtype: str) -> Any:
-    """The elements as float64; integers past 2**53 lose digits. None for types without numbers."""
+    """The elements as float64; integers beyond 2**53 lose digits.
+
+    None for types without numbers.
+    """
     import numpy as np
 
     if dtype not in NUMBERS:
@@ -162,9 +165,10 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Floats, given as unsigned integers, as integers in the same order; neighbors differ by one.
+    """Maps floats, given as unsigned integers, to integers in the same order; neighbors differ by
+    one.
 
-    Zero of either sign is 0.
+    Zero of either sign becomes 0.
     """
     import numpy as np
 

@@ -1,9 +1,9 @@
-"""Do the fragments of every tensor have each of its elements once?
+"""Checks that the fragments of every tensor have each of its elements once.
 
 A reader that forgets a rank's piece leaves a hole. A conversion would fill it with zeros, or with
-what was in the buffer, and the target's own checksums would then say that all is well. So every
-manifest is asked once, whichever reader made it: no hole, no overlap, and as many bytes as the
-elements need. No file is opened.
+old bytes of the buffer, and the target's own checksums would confirm them. So every manifest is
+checked once, whichever reader made it: no hole, no overlap, and as many bytes as the elements need.
+No file is opened.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HINT = (
 def refuse_holes(manifest: Manifest, reader: str) -> None:
     """Raises UnsupportedCheckpoint if the `reader` does not give each element of a tensor once.
 
-    Copies, and the ranks and models that are not joined, are asked too. The error blames the
-    reader: what a file states of its pieces, the reader of that file checks itself.
+    Replicas, and the ranks and models that are not joined, are checked too. The error blames the
+    reader: the reader of a file itself checks what the file states about its pieces.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:
@@ -42,7 +42,7 @@ def refuse_holes(manifest: Manifest, reader: str) -> None:
 
 
 def _tensors(manifest: Manifest) -> Iterator[Entry]:
-    """All tensors of a manifest: its own, and those of its ranks and models."""
+    """All tensors of a manifest, and those of its ranks and models."""
     for part in (manifest, *manifest.ranks, *manifest.models):
         yield from part.entries.values()
         yield from part.replicas
@@ -53,10 +53,11 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
     """The entries whose fragments do not have each element once.
 
-    Each takes time by its fragments; slices take the same time for any number of ranks, since the
-    flat buffers that tensors share are measured once.
+    The time is linear in the fragments. For slices it does not depend on the number of ranks, since
+    the flat buffers that tensors share are measured once.
     """
-    shortest: dict[int, list[int]] = {}  # of the first ranks' flat buffers, by their identity
+    # for n ranks, the shortest of the first n flat buffers; by the identity of the flat buffers
+    shortest: dict[int, list[int]] = {}
     for entry in entries:
         fragments = entry.fragments
         if isinstance(fragments, Slices):
@@ -73,14 +74,17 @@ def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
-    """Whether flat buffers reach as far as the slices; `shortest` of the first ranks' lengths."""
+    """Whether the flat buffers are long enough for the slices.
+
+    `shortest[n]` is the smallest length of the first n + 1 flat buffers.
+    """
     size, filled = SIZES[entry.dtype], len(slices)
     if slices.numel != entry.numel or slices.size != size:
         return False
     if not filled:
         return True
     needed = (slices.offset + slices.width) * size
-    padding = filled * slices.width - slices.numel  # behind the last slice: it may be missing
+    padding = filled * slices.width - slices.numel  # after the last slice; it may be missing
     is_whole = filled == 1 or shortest[filled - 2] >= needed
     return is_whole and slices.flats[filled - 1].length >= needed - padding * size
 
@@ -96,9 +100,10 @@ def _is_run_through(entry: Entry, runs: Runs) -> bool:
 
 
 def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
-    """Whether boxes lie within their extents, and beside each other in a view of the tensor."""
+    """Whether boxes lie within their extents, and tile a view of the tensor."""
     parts, size = boxes_of(fragments), SIZES[entry.dtype]
-    wholes = {part.whole for part in parts}  # a view of the entry's shape, the same for all boxes
+    # a view of the entry's shape, which must be the same for all boxes
+    wholes = {part.whole for part in parts}
     if len(wholes) != 1 or prod(parts[0].whole) != entry.numel:
         return not wholes and not entry.numel
     return all(_has_its_bytes(part, size) for part in parts) and tile(
@@ -107,6 +112,6 @@ def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
 
 
 def _has_its_bytes(box: Box, size: int) -> bool:
-    """Whether the box's elements, of `size` bytes, lie within its extent."""
+    """Whether the box's elements, of `size` bytes each, lie within its extent."""
     end = box.extent.offset + box.extent.length
     return box.size == size and box.reach.offset + box.reach.length <= end

@@ -1,4 +1,4 @@
-"""How do safetensors, torch and torch's storages name the element types, and how long are they?"""
+"""Names of element types in safetensors, torch and torch's storages, and their sizes in bytes."""
 
 from __future__ import annotations
 

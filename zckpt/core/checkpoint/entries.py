@@ -1,4 +1,4 @@
-"""What is one whole tensor of a checkpoint, wherever its pieces are?"""
+"""One complete tensor of a checkpoint, wherever its pieces are."""
 
 from math import prod
 from sys import intern
@@ -13,7 +13,7 @@ Key = tuple[str, str]
 
 
 def key_of(name: str) -> Key:
-    """The key in a name: files, documents and users write `parameter/slot`."""
+    """Parses the name `parameter/slot` that files, documents and users write."""
     parameter, _, slot = name.rpartition("/")
     return intern(parameter), intern(slot)
 
@@ -24,11 +24,11 @@ def name_of(key: Key) -> str:
 
 
 class Entry(Struct, frozen=True):
-    """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
+    """One complete tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
 
     If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
-    to its type, and not the bytes of `fragments`. Of a further copy, `axis` says what those are
-    called that have one each, such as `stage`.
+    to its type, instead of the bytes of `fragments`. For a replica, `axis` names the kind of rank
+    that holds it, such as `stage`.
     """
 
     parameter: str
@@ -46,7 +46,7 @@ class Entry(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What sentences and documents call it."""
+        """The name in messages and documents."""
         return name_of(self.key)
 
     @property
@@ -55,5 +55,5 @@ class Entry(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self.numel * SIZES[self.dtype]

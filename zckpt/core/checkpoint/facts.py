@@ -1,13 +1,11 @@
-"""What does a checkpoint state about its run: which engine wrote it, where does its step stand, and
-how was the model cut over ranks?
+"""Facts about the run that saved a checkpoint: its engine, its step, and how it cut the model.
 
 FlatBufferEngine     an engine whose ranks share flat buffers, and that keeps its configuration
-StateDictEngine      a program that saves state dicts under keys of its own
-NamedWeightsEngine   an engine with optimizers of its own, whose files know weights by name alone
-StepPlace            where an optimizer keeps its step, and in which type
-ExpertLayer          a layer whose experts are spread over ranks
-Pipeline             which stages and layers the run's pipeline had
-TensorParallel       how the run's tensor ranks cut parameters
+StateDictEngine      a program that saves state dicts under keys of its choice NamedWeightsEngine
+an engine with its own optimizers, whose files identify weights by name StepPlace            where
+an optimizer keeps its step, and in which type ExpertLayer          a layer whose experts are spread
+over ranks Pipeline             the stages and layers of the run's pipeline TensorParallel       how
+the run's tensor ranks cut parameters
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
@@ -28,9 +26,9 @@ MAX_DP = 1 << 16
 
 T = TypeVar("T", bound=Struct)
 FileName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\\\0]*\Z")]
-"""A file in the checkpoint's own directory."""
+"""The name of a file in the checkpoint's own directory."""
 Key = str | Annotated[int, Meta(ge=0, lt=MAX_DP)]
-"""A key that leads to a value; a number is a place in a list."""
+"""A key on the path to a value; a number is a position in a list."""
 
 
 class ExpertLayer(Struct, frozen=True):
@@ -42,12 +40,12 @@ class ExpertLayer(Struct, frozen=True):
 
     @property
     def local(self) -> int:
-        """How many experts each rank has."""
+        """The number of experts on each rank."""
         return self.experts // self.ep
 
 
 def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
-    """The layers with experts that the facts of an engine state; none for other engines."""
+    """The layers with experts, if the facts of the engine state them; empty for other engines."""
     layers: tuple[ExpertLayer, ...] = getattr(engine, "experts", ())
     return layers
 
@@ -55,28 +53,30 @@ def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
 class FlatBufferEngine(Struct, frozen=True):
     """An engine that cuts flat buffers over its ranks, and keeps its configuration.
 
-    A writer of this kind of engine takes over `config`, `version` and the groups as they are. So an
-    engine with a configuration of another form gets a record of its own.
+    A writer for this kind of engine copies `config`, `version` and the groups unchanged. So an
+    engine with a configuration of another form needs another record.
     """
 
     name: str
     version: str | None
     optimizer_class: str | None = field(name="class")
-    """Its wrapper around the optimizer."""
+    """The class of the engine's wrapper around the optimizer."""
     dtype: Dtype | None
-    """The type in which its module computes."""
+    """The type in which the module computes."""
     elastic: bool
-    """Whether the files have no hyper-parameters: those of the manifest are inferred from the
-    configuration and the scheduler."""
+    """Whether the files lack hyper-parameters.
+
+    Those of the manifest are then inferred from the configuration and the scheduler.
+    """
     excludes_frozen: bool | None
-    """Whether the save left frozen weights out; None if no file shows that."""
+    """Whether the save left out frozen weights; None if no file shows that."""
     config: Mapping[Any, Any]
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
     given: bool = field(default=False, name="hyper_parameters")
     """Whether the user stated the hyper-parameters of an elastic save."""
     experts: tuple[ExpertLayer, ...] = ()
-    """The layers of experts, in the engine's order."""
+    """The layers with experts, in the engine's order."""
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.engine` in a manifest."""
@@ -103,35 +103,37 @@ class StateDictEngine(Struct, frozen=True):
     model: tuple[Key, ...]
     """The keys that lead to the model's state dict."""
     optimizer: tuple[Key, ...] | None
-    """The keys that lead to the optimizer's; None if there is none."""
+    """The keys that lead to the optimizer's state dict; None if there is none."""
     layout: str | None
     """The form of the optimizer's keys."""
     scheduler: str | None
     """The key of the scheduler's state; None if there is none."""
     folders: tuple[str, ...] | None
-    """The folders of model and optimizer, if each has one."""
+    """The folders of model and optimizer, if they have separate folders."""
     guessed: bool
-    """Whether no file separates buffers and frozen weights."""
+    """Whether buffers and frozen weights had to be told apart by a guess: no file states it."""
     adapter: bool
-    """Whether the model's state is an adapter alone."""
+    """Whether the model's state holds only an adapter."""
     whole: bool = False
-    """Whether files are whole, and have a `dialect`; sharded storage has none."""
+    """Whether the files are complete state dicts, with a `dialect`; sharded storage has none."""
     dialect: str | None = None
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
     experts: tuple[ExpertLayer, ...] = ()
-    """The layers of experts that a writer found in the names; no file states them."""
+    """The layers with experts that a writer found in the names; no file states them."""
     storage: str | None = None
-    """Weights that are no items: `ranks` for safetensors of every rank, `adapter` for PEFT's."""
+    """Weights outside of the items: `ranks` for safetensors of every rank, `adapter` for PEFT's."""
     bare: bool = False
-    """Whether the optimizer's names lack what PEFT adds to a module's."""
+    """Whether the optimizer's names lack the prefixes that PEFT adds to a module's names."""
     file: FileName | None = None
-    """The one file that has everything; beside sharded storage, what is no state dict."""
+    """The one file that holds everything; with sharded storage, the file of all but the state
+    dicts.
+    """
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.
 
-        `group_step` is the type of a step that only groups keep; None if states keep it.
+        `group_step` is the type of a step that only groups keep; None if the states keep the step.
         """
         required, others = self.__struct_fields__[:9], ("storage", "bare", "file", "ordered")
         return {
@@ -148,12 +150,12 @@ class StateDictEngine(Struct, frozen=True):
 
 
 class NamedWeightsEngine(Struct, frozen=True):
-    """An engine with optimizers of its own, whose files know weights by name alone.
+    """An engine with its own optimizers, whose files identify weights by name alone.
 
-    One that trains an exported graph is such an engine, and one whose layers share keys. `dialect`
+    Examples are an engine that trains an exported graph, and one whose layers share keys. `dialect`
     is the kind of its files, or how they shard the optimizer's state. `dtype` is the type of the
     16-bit copies of weights, else F32; `moments` is that of optimizer states. No file states the
-    order of the module's parameters: `ordered` is true only if the user did.
+    order of the module's parameters: `ordered` is true only if the user stated it.
     """
 
     name: str
@@ -161,7 +163,7 @@ class NamedWeightsEngine(Struct, frozen=True):
     dialect: str | None
     dtype: Dtype | None
     moments: str | None
-    ordered: bool | None = field(default_factory=bool)  # which is written
+    ordered: bool | None = field(default_factory=bool)  # so that it is written
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.engine` in a manifest."""
@@ -180,11 +182,11 @@ class StepPlace(Struct, frozen=True):
     """Where an optimizer keeps its step, and in which type.
 
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
-    `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
-    number that stands there before any update. With `last_only`, the state of a group's last
-    parameter counts for the group, and the other states hold `first`. `times` says how often one
-    update is counted. `optimizer` is what a configuration or the user named, if this place is where
-    that one looks.
+    `stale` is a wrong step that groups hold beside the true one; None if there is none. `first` is
+    the number before any update. With `last_only`, the state of a group's last parameter holds the
+    step of the group, and the other states hold `first`. `times` is how often one update is
+    counted. `optimizer` is the class that a configuration or the user named, if it reads the step
+    from this place.
     """
 
     where: str = field(name="in")
@@ -201,11 +203,13 @@ class StepPlace(Struct, frozen=True):
         return Scalar(step + self.first, self.kind, self.shape)
 
     def completed(self, number: int) -> int:
-        """The completed updates that a number of this place stands for."""
+        """The completed updates that a number in this place means."""
         return number - self.first
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.optimizer.step` in a manifest (`stale` is `group_step` beside it)."""
+        """The value of `state.optimizer.step` in a manifest (`stale` is written as `group_step`
+        beside it).
+        """
         return _document(self, [name for name in self.__struct_fields__ if name != "stale"])
 
     @classmethod
@@ -218,11 +222,11 @@ class StepPlace(Struct, frozen=True):
 
 
 class Pipeline(Struct, frozen=True):
-    """What a model keeps of the pipeline that it was read from.
+    """The pipeline from which a model was read.
 
-    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
-    with names if there are no such files. `tied` has the keys of tied layers by the numbers of
-    their files.
+    `parameters` and `buffers` have a list for each stage, in its order. `layers` are the numbers of
+    layers with files, or with names if there are no such files. `tied` maps the numbers of tied
+    layers' files to the keys of these layers.
     """
 
     parameters: Sequence[Sequence[str]]
@@ -231,7 +235,7 @@ class Pipeline(Struct, frozen=True):
     tied: Mapping[int, str] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> "Pipeline":
-        """The same with new names; those that `names` lacks stay."""
+        """Renames parameters and buffers; names that are not in `names` stay."""
         parameters, buffers = (
             [[names.get(name, name) for name in stage] for stage in stages]
             for stages in (self.parameters, self.buffers)
@@ -255,7 +259,7 @@ class Pipeline(Struct, frozen=True):
 
 
 class Vocabulary(Struct, frozen=True):
-    """The rows of a vocabulary: all of the run's, and how many are `used`; others are padding."""
+    """The number of rows of a vocabulary, and how many are `used`; the rest are padding."""
 
     rows: int
     used: int
@@ -268,7 +272,7 @@ class TensorParallel(Struct, frozen=True):
     vocabularies: Mapping[str, Vocabulary]
 
     def renamed(self, names: Mapping[str, str]) -> "TensorParallel":
-        """The same with new names; those that `names` lacks stay."""
+        """Renames parameters; names that are not in `names` stay."""
         placements = {names.get(name, name): own for name, own in self.placements.items()}
         rows = {names.get(name, name): own for name, own in self.vocabularies.items()}
         return TensorParallel(placements, rows)
@@ -287,20 +291,20 @@ class TensorParallel(Struct, frozen=True):
 
 
 class _Rules(Struct, frozen=True):
-    """A `TensorParallel` in a file."""
+    """A `TensorParallel` as a file states it."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]
 
 
 UNCUT = TensorParallel({}, {})
-"""Of a model of which nothing says how it was cut."""
+"""For a model without any statement of how it was cut."""
 
 
 def with_cuts(
     state: Mapping[str, Any], pipeline: Pipeline | None, tensor_parallel: TensorParallel | None
 ) -> dict[str, Any]:
-    """What the program saved, and behind it how the model was cut, as far as that is known."""
+    """The state, with `pipeline` and `tensor_parallel` added at the end if they are not None."""
     cuts = {"pipeline": pipeline, "tensor_parallel": tensor_parallel}
     return {**state, **{key: own.to_state() for key, own in cuts.items() if own is not None}}
 
@@ -314,10 +318,10 @@ def with_facts(
     states: States = NO_STATES,
     groups: int = 0,
 ) -> dict[str, Any]:
-    """The `state` of a manifest's JSON: what the program saved, and the facts of its run.
+    """The `state` of a manifest's JSON: the program's state, and the facts of its run.
 
-    `groups` is the number of the optimizer's groups. A number in the groups of a state dict is
-    written by its type alone.
+    `groups` is the number of the optimizer's groups. A step in the groups of a state dict is
+    written as its type alone.
     """
     state = with_cuts(with_states(state, states, groups), pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):
@@ -341,7 +345,7 @@ def with_facts(
 
 
 class Facts(NamedTuple):
-    """The fields of a manifest that its JSON has in `state`."""
+    """The fields of a manifest that its JSON keeps in `state`."""
 
     state: dict[str, Any]
     engine: Engine | None
@@ -354,8 +358,8 @@ class Facts(NamedTuple):
 def facts_of(state: Mapping[str, Any]) -> Facts:
     """The inverse of `with_facts`; raises ValueError for values of other types.
 
-    The keys tell the kinds of engines apart: `config` or `elastic` is a FlatBufferEngine's, `model`
-    a StateDictEngine's.
+    The keys show the kind of engine: `config` or `elastic` is a FlatBufferEngine's, `model` a
+    StateDictEngine's.
     """
     rest = dict(state)
     keys = ("engine", "pipeline", "tensor_parallel")
@@ -387,7 +391,10 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 
 
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """A record as JSON, or these fields of it: those that are required, or not as usual."""
+    """A record as JSON, or only the fields `names`.
+
+    Optional fields with their default are left out.
+    """
     document = {}
     for each in fields(record):
         value = getattr(record, each.name)
@@ -411,7 +418,7 @@ BLANK = {
 
 
 def _record(kind: type[T], document: Mapping[str, Any]) -> T:
-    """The inverse of `_document`; what is missing, or null, is as usual, or nothing."""
+    """The inverse of `_document`; a missing or null field gets its default, or an empty value."""
     nothing = dict.fromkeys(each.encode_name for each in fields(kind) if each.required)
     stated = {key: value for key, value in document.items() if value is not None}
     return convert({**nothing, **BLANK, "ordered": None, **stated}, kind)

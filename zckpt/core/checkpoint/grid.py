@@ -1,4 +1,4 @@
-"""Which place does a rank have among the stages of a pipeline and the tensor ranks of a run?"""
+"""A rank's place among the pipeline stages and tensor ranks of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Grid(Struct, frozen=True):
-    """The sizes of a run's model axes; `staged` says that weights lie in files of layers."""
+    """The sizes of a run's model axes. `staged`: weights lie in files of layers."""
 
     pp: int = 1
     tp: int = 1
@@ -16,9 +16,10 @@ class Grid(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """Which model rank of a grid it is; `buffers` are the names that its own file states.
+    """The model rank `number` of a grid; `buffers` are the names that its own file states.
 
-    `tied` are the keys of tied layers by the numbers of their files, if it is known without bytes.
+    `tied` maps the numbers of tied layers' files to the keys of these layers; None if only tensor
+    bytes would show them.
     """
 
     number: int
@@ -27,7 +28,7 @@ class Place(Struct, frozen=True):
     tied: Mapping[int, str] | None = None
 
     def titled(self, name: str) -> str:
-        """What a sentence calls a tensor of this rank: `pipeline stage 1, tensor rank 0: NAME`."""
+        """A tensor's name in messages, with this rank: `pipeline stage 1, tensor rank 0: NAME`."""
         grid, (stage, tensor_rank) = self.grid, divmod(self.number, self.grid.tp)
         words = [f"pipeline stage {stage}"] if grid.pp > 1 else []
         words += [f"tensor rank {tensor_rank}"] if grid.tp > 1 else []

@@ -1,4 +1,4 @@
-"""How are objects of a pickle kept whose classes are never imported: in memory, and as JSON?
+"""Keeps objects of a pickle whose classes are never imported, in memory and as JSON.
 
 A checkpoint's pickle names classes of engines and of users. zckpt imports none of them. An object
 becomes a `Foreign` record (which global, which arguments, which state); a bare class or dtype
@@ -22,22 +22,22 @@ from ...errors import MALFORMED, CorruptCheckpoint, brief
 from .dtypes import NUMBERS, SIZES
 
 MAX_DEPTH = 100
-MAX_NESTING = 150  # of a pickle; functions that walk over it take four frames for each level
-MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over stops here
+MAX_NESTING = 150  # levels of a pickle; recursive functions take four frames for each level
+MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over is stopped here
 MAX_PATH = 1000  # characters
 MAX_INTEGER = 1024  # bytes; Python writes no integer of more than 4300 digits (1785 bytes)
 MAX_EQUAL_HASHES = 100
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-"""Types of values without parts."""
-OWN_HASH = 1 << 60  # smaller integers are their own hashes, so no two have the same
+"""The types of values that have no parts."""
+OWN_HASH = 1 << 60  # smaller integers are their own hashes, so no two of them have the same hash
 
 
 PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float, "bool": bool}
-"""The types of a `Scalar` that is a Python number, not a tensor."""
+"""The dtypes of a `Scalar` that is a Python number, not a tensor."""
 
 
 def is_dotted(name: Any) -> bool:
-    """Whether a name is that of a module and of something in it: `module.name`."""
+    """Whether a name consists of a module and something in it: `module.name`."""
     parts = name.split(".") if isinstance(name, str) else ()
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
@@ -65,11 +65,11 @@ class Global(Struct, frozen=True):
 
 
 known_global = lru_cache(1 << 10)(Global)
-"""The record of a name that zckpt writes again and again."""
+"""The record of a name, cached for names that zckpt writes often."""
 ITSELF = Global("zckpt.itself")
-"""What stands for an object, where a value within it refers to it. No pickle can be written of it.
+"""Replaces an object where a value within the object refers to it.
 
-OmegaConf's containers are known by their items as `_parent`.
+It cannot be written to a pickle. The items of OmegaConf's containers refer to these as `_parent`.
 """
 
 
@@ -106,7 +106,7 @@ class Foreign(Struct, eq=False):
 
 
 class Scalar(Struct, frozen=True):
-    """A tensor of one element, by value; `dtype` as safetensors names it.
+    """A tensor of one element, by value; `dtype` is named as in safetensors.
 
     A Python number has the dtype `int`, `float` or `bool`, and no shape.
     """
@@ -128,21 +128,21 @@ class TensorName(Struct, frozen=True):
 
 
 def is_number(value: Any, tensor: type[Any]) -> bool:
-    """Whether a state is one number: Python's, or a `tensor` of one element."""
+    """Whether a state is one number: a Python number, or a `tensor` of one element."""
     if isinstance(value, tensor):
         return bool(value.numel == 1 and value.dtype in NUMBERS)
     return type(value) in PYTHON_NUMBERS.values()
 
 
 def types_in(values: Iterable[Any]) -> set[type]:
-    """The types of values, found without a look at each from Python: lists may be very long."""
+    """The types of the values, found without a Python loop, because lists may be very long."""
     return set(map(type, values))
 
 
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A copy of a container with items `change(item, key)`; each key occurs once in a container.
+    """Copies a container, with each item replaced by `change(item, key)`.
 
-    Items of the types in PLAIN stay as they are.
+    Items of the types in PLAIN stay as they are. Within one container all keys differ.
     """
     kind = type(value)
 
@@ -171,10 +171,11 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def inside(path: str, key: Any) -> str:
-    """The path of an item: `client_state.rng`. Odd keys are written as by `repr`, so all differ.
+    """The path of an item: `client_state.rng`. Unusual keys are written as by `repr`, so paths are
+    unique.
 
-    A path that would be longer than MAX_PATH ends with a hash: every value of a large state has
-    one, and all of them would otherwise repeat a long key.
+    A path that would be longer than MAX_PATH ends with a hash. Every value of a large state has a
+    path, and each would otherwise repeat a long key.
     """
     full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
@@ -193,7 +194,7 @@ def nested(value: Any, *keys: Any) -> Any:
 
 
 def _is_word(key: str) -> bool:
-    """Whether a key has letters, digits, `_` and `-` alone, and begins with no digit and no `-`."""
+    """Whether a key consists of letters, digits, `_` and `-`, and begins with a letter or `_`."""
     letters = key.replace("_", "a")
     first = letters[:1]
     return letters.replace("-", "a").isalnum() and first != "-" and not first.isdecimal()
@@ -218,16 +219,18 @@ def _too_many(most: int, noun: str) -> CorruptCheckpoint:
 def require_tree(
     value: Any, most: int, most_containers: int, most_nested: int = MAX_NESTING
 ) -> None:
-    """Raises CorruptCheckpoint for a value that is too much work for functions that walk over it.
+    """Raises CorruptCheckpoint for a value that would take recursive functions too much work.
 
-    They enter a container wherever a value refers to it, and a small pickle can refer to one a
-    million times, or double with every level. So every container counts as often as it is reached:
-    all values together at most `most`, and the containers among them at most `most_containers`.
-    They may be nested `most_nested` deep, and not in themselves, except for an object: where a
-    value within it refers to it, ITSELF is put. A key is a value too. 64 characters of a text are
-    one, and so are two numbers of a list of nothing else: these are less work.
+    These functions enter a container at every reference to it. A small pickle can refer to one
+    container a million times, or double the references with every level. So every container counts
+    as often as it is reached: all values together at most `most`, the containers at most
+    `most_containers`. They may be nested `most_nested` deep. A container within itself is refused,
+    except for an object: ITSELF replaces the reference.
+
+    A key is a value too. 64 characters of a text count as one value. Two numbers of a list of
+    nothing else count as one value, because they are less work.
     """
-    # of each container that is done: values, containers, depth
+    # of each finished container: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
     begun: dict[int, tuple[int, list[Any]]] = {}
     waiting = [value] if type(value) in _NESTING else []
@@ -266,7 +269,7 @@ def require_tree(
         elif type(top) is list and kinds <= _PLAIN_NUMBERS:
             work //= 2
         work += sum(map(len, texts)) // 64
-        if not parts and work <= most:  # as in most containers: nothing is left to be done first
+        if not parts and work <= most:  # the usual case: no part has to be done first
             done[key] = work, 1, 1
             waiting.pop()
             continue
@@ -283,7 +286,7 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Puts ITSELF for the objects among the `outer` values, by identity, that `value` refers to."""
+    """Replaces references from `value` to objects among `outer` (given by identity) by ITSELF."""
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         pairs = value.items()
@@ -315,7 +318,8 @@ def _parts(value: Any) -> Collection[Any]:
 def require_spread(keys: Iterable[Hashable]) -> None:
     """Raises CorruptCheckpoint if many keys of one dictionary or set have the same hash.
 
-    Python protects texts alone against keys that are chosen so: each is compared with all others.
+    Python protects only texts against keys that are chosen so. Other keys with one hash would each
+    be compared with all others.
     """
     keys = list(keys)
     numbers = [key for key in keys if type(key) is int]
@@ -329,7 +333,10 @@ def require_spread(keys: Iterable[Hashable]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Tagged JSON; raises CorruptCheckpoint for what is too large, or of a type of no pickle."""
+    """Encodes a value as tagged JSON.
+
+    Raises CorruptCheckpoint for a value that is too large, or of a type that no pickle has.
+    """
     if type(value) in _NESTING:
         require_tree(value, MAX_VALUES, MAX_VALUES, MAX_DEPTH)
     return _encoded(value)
@@ -351,7 +358,7 @@ def _encoded(value: Any) -> Any:
         if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
             return dict(zip(value, _items(value.values()), strict=True))
         return {"$dict": [_items(pair) for pair in value.items()]}
-    if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
+    if kind in (set, frozenset):  # sorted, to make the JSON the same every time
         return {f"${kind.__name__}": sorted(_items(value), key=json.dumps)}
     if kind is Foreign:
         parts = {
@@ -379,7 +386,7 @@ def _items(values: Iterable[Any]) -> list[Any]:
 
 
 def by_value(value: Any) -> Any:
-    """A value whose equality means what its numbers say: scalars by value, lists as tuples."""
+    """Converts a value for comparison by `==`: scalars become numbers, lists become tuples."""
     if isinstance(value, Scalar):
         return value.value
     if isinstance(value, Mapping):
@@ -388,7 +395,7 @@ def by_value(value: Any) -> Any:
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters as JSON that people expect: tuples are lists (betas)."""
+    """Hyper-parameters as JSON for people: tuples such as betas become lists."""
     return {
         key if type(key) is str else brief(key): to_json(
             list(value) if type(value) is tuple else value
@@ -398,7 +405,7 @@ def plain_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`; raises CorruptCheckpoint for what `to_json` does not write."""
+    """The inverse of `to_json`; raises CorruptCheckpoint for JSON that `to_json` does not write."""
     try:
         result = _decoded(value)
     except MALFORMED as error:
@@ -406,7 +413,8 @@ def from_json(value: Any) -> Any:
             "file-damaged", f"state holds a value of a wrong type: {brief(value)}"
         ) from error
     if type(result) in _NESTING:
-        require_tree(result, 3 * MAX_VALUES, MAX_VALUES)  # which counts keys and texts as more
+        # the limit is higher, since keys and texts count more here
+        require_tree(result, 3 * MAX_VALUES, MAX_VALUES)
     return result
 
 
@@ -493,7 +501,7 @@ def _from_base64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-# type -> (tag, a function to the tag's value); and the inverse functions
+# type -> (tag, a function that gives the tag's value); then the inverse functions
 _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     Size: ("$size", list),
     bytes: ("$bytes", _base64),
@@ -526,7 +534,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
+    """Whether two values are equal. NaN equals NaN, and a tuple equals a list with equal items."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(alike, a, b))
     return bool(a == b) or (a != a and b != b)

@@ -1,7 +1,7 @@
-"""Which keys of dictionaries may be texts of numbers, and are they the keys of another checkpoint?
+"""Keys of dictionaries that were numbers in one checkpoint and are texts in another.
 
-torch.distributed.checkpoint makes texts of all keys: its files do not show whether `0.9` was a
-number. A program that loads them puts their values under the keys that it has itself.
+torch.distributed.checkpoint turns all keys into texts: its files do not show whether `0.9` was a
+number. A program that loads them puts the values under its own keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from .inert import PLAIN, TensorName, inside, map_values
 from .manifest import Manifest
 
 OF_TEXTS = "dcp"
-"""The format that has texts alone; what was read of it says so in a universal checkpoint too."""
+"""The format in which all keys are texts.
+
+A universal checkpoint that was converted from it names this format as its origin.
+"""
 _DICTIONARIES = (dict, OrderedDict)
 
 
@@ -25,7 +28,7 @@ def has_texts_alone(manifest: Manifest) -> bool:
 
 
 def in_doubt(value: Any, path: str) -> Iterator[str]:
-    """The paths of dictionaries whose keys all are texts of numbers."""
+    """The paths of dictionaries whose keys are all texts of numbers."""
     if type(value) in _DICTIONARIES and value and all(map(_is_text_of_number, value)):
         yield path
     items: list[tuple[Any, Any]] = []
@@ -35,7 +38,7 @@ def in_doubt(value: Any, path: str) -> Iterator[str]:
 
 
 def _is_text_of_number(key: Any) -> bool:
-    """Whether Python writes a number as this text."""
+    """Whether Python writes some number as this text."""
     for kind in (int, float):
         try:
             if isinstance(key, str) and len(key) < 100 and str(kind(key)) == key:
@@ -46,16 +49,16 @@ def _is_text_of_number(key: Any) -> bool:
 
 
 def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Both sides with texts for all keys, if one of them has no others."""
+    """Converts the keys of both manifests to texts, if one of them has only texts."""
     if has_texts_alone(a) or has_texts_alone(b):
         return with_texts(a), with_texts(b)
     return a, b
 
 
 def with_texts(manifest: Manifest) -> Manifest:
-    """The manifest with texts for the keys in its state and groups, as far as these differ.
+    """Converts the keys in the manifest's state and groups to texts, where the texts are unique.
 
-    A tensor under a key that is a number, or the text of one, is named by that text.
+    A tensor under a key that is a number, or the text of one, gets a name with that text.
     """
     names: dict[str, str] = {}
 

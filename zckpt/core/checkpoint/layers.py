@@ -1,4 +1,4 @@
-"""Which layer of a model is a parameter in, and which kind of parameter is it there?"""
+"""Derives from a parameter's name its layer, and its kind within the layer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<kind>.+)")
 
 
 class Places(Struct, frozen=True):
-    """Which layer and which kind each parameter is: rows and columns, in the order of the model."""
+    """The layer and the kind of each parameter: rows and columns, in the order of the model."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     of: Mapping[str, tuple[int, int]]
     names: tuple[str, ...] = ()
-    """The rows as people call them: `h.0`, where the row is 0 of the only stack."""
+    """The rows' names for people: `h.0` for row 0 of the only stack."""
 
     def row(self, parameter: str) -> int:
         return self.of[parameter][0]
 
     def name(self, parameter: str) -> str:
-        """The name of its row."""
+        """The name of the parameter's row."""
         return self.names[self.of[parameter][0]]
 
     def layer(self, parameter: str) -> str:
@@ -31,12 +31,12 @@ class Places(Struct, frozen=True):
 
 
 def places_of(parameters: Iterable[str]) -> Places:
-    """The rows and columns of parameters, whose order is that of the model.
+    """The rows and columns of parameters, which are given in the order of the model.
 
-    Each layer is a row. Layers follow each other by their numbers, and stand where the first
-    parameter of any layer does. A name without a number is in the row of its first part, behind the
-    prefix of the only stack of layers: `norm` of `model.norm.weight`. If there are several stacks,
-    their names are part of the rows.
+    Each layer is a row. Layers are in the order of their numbers, at the position of the first
+    parameter of any layer. If there is only one stack of layers, the prefix of its name is dropped
+    from all names. A name without a number is in the row of its first part: `norm` for
+    `model.norm.weight`. If there are several stacks, their names are part of the rows.
     """
     found = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
     stacks = list(dict.fromkeys(match["stack"] or "" for match in found.values() if match))

@@ -1,7 +1,7 @@
-"""What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
+"""The manifest of a checkpoint: its tensors, parameters and groups, and where they lie.
 
-Manifest     one checkpoint: entries, parameters, groups, states, and everything else
-Parameter    what is said of one parameter
+Manifest     one checkpoint: entries, parameters, groups, states, and everything else Parameter
+the facts about one parameter
 """
 
 import re
@@ -31,12 +31,12 @@ Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
 class Parameter(Struct, frozen=True):
-    """What a checkpoint says about a parameter beside its tensors and states.
+    """The facts about a parameter, apart from its tensors and states.
 
     `step` counts completed updates; it is None if the optimizer keeps no step. `group` is the
-    parameter's place in the manifest's groups; it is None if the parameter is frozen or the
-    manifest has no groups. `updated` is false of one that is trainable, and has no state though
-    the optimizer counts the updates of others.
+    parameter's position in the manifest's groups; it is None if the parameter is frozen or the
+    manifest has no groups. `updated` is False for a trainable parameter without any state, if the
+    optimizer counts updates of other parameters.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Parameter(Struct, frozen=True):
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter], states: States) -> dict[str, Any]:
-    """Parameters with their numbers as JSON, as a universal manifest and a proof write them."""
+    """Parameters with their numbers as JSON, as a universal manifest and a proof contain them."""
     scalars = states.scalars
     return {
         name: {
@@ -93,7 +93,7 @@ def parameters_from_json(
 
 
 class _Field(Struct):
-    """A value of every tensor: msgspec looks at the types of a Struct once, and not each time."""
+    """Values that every tensor has. msgspec analyzes the types of a Struct only once."""
 
     sizes: Sizes = ()
     crc: Hex = ""
@@ -128,7 +128,7 @@ def crc_from_json(value: Any) -> int:
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
-    """A scalar without dimensions has no key `shape`, as before zckpt kept shapes."""
+    """A scalar as JSON. Without dimensions it has no key `shape`, as in files of older versions."""
     shape = {"shape": list(scalar.shape)} if scalar.shape else {}
     return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
 
@@ -143,9 +143,9 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
 
 
 class Sighting(Struct, frozen=True):
-    """One place that holds a step; `truth` is True if this optimizer reads its step there.
+    """One place that states a step; `truth` is True if this optimizer reads its step there.
 
-    `counter` says which counter of a trainer program it is; "" for all other places.
+    `counter` names the counter of a trainer program that it is; "" for all other places.
     """
 
     where: str
@@ -155,14 +155,14 @@ class Sighting(Struct, frozen=True):
 
 
 def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
-    """Places of steps as JSON, as reports and a universal manifest state them."""
+    """Places of steps as JSON, for reports and universal manifests."""
     return [{"where": each.where, "step": each.step, "truth": each.truth} for each in steps]
 
 
 class Sibling(Struct, frozen=True):
     """A file of a trainer's directory that is not part of the checkpoint itself.
 
-    If it has a `content`, a target gets this inert value instead of the file's own.
+    If it has a `content`, a target gets this inert value instead of the file's.
     """
 
     name: str
@@ -175,100 +175,122 @@ class Run(Struct, frozen=True):
     """The training that saved a checkpoint: its engine, its step, and how it cut tensors."""
 
     origin: Origin = field(default_factory=Origin)
-    """The engine that trained, and its sizes."""
+    """The format, the version and the grid of the engine that trained."""
     engine: Engine | None = None
     """The facts of the engine that trained."""
     step_place: StepPlace | None = None
-    """Where its optimizer keeps the step; None if no file states that."""
+    """Where the optimizer keeps the step; None if no file states that."""
     steps: tuple[Sighting, ...] = ()
     """The places that state a step."""
     pipeline: Pipeline | None = None
-    """The stages and layers of its pipeline; None if it had none."""
+    """The stages and layers of the pipeline; None if there was no pipeline."""
     tensor_parallel: TensorParallel | None = None
-    """How its tensor ranks cut parameters; None if that was not asked, or there were none."""
+    """How tensor ranks cut parameters; None if that was not read, or there were no tensor ranks."""
     weights_differ: bool = False
     """Whether the engine changes weights without their masters: these need not round to them."""
     zero_padding: bool = False
-    """Whether the engine fills with zeros what lies between tensors."""
+    """Whether the engine fills gaps between tensors with zeros."""
 
 
 class Files(Struct, frozen=True):
-    """The files of a checkpoint, and what they state that is no tensor's."""
+    """The files of a checkpoint, and their contents other than tensors."""
 
     paths: tuple[str, ...] = ()
     """The checkpoint's own files, in the order of ranks."""
     siblings: tuple[Sibling, ...] = ()
     omitted_files: tuple[Sibling, ...] = ()
-    """Files that a target does not get: they are only compared."""
+    """Files that are not copied to a target, but compared."""
     around: tuple[Sibling, ...] = ()
-    """The other files of the numbered folder in which it lies, by their names there."""
+    """The other files of the numbered folder that contains the checkpoint, by their names there."""
     numbered: str = ""
     """The path of that folder; empty if there is none."""
     sibling_weights: tuple[Entry, ...] = ()
-    """Weights in siblings, which a target gets as they are: masters are compared with them."""
+    """Weights in siblings. A target gets them unchanged, and masters are compared with them."""
     records: Sequence[Record] = ()
-    """Bytes whose checksum a file states."""
+    """Extents whose checksum a file states."""
     unused: tuple[Extent, ...] = ()
-    """Bytes of the checkpoint's own files that nothing in it describes."""
+    """Extents of the checkpoint's own files that nothing in the files describes."""
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    """Those of `paths` and of the siblings by path, when they were first opened or listed. Empty
-    for a manifest that `reading.read` has not read."""
+    """The fingerprints of `paths` and siblings, by path, when they were first opened or listed.
+
+    Empty for a manifest that was not made by `reading.read`.
+    """
     objects: frozenset[str] = frozenset()
-    """The classes and functions that its pickles name, also those whose values a pickle drops
-    again. Empty as `fingerprints` are."""
+    """The classes and functions named in the pickles, including those of values that a pickle
+    drops.
+
+    Empty for a manifest that was not made by `reading.read`.
+    """
     stated_in: str = ""
-    """The file that states what is no tensor, for messages; empty if no single one does."""
+    """The file that states everything but tensors, for messages; empty if no single file does."""
     of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What the files of further ranks state otherwise than the first one, as JSON: by the name of
-    the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
-    only compared: a target has what the first rank states."""
+    """Values in which the files of further ranks differ from the first rank's, as JSON.
+
+    They are by the name of the file, and by their place in `state`. A tensor is a text of its type,
+    shape and CRC-32. The values are only compared: a target gets those of the first rank.
+    """
     rank_keys: tuple[str, ...] = ()
-    """The keys of `state` that the files of each rank state for themselves, beside those that every
-    format has: the first rank's values are taken."""
+    """The keys of `state` that each rank's file states separately, in addition to those of every
+    format.
+
+    The values of the first rank are used.
+    """
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What files state about where their parts belong, as JSON: by the name of the file, and by
-    key. It is only compared, with that of a checkpoint of the same files."""
+    """Statements of files about where their parts belong, as JSON: by the name of the file, and by
+    key.
+
+    They are only compared, with those of a checkpoint of the same files.
+    """
 
 
 class Notices(Struct, frozen=True):
-    """What a reader has to say of a checkpoint, and the facts on which names and states rest."""
+    """Notices of a reader, and the facts on which names and states rest."""
 
     warnings: tuple[Notice, ...] = ()
-    """What the user must know."""
+    """Warnings for the user."""
     notes: tuple[Notice, ...] = ()
-    """What these files cannot show by themselves, for a `verify` without another."""
+    """Notes for a `verify` of one checkpoint alone: facts that these files cannot show by
+    themselves.
+    """
     links: tuple[Notice, ...] = ()
-    """Where files lie that are links out of the directory, as a warning."""
+    """A warning that lists the files that lie elsewhere: behind links out of the directory."""
     omitted: tuple[Notice, ...] = ()
-    """What has no meaning outside the source."""
+    """Contents of the source that have no meaning outside of it."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     lost: tuple[Notice, ...] = ()
-    """Why the optimizer of the run was not read, though it had one: weights are all that is here,
-    and no training goes on from them."""
+    """Why the run's optimizer was not read, though it had one.
+
+    Only weights are here, and no training can resume from them.
+    """
     likely: tuple[str, ...] = ()
-    """Keys of optimizers that fit the model which the user chose, and that no file shows to be its
-    own."""
+    """Keys of optimizers that fit the chosen model, but that no file assigns to any model."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
     share: str = ""
-    """What shows that the optimizer's states are one rank's share; empty if nothing does."""
+    """What shows that the optimizer's states are only one rank's share; empty if nothing does."""
     is_numbered: bool = False
-    """Whether an optimizer knows its parameters by number."""
+    """Whether an optimizer identifies its parameters by number."""
     buffers_named: bool = False
-    """Whether --buffers named tensors of it when it was read."""
+    """Whether --buffers named tensors of this checkpoint when it was read."""
     mended: tuple[Mended, ...] = ()
-    """What `zckpt mend` has restored in it, or in what it was made of."""
+    """The values that `zckpt mend` has restored in this checkpoint, or in one that it was made
+    from.
+    """
     uncompared: int = 0
-    """How many tensors of ranks were not compared with each other: their files state no checksums,
-    and none was read."""
+    """The number of tensors that were not compared between ranks.
+
+    Their files state no checksums, and no tensor was read.
+    """
 
 
 class Manifest(Struct, frozen=True):
-    """One checkpoint in four parts: its own fields are what it holds; `run`, `files` and `notices`.
+    """One checkpoint. Its contents are the fields here; `run`, `files` and `notices` are its other
+    parts.
 
-    Parameters stand in optimizer order, then frozen ones; buffers follow. Its method
-    `replace` changes fields of all parts, and msgspec's function those of its own alone.
+    Parameters are in the order of the optimizer, then the frozen ones; buffers follow. The method
+    `replace` changes fields of all parts; msgspec's function `replace` changes only the fields
+    here.
     """
 
     root: str
@@ -283,29 +305,36 @@ class Manifest(Struct, frozen=True):
     groups: tuple[dict[str, Any], ...] | None = None
     """The hyper-parameters of each group; None if the files have none."""
     optimizer: str | None = None
-    """The optimizer's class, as the engine calls it, or as its states show it."""
+    """The optimizer's class, as the engine names it, or as its states show it."""
     states: States = States()
-    """The optimizer's states that are no tensors of a parameter's shape."""
+    """The optimizer states that are no tensors of a parameter's shape."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md. A
-    tensor inside of it is the `TensorName` of an entry with slot `state`."""
+    """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md.
+
+    A tensor inside of it is the `TensorName` of an entry with slot `state`.
+    """
     replicas: tuple[Entry, ...] = ()
-    """Further copies of entries in the same files. Writers fill them too."""
+    """Replicas of entries in the same files. Writers fill them too."""
     place: Place | None = None
-    """The place of one model rank, which is not joined with others."""
+    """The place of this model rank, if it is not joined with others."""
     ranks: "tuple[Manifest, ...]" = ()
-    """The model ranks, if they are not joined. These alone have tensors and parameters, which may
-    have the same names; files, records and what is said of the whole run are here."""
+    """The model ranks, if they are not joined.
+
+    Only these then have tensors and parameters, whose names may be equal. The outer manifest has
+    the files, the records and the facts of the complete run.
+    """
     models: "tuple[Manifest, ...]" = ()
     """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The keys of the optimizers of each model, if several models or optimizers were read. Only the
-    weights can be written together."""
+    """The keys of each model's optimizers, if several models or optimizers were read.
+
+    Such models can be written together only without their optimizers.
+    """
     files: Files = field(default_factory=Files)
     notices: Notices = field(default_factory=Notices)
 
     def replace(self, **changes: Any) -> "Manifest":
-        """With other values of its fields, or of those of its parts: all have different names."""
+        """Replaces fields of the manifest or of its parts; all fields have different names."""
         own = {name: changes.pop(name) for name in self.__struct_fields__ if name in changes}
         for name in ("run", "files", "notices"):
             part = own.get(name, getattr(self, name))
@@ -316,7 +345,8 @@ class Manifest(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """The path that a user gives for it: that of its numbered folder, or of its own."""
+        """The path that a user gives for the checkpoint: that of its numbered folder, else `root`.
+        """
         return self.files.numbered or self.root
 
     @property
@@ -326,11 +356,14 @@ class Manifest(Struct, frozen=True):
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
-        """The same, and the models of the ranks: no rank has what is in files of layers alone."""
+        """The model ranks, and the models of the tensor ranks, or this manifest alone.
+
+        Tensors in files of layers are in the models only, and in no rank.
+        """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
     def with_each(self, change: "Callable[[Manifest], Manifest]") -> "Manifest":
-        """With a change of all model ranks that are not joined, and of their models."""
+        """Applies a change to all model ranks that are not joined, and to their models."""
         if not self.ranks:
             return self
         ranks, models = (tuple(map(change, own)) for own in (self.ranks, self.models))
@@ -338,19 +371,19 @@ class Manifest(Struct, frozen=True):
 
     @property
     def whole_state(self) -> dict[str, Any]:
-        """Its `state` with the optimizer's, and how the run cut the model.
+        """The `state` with the optimizer's states, and with how the run cut the model.
 
-        That is what a target of another engine may lack.
+        A target of another engine may lack some of these values.
         """
         return with_cuts(self.state_with_states, self.run.pipeline, self.run.tensor_parallel)
 
     @property
     def state_with_states(self) -> dict[str, Any]:
-        """Its `state` with the optimizer's, as a universal checkpoint has both."""
+        """The `state` with the optimizer's states, as a universal checkpoint contains both."""
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
-        """With a changed `state_with_states`."""
+        """The manifest with a changed `state_with_states`."""
         optimizer = state.get("optimizer") or {}
         rest = {key: value for key, value in state.items() if key != "optimizer"}
         if "optimizer" in self.state:
@@ -366,7 +399,7 @@ class Manifest(Struct, frozen=True):
         return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:
-        """What a sentence calls a parameter or a tensor, with the words of its model rank."""
+        """The name of a parameter or tensor in messages, with the place of its model rank."""
         return name if self.place is None else self.place.titled(name)
 
     @property
@@ -376,19 +409,19 @@ class Manifest(Struct, frozen=True):
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of the source; 1 if the source has no ranks."""
+        """The data-parallel size of the source; 1 if the source has no ranks."""
         return self.run.origin.dp or 1
 
     @property
     def step(self) -> float | int | None:
-        """Completed updates, if all parameters that have a step share the same one."""
+        """Completed updates, if all parameters with a step share the same one."""
         parameters = (item for own in self.each for item in own.parameters.values())
         steps = {item.step for item in parameters if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def owners(self) -> dict[str, str]:
-        """The first name of each tied weight, by its other names."""
+        """Maps the other names of tied weights to their first names."""
         every = (item for own in self.each for item in own.parameters.items())
         return {alias: name for name, item in every for alias in item.aliases}
 
@@ -401,7 +434,7 @@ class Manifest(Struct, frozen=True):
 def fitting_roots(
     roots: Iterable[str], known: Mapping[str, Parameter], model: Mapping[str, Parameter]
 ) -> list[str]:
-    """Those of several models, by what precedes their names, that have one's names and shapes."""
+    """The prefixes of those models in `known` that have the names and shapes of `model`."""
     return [
         root
         for root in roots

@@ -1,9 +1,9 @@
-"""Which values of a checkpoint were restored by `zckpt mend`, and what speaks for each?
+"""The values of a checkpoint that `zckpt mend` restored, and the evidence for each.
 
     zckpt-mended.json    {"zckpt": 1, "mended": [{"file": ..., "tensor": ..., "by": ...}]}
 
-It lies in the folder of the engine's files. A universal checkpoint has the list in its manifest.
-Whatever is made of a mended checkpoint has the list, too.
+The file lies in the folder of the engine's files. A universal checkpoint has the list in its
+manifest. Every checkpoint that is made from a mended one has the list, too.
 """
 
 import json
@@ -20,28 +20,32 @@ from ..storage import sources
 MENDED = "zckpt-mended.json"
 CODE = "mended"
 """The code of the warning about a mended checkpoint."""
-MOST = 16 << 20  # bytes of the file
+MOST = 16 << 20  # the largest size of the file, in bytes
 Size = Annotated[int, Meta(ge=0)]
 By = Literal["checksum", "witness", "chance", "made-up"]
-"""What speaks for the restored bytes: the checksum of a small record; other bytes of the checkpoint
-or of an older one; the checksum of a large record, which the user has accepted. Nothing speaks for
-bytes that are made up, as the user has typed."""
+"""The evidence for the restored bytes.
+
+`checksum`: the checksum of a small record. `witness`: other bytes of the checkpoint or of an older
+one. `chance`: only the checksum of a large record, which the user has accepted. `made-up`: none;
+the user asked for made-up bytes.
+"""
 HOW = {
     "": "restored {} exactly",
     "chance": "restored {} on trust in a checksum alone (--accept-chance)",
     "made-up": "made up {} in place of lost values (--rebuild)",
 }
-"""What every command says of records, by what speaks for them."""
+"""The sentence about restored records in every command, by the evidence."""
 Value = float | int | bool | str | None
 
 
 class Mended(Struct, frozen=True):
     """Bytes of one record that were restored.
 
-    `file` is a path below the checkpoint, `offset` the first restored byte in it, and `bytes` how
-    many were restored. `bit` is that of a single flipped bit. `before` and `after` are the values
-    of the `element` of the `tensor`, if it is one. Damage of many bits looks like this one by
-    `chance`. `witness` says who confirms it, or what bytes that are made up were taken from.
+    `file` is a path below the checkpoint, `offset` the first restored byte in it, and `bytes` their
+    number. `bit` is the number of a single flipped bit. `before` and `after` are the values of one
+    `element` of the `tensor`, if only one was restored. `chance` is the probability that damage of
+    many bits looks like this one. `witness` names the confirming bytes, or the origin of made-up
+    bytes.
     """
 
     file: str
@@ -58,7 +62,7 @@ class Mended(Struct, frozen=True):
 
 
 def to_json(mended: Iterable[Mended]) -> list[dict[str, Any]]:
-    """As a manifest and the file have them."""
+    """The list as manifests and the file contain it."""
     lines: list[dict[str, Any]] = to_builtins(list(mended))
     return lines
 
@@ -75,14 +79,14 @@ def text_of(mended: Iterable[Mended]) -> bytes:
 
 
 def path_beside(root: str) -> str:
-    """Where the file is of a checkpoint, by the path of its directory or of its one file."""
+    """The path of the file for a checkpoint, given its directory or its one file."""
     return os.path.join(root if sources.is_folder(root) else os.path.dirname(root), MENDED)
 
 
 def beside(root: str) -> tuple[Mended, ...]:
-    """What the file says beside a checkpoint; nothing if there is none.
+    """Reads the file beside a checkpoint; empty if there is none.
 
-    Raises CorruptCheckpoint for one that cannot be read.
+    Raises CorruptCheckpoint if the file is damaged.
     """
     path = path_beside(root)
     if not sources.is_file(path):
@@ -103,7 +107,7 @@ def beside(root: str) -> tuple[Mended, ...]:
 
 
 def warnings(mended: Iterable[Mended], where: str) -> list[Notice]:
-    """What every command says of a mended checkpoint."""
+    """The warnings about a mended checkpoint that every command gives."""
     kinds: Mapping[str, list[Mended]] = {"": [], "chance": [], "made-up": []}
     for each in mended:
         kinds[each.by if each.by in kinds else ""].append(each)

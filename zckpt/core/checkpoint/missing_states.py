@@ -1,10 +1,10 @@
-"""Which parameters lack a state of the optimizer that their neighbors have?
+"""Finds parameters that lack a state of the optimizer which similar parameters have.
 
-An optimizer keeps the same states for all parameters of a group, as a rule. A parameter that lacks
-some of them has probably lost them: a file or a key is damaged, and a target would begin with
-others. Not every difference is a loss:
+An optimizer usually keeps the same states for all parameters of a group. A parameter that lacks
+some of them has probably lost them: a file or a key is damaged, and a target would start with other
+states. Not every difference is a loss:
 
-    no state at all     never updated, unfrozen late, or frozen without the checkpoint saying so
+    no state at all     never updated, unfrozen late, or frozen without the checkpoint stating it
     other states        Adafactor factors matrices; Muon's class trains vectors as Adam does
     other groups        amsgrad, momentum 0
 """
@@ -35,11 +35,11 @@ class _States(Struct, frozen=True):
 
 
 def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
-    """Warnings about parameters that lack a part of the states, and about those without any.
+    """Warnings about parameters that lack some states, and warnings about parameters without any.
 
-    The first are of parameters with a part of what like ones of their group have: those with as
-    many axes. Only a state of the parameter's shape, or the step, can be lost. It is not if the
-    parameter has another one that its neighbors lack, or if most lack it.
+    For the first kind, a parameter is compared with those of its group that have as many axes. Only
+    a state of the parameter's shape, or the step, can be lost. It does not count as lost if the
+    parameter has another state that the others lack, or if most of them lack it too.
     """
     groups = list(_groups(manifest))
     return _missing_of_some(groups), _missing_all(groups)
@@ -63,7 +63,7 @@ def _missing_of_some(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
-    """Where others of the group have a state."""
+    """Warns about parameters without any state, if others of their group have one."""
     names = [
         states.name
         for group in groups
@@ -84,10 +84,10 @@ def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
-    """The states of all parameters that are trained, group by group."""
+    """The states of all trained parameters, group by group."""
     slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
-    # a step of the group is stated for parameters that were never updated too
+    # a group's step is stated also for parameters that were never updated
     own_steps = manifest.run.step_place is None or manifest.run.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
     for rank in manifest.each if key_of else ():
@@ -96,7 +96,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         scalars = rank.states.scalars
         others = by_key(
             (name, str(row.key))
-            for row in rank.states.of_form("other", "unsupported")  # those too are in the files
+            for row in rank.states.of_form("other", "unsupported")  # these are in the files too
             for name in row.parameters
         )
         for name, parameter in rank.parameters.items():
@@ -113,9 +113,9 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
 
 
 class _Kinds:
-    """Sets of keys that parameters have, each with the number of parameters.
+    """The sets of keys that occur, each with the number of parameters that have it.
 
-    `holders` are the parameters with a key, by key, and `having` the sets in which it is.
+    `holders` counts the parameters with a key, and `having` lists the sets with a key.
     """
 
     def __init__(self, counts: Counter[frozenset[str]]) -> None:
@@ -127,7 +127,7 @@ class _Kinds:
 
 
 def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
-    """The parameters of a group that lack states, with the keys of these."""
+    """The parameters of a group that lack states, with the keys of these states."""
     kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
@@ -142,13 +142,14 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 
 
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
-    """The keys that parameters with these `keys` lack, while as many others or more have them.
+    """The keys that parameters with these `keys` lack, while at least half of the others have them.
 
-    `like` are the parameters of the group with as many axes, `every` are all.
+    `like` are the parameters of the group with as many axes, `every` are all of the group.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
-    most = every if alone else like  # the only one of so many axes: all others must have them
-    rarest = min((most.having[key] for key in keys), key=len)  # every larger set is among them
+    # the only parameter with this number of axes: all others must have the key
+    most = every if alone else like
+    rarest = min((most.having[key] for key in keys), key=len)  # every larger set contains this key
     return {
         key
         for key in set().union(*(more - keys for more in rarest if keys < more))

@@ -1,15 +1,15 @@
-"""One table of the optimizer's states: a row for each that is no tensor of its parameter's shape.
+"""The table of optimizer states: a row for each that is no tensor of its parameter's shape.
 
     number       one number of a parameter, other than its step
     other        any other value of a parameter
-    partition    what each rank keeps of its part of a flat buffer, of no parameter alone
-    estimate     a hyper-parameter of a group that each rank has estimated for itself
-    among        a number or text in the optimizer's `state` that is no parameter's
-    beside       one that stands beside its `state`
-    unsupported  what the files have and no target gets: it is only compared
+    partition    a state that each rank keeps for its part of a flat buffer, not for one parameter
+    estimate     a hyper-parameter of a group that each rank has estimated separately
+    among        a number or text in the optimizer's `state` that belongs to no parameter
+    beside       a number or text beside the optimizer's `state`
+    unsupported  a state in the files that no target gets: it is only compared
 
-Tensors of a parameter's shape are entries: `states.states_of` knows them too. The step is no state:
-see training/steps.py. docs/format-v1.md says where a universal checkpoint has each form.
+Tensors of a parameter's shape are entries; `states.states_of` lists them too. The step is no state:
+see training/steps.py. docs/format-v1.md says where a universal checkpoint keeps each form.
 """
 
 import json
@@ -26,14 +26,14 @@ from .inert import Scalar, TensorName, inside, map_values, to_json
 Form = Literal[
     "number", "other", "partition", "estimate", "among", "beside", "wrapper", "unsupported"
 ]
-"""A `wrapper` stands in no table: `states.states_of` makes these rows of the program's state."""
+"""The form of a state. `wrapper` rows are made by `states.states_of`; no table has them."""
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
-"""What the names of tensors in values of parameters begin with."""
+"""The prefix of the names of tensors in values of parameters."""
 
 
 class Part(Struct, frozen=True):
-    """How ranks cut a flat buffer; `starts` are the places of its parameters, in elements."""
+    """How ranks cut a flat buffer; `starts` are the first elements of its parameters."""
 
     stage: int | None
     dp: int
@@ -41,12 +41,12 @@ class Part(Struct, frozen=True):
 
 
 class StateRow(Struct, frozen=True):
-    """A state of the optimizer: its `key`, whose it is, and its value.
+    """A state of the optimizer: its `key`, the parameters that have it, and its value.
 
-    `parameters` are its owners, which are several if it is of a part of a flat buffer, or was not
-    read; an estimate has a `group` instead. `value` is inert; of a partition or an estimate, it is
-    the list of all ranks' values; of an unsupported state a text of JSON, "" if it is not known, in
-    which `tensors` are named. `reason` says why a state is unsupported.
+    `parameters` are several if the state belongs to a part of a flat buffer, or was not read. An
+    estimate has a `group` instead. `value` is inert. For a partition or an estimate, it is a list
+    of all ranks' values. For an unsupported state it is a text of JSON, in which `tensors` are
+    named; "" if the value is unknown. `reason` says why a state is unsupported.
     """
 
     key: Any
@@ -60,7 +60,7 @@ class StateRow(Struct, frozen=True):
 
 
 class States(Struct, frozen=True, dict=True):
-    """All rows; those of one form and parameter stand together."""
+    """All rows; those of one form and parameter are consecutive."""
 
     rows: tuple[StateRow, ...] = ()
 
@@ -83,21 +83,23 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form not in forms)
 
     def numbers(self, form: Form) -> dict[Any, Any]:
-        """Those of no parameter, by key."""
+        """The values of no parameter in this form, by key."""
         return {row.key: row.value for row in self.of_form(form)}
 
     @cached_property
     def scalars(self) -> dict[str, dict[str, Scalar]]:
-        """By parameter and key, the numbers: Python's, or tensors of one element."""
+        """The numbers by parameter and key: Python numbers, or tensors of one element."""
         return self._by_parameter("number")
 
     @cached_property
     def others(self) -> dict[str, dict[Any, Any]]:
-        """By parameter and key, the values that are no slots and no numbers."""
+        """The values that are neither slots nor numbers, by parameter and key."""
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """The ranks' estimates by group, of so many, and by key; empty if there are none."""
+        """For each of at least `groups` groups, the ranks' estimates by key; empty if there are
+        none.
+        """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)
         values: list[dict[Any, Any]] = [{} for _ in range(max(groups, last + 1) if rows else 0)]
@@ -116,17 +118,19 @@ class States(Struct, frozen=True, dict=True):
         return values
 
     def without(self, keys: Collection[str]) -> "States":
-        """Without those of these keys; what is no parameter's, and estimates, stay."""
+        """Drops the states with these keys. Values of no parameter, and estimates, stay."""
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
     def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
-        """With numbers of these parameters alone, each with those of its owner here."""
+        """Keeps numbers only for the keys of `owners`; each gets the numbers of its value, the
+        owner.
+        """
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))
 
     def renamed(self, names: Mapping[str, str]) -> "tuple[States, dict[str, str]]":
-        """With other names of parameters, and the new names of the tensors in their values."""
+        """Renames parameters; also returns the new names of the tensors in their values."""
         tensors: dict[str, str] = {}
 
         def moved(value: Any, old: str, new: str) -> Any:
@@ -157,7 +161,7 @@ NO_STATES = States()
 
 
 def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[StateRow]:
-    """Rows of values by parameter and key."""
+    """Makes rows of values that are given by parameter and key."""
     return [
         StateRow(key, form, (name,), value)
         for name, own in values.items()
@@ -168,14 +172,14 @@ def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[S
 def unsupported(
     key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
 ) -> StateRow:
-    """A state that is compared as it is; `tensors` are those in its inert value."""
+    """A state that is only compared; `tensors` are those in its inert value."""
     content = json.dumps(to_json(value), sort_keys=True)
     own = tuple(parameters)
     return StateRow(str(key), "unsupported", own, content, reason, tensors=tuple(tensors))
 
 
 def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
-    """Rows of the values of all ranks, by group and hyper-parameter."""
+    """Makes rows of the values of all ranks, given by group and hyper-parameter."""
     return [
         StateRow(key, "estimate", value=value, group=number)
         for number, group in enumerate(groups)
@@ -183,15 +187,15 @@ def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
     ]
 
 
-# -- as a universal checkpoint and a proof have it
+# the JSON in a universal checkpoint and a proof
 
 OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK = "other", "partitions", "among", "beside", "by_rank"
 KEYS = (OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK)
-"""The keys of `state.optimizer` that have states: see docs/format-v1.md."""
+"""The keys of `state.optimizer` that contain states: see docs/format-v1.md."""
 
 
 def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[str, Any]:
-    """The state of a manifest with those of the optimizer; `groups` is how many there are."""
+    """Adds the optimizer's states to the state of a manifest; `groups` is the number of groups."""
     parts: dict[tuple[Part | None, tuple[str, ...]], dict[Any, Any]] = {}
     for row in states.of_form("partition"):
         parts.setdefault((row.part, row.parameters), {})[row.key] = row.value
@@ -242,9 +246,9 @@ class _Stated(Struct):
 
 
 def states_in(optimizer: Mapping[Any, Any]) -> States:
-    """The states in `state.optimizer`, which `with_states` has written.
+    """The states in `state.optimizer`, as written by `with_states`.
 
-    Raises ValueError for what has another form.
+    Raises ValueError if they have another form.
     """
     known = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
     stated = convert(known, _Stated)

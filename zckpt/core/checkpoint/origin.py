@@ -1,4 +1,4 @@
-"""Where does a checkpoint come from: files of which format, and of how many ranks?
+"""The origin of a checkpoint: the format of its files, and the grid of ranks that saved them.
 
 A manifest's JSON has an `Origin` under the key `source`.
 """
@@ -10,51 +10,54 @@ from msgspec import Struct, convert, field
 from msgspec.structs import replace
 
 OF_ANY_ENGINE = frozenset({"version", "dp", "tag"})
-"""What the JSON of every engine has, null if its files do not state it."""
+"""The keys in the JSON of every engine; they are null if its files do not state them."""
 
 
 class Origin(Struct, frozen=True):
-    """What files state about the run that they are of; None if they do not state it.
+    """The facts that files state about the run that saved them; None if they do not state it.
 
     A universal checkpoint keeps the origin of the engine that trained.
     """
 
     format: str | None = None
-    """The name of the first format."""
+    """The name of the format in which the engine that trained saved."""
     version: str | None = None
-    """The version of its engine."""
+    """The version of that engine."""
     zero_stage: int | None = None
     dp: int | None = None
     """The data-parallel size."""
     tag: str | None = None
-    """How the engine calls the checkpoint among those of its run."""
+    """The engine's name for this checkpoint among those of its run."""
     ep: int | None = None
-    """Over how many ranks the experts of a layer are spread; the largest, if layers differ."""
+    """The number of ranks over which the experts of a layer are spread; the largest, if layers
+    differ.
+    """
     tp: int | None = None
     """The number of tensor ranks."""
     pp: int | None = None
     """The number of stages of the pipeline."""
     sp: int | None = None
-    """How many data-parallel ranks share each sequence; `dp` counts all of them."""
+    """The number of data-parallel ranks that share each sequence; `dp` counts all of them."""
     model_ranks: int | None = None
-    """How many model ranks the manifest keeps apart."""
+    """The number of model ranks that the manifest keeps separate."""
     tp_rules: str | None = None
-    """The user's rules how these cut tensors: a family or a file."""
+    """The user's rules for how tensor ranks cut tensors: a family or a file."""
     dialect: str | None = None
     """The kind of files, where an engine has several."""
     slices: int | None = None
-    """How many files have a part each of the tensors, of which one is only looked at."""
+    """The number of files that each hold a part of the tensors, if only one of them is read."""
     root: str | None = None
-    """Which of several models this is."""
+    """The name of this model, if the files have several."""
     mesh: tuple[str, str | None] | None = None
     """The device and the axis of FSDP2's ranks, whose files can be written for other ranks."""
     inside: str | None = None
-    """The folder of a numbered one in which its program looks for it: `actor` of
-    `global_step_3`."""
+    """The subfolder of a numbered folder in which the program looks for it: `actor` of
+    `global_step_3`.
+    """
     nulls: frozenset[str] = OF_ANY_ENGINE
-    """The names of those fields that the JSON has as null if they are None; it lacks others."""
+    """The names of the None fields that the JSON has as null; it lacks the other None fields."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """What the JSON has under further keys, which zckpt does not know."""
+    """Further keys of the JSON, which zckpt does not interpret."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -63,7 +66,9 @@ class Origin(Struct, frozen=True):
         return {name: size for name, size in sizes.items() if size}
 
     def sequence_ranks(self, dp: int) -> int:
-        """The ranks of a sequence in a run of `dp` ranks that has as many of them, if it can."""
+        """The number of ranks that share a sequence in a run of `dp` ranks: `sp` if it divides
+        `dp`, else 1.
+        """
         return self.sp if self.sp and dp % self.sp == 0 else 1
 
     def to_json(self) -> dict[str, Any]:

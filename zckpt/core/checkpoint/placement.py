@@ -1,22 +1,22 @@
-"""How do the ranks of one axis hold what a whole has?
+"""How the ranks of one axis hold parts of complete tensors.
 
-Placement  how the ranks hold one parameter; its kinds, and what torch.distributed.tensor has:
+Placement  how the ranks hold one parameter; its kinds, and their names in torch.distributed.tensor:
 
     rule            kind                    torch
     replicated      Replicated()            Replicate()
     sum             Sum()                   Partial("sum")
     1               Cut(1)                  Shard(1)
     0:64,16,16      Cut(0, (64, 16, 16))    none: a Shard(0) of each sub-parameter
-    0:2x            Cut(0, equal=2)         the same, of two of equal widths
+    0:2x            Cut(0, equal=2)         the same, of two sub-parameters of equal width
     vocab:50257     PaddedRows(50257)       Shard(0), of a tensor with more rows than the model has
     (any other)     Boxes("view")           none
 
-Sliced    how one parameter is cut over ranks
-Row       what one rank has: which parameters, in which order and of which shapes
-Table     one axis: `merge` makes a whole by its cuts, `split` the ranks of a whole by its rows
+Sliced    how one parameter is cut over ranks Row       the parameters of one rank, with their order
+and shapes Table     one axis: `merge` uses its cuts to join ranks, `split` uses its rows to make
+ranks
 
-A rule is the text of a placement: a user writes it, and files keep it. `from_text` reads all that
-any version has written. A new kind is a record, and its place in `KINDS`.
+A rule is the text of a placement: users write it, and files keep it. `from_text` reads the texts of
+all versions. A new kind is a record, and its place in `KINDS`.
 """
 
 from __future__ import annotations
@@ -33,46 +33,53 @@ from . import slicing
 from .slicing import Slicing
 
 Shapes = Sequence[tuple[int, ...] | None]
-"""A parameter's shape on every tensor rank; None where the rank has none of it."""
+"""A parameter's shape on every tensor rank; None where the rank does not have the parameter."""
 
 STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
-"""What the ranks of an axis are called, by its `Table` and by a copy (`Entry.axis`)."""
+"""The word for the ranks of an axis, in its `Table` and in a replica (`Entry.axis`)."""
 
 
 class Placement(Struct, frozen=True):
-    """How the ranks hold a parameter: all of them in its whole shape, if the kind does not say."""
+    """How the ranks hold a parameter.
+
+    Unless the kind says otherwise, all hold it in its full shape.
+    """
 
     word: ClassVar[str] = ""
     """The text of a kind without numbers."""
     forms: ClassVar[str] = ""
-    """The texts of the kind, as a hint tells them to a user."""
+    """The texts of the kind, as a hint lists them for the user."""
 
     is_cut: ClassVar[bool] = False
-    """Whether each rank has other elements, so that slices with equal bytes prove a wrong rule."""
+    """Whether each rank has different elements. Slices with equal bytes then prove a wrong rule."""
 
     @property
     def text(self) -> str:
-        """The rule that says this, as users and files have it."""
+        """The rule of this placement, as users and files write it."""
         return self.word
 
     @classmethod
     def of_rule(cls, text: str) -> Placement | None:
-        """The placement of this kind that a rule says; None if it says another."""
+        """The placement of this kind that a rule means; None if it means another kind."""
         return cls() if text == cls.word else None
 
     @property
     def plain(self) -> Placement:
-        """How a tensor without padding is cut alike."""
+        """The placement of a tensor without padding that is cut in the same way."""
         return self
 
     @property
     def row_parts(self) -> object:
-        """How rows are cut, which is alike for a layer's weight and bias; None if that is open."""
+        """How rows are cut, which is the same for a layer's weight and bias; None if the rule does
+        not say.
+        """
         return None
 
     @property
     def fused(self) -> int:
-        """How many fused parts of one width rows are cut into; 0 if the rule leaves that open."""
+        """The number of fused parts of equal width into which rows are cut; 0 if the rule leaves
+        that open.
+        """
         return 0
 
     @property
@@ -81,23 +88,24 @@ class Placement(Struct, frozen=True):
         return True
 
     def agree(self, are_weights: bool) -> bool:
-        """Whether ranks must have the same bytes of the same elements: of weights, or of states."""
+        """Whether ranks must have the same bytes for the same elements, of weights or of states."""
         return True
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank has a copy of the whole weight."""
+        """Whether each rank has a replica of the complete weight."""
         return not self.is_cut and self.agree(are_weights=True)
 
     @property
     def is_sum(self) -> bool:
-        """Whether each rank has a weight of its own, of the whole shape."""
+        """Whether each rank has a different weight of the full shape."""
         return not self.is_cut and not self.agree(are_weights=True)
 
     def sliced(self, shapes: Shapes, says: str) -> Sliced | None:
-        """How ranks of these shapes make a whole; None if the files alone say it.
+        """How ranks with these shapes form a complete tensor; None if only the files state it.
 
-        `says` begins the sentence of InconsistentCheckpoint, for shapes that do not fit.
+        `says` begins the message of InconsistentCheckpoint, which is raised for shapes that do not
+        fit.
         """
         known = _known(shapes, says)
         if len(set(known)) > 1:
@@ -106,14 +114,14 @@ class Placement(Struct, frozen=True):
 
 
 class Replicated(Placement, frozen=True):
-    """Each rank has a copy: torch's Replicate."""
+    """Each rank has a replica: torch's Replicate."""
 
     word = "replicated"
     forms = "`replicated`"
 
 
 class Sum(Placement, frozen=True):
-    """Each rank has a part of a sum: torch's Partial.
+    """Each rank has a summand: torch's Partial.
 
     All have the same gradient, and so the same moments.
     """
@@ -128,8 +136,8 @@ class Sum(Placement, frozen=True):
 class Cut(Placement, frozen=True):
     """Each rank has a slice along `axis`: torch's Shard, if there are no sub-parameters.
 
-    `parts` are their widths in the whole. If these are equal, `equal` is their number; 0 if nothing
-    states it, and 1 states that there is one.
+    `parts` are the widths of the sub-parameters in the complete tensor. If these are equal, `equal`
+    is their number. 0 means that nothing states it, and 1 states that there is only one.
     """
 
     axis: int
@@ -179,7 +187,7 @@ class Cut(Placement, frozen=True):
         return Sliced((*before, sum(lengths), *behind), pieces, self)
 
     def _widths(self, lengths: Sequence[int], says: str) -> Sequence[Sequence[int]]:
-        """What each rank has of each sub-parameter, by its length along the axis."""
+        """The width along the axis of each sub-parameter on each rank."""
         if self.parts:
             widths = slicing.even_parts(self.parts, len(lengths))
             if widths is None or sum(self.parts) != sum(lengths):
@@ -197,7 +205,7 @@ class Cut(Placement, frozen=True):
 
 
 class PaddedRows(Placement, frozen=True):
-    """Rows of a vocabulary, each rank a slice; those from `used` on are padding."""
+    """Rows of a vocabulary, of which each rank has a slice; rows from `used` on are padding."""
 
     used: int
 
@@ -225,7 +233,7 @@ class PaddedRows(Placement, frozen=True):
 
 
 class Boxes(Placement, frozen=True):
-    """Each rank has boxes of the whole, as files state them; `text` says where."""
+    """Each rank has boxes of the complete tensor, as files state them; `text` says in which way."""
 
     text: str
 
@@ -240,16 +248,16 @@ class Boxes(Placement, frozen=True):
 
 
 KINDS: Sequence[type[Placement]] = (Replicated, Sum, Cut, PaddedRows)
-"""Kinds that a rule can say."""
+"""The kinds that a rule can express."""
 
 
 def of_rule(text: str) -> Placement | None:
-    """The placement that a rule says; None if it is no rule."""
+    """The placement that a rule means; None if the text is no rule."""
     return next((own for kind in KINDS if (own := kind.of_rule(text)) is not None), None)
 
 
 def from_text(text: str) -> Placement:
-    """The placement whose text a file has kept, also one that is no rule."""
+    """The placement whose text a file contains, even if the text is no rule."""
     return of_rule(text) or Boxes(text)
 
 
@@ -270,7 +278,7 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 class Sliced(Struct, frozen=True):
-    """How a parameter is cut: its whole shape, its pieces, and the placement that says so.
+    """How a parameter is cut: its full shape, its pieces, and the placement that says so.
 
     `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
     """
@@ -282,18 +290,21 @@ class Sliced(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """One rank: its parameters and buffers in its order, and their shapes, if not the whole's."""
+    """The parameters and buffers of one rank, in its order; `shapes` has those that differ from the
+    full.
+    """
 
     names: Sequence[str]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     has_weights: bool = True
-    """Whether its files have weights that masters stand for too."""
+    """Whether the rank's files have weights besides the masters of the same parameters."""
 
 
 class Table(Struct, frozen=True):
-    """One axis, whose ranks are called `word`s; what has no cut is whole on all that have it.
+    """How the ranks of one parallel axis share a model.
 
-    `merge` needs no rows, because ranks that were read show what they have.
+    A parameter that is not in `cuts` is replicated. `word` is the word for a rank in messages.
+    `merge` needs no `rows`, because the manifests of ranks show what each rank has.
     """
 
     word: str

@@ -1,9 +1,9 @@
-"""Which files beside a checkpoint are copied along, and which are left out and named?
+"""Decides which files beside a checkpoint are copied along, and which are left out and named.
 
-A directory is often given away, or comes from somebody else. So hidden files (`.env`) stay where
-they are, links are followed only to files inside the directory, and no pipe or device is opened.
-Caches of data (DVC, git-annex, `cp -rs`) are made of links that lead out: inside of `following`,
-as `--follow-links` asks, these are taken too.
+A directory is often passed on, or comes from somebody else. So hidden files (`.env`) are not
+copied, links are followed only to files inside the directory, and no pipe or device is opened.
+Caches of data (DVC, git-annex, `cp -rs`) consist of links that lead out. Inside of `following`,
+which `--follow-links` uses, these are followed too.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
 BESIDE = ".zckpt"
-"""The folder of a run in which zckpt keeps it for other numbers of ranks: it belongs to no
-checkpoint."""
-MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
+"""The folder of a run in which zckpt keeps checkpoints for other numbers of ranks.
+
+It belongs to no checkpoint.
+"""
+MAX_DEPTH = 100  # folders; programs that copy and remove trees recurse into each
 LINKED = "links-out"
-"""The code of files of a checkpoint that lie elsewhere."""
+"""The code of the warning about files of a checkpoint that lie elsewhere."""
 FOLLOW = "--follow-links"
-"""The option, which a note on files behind links has as its subject."""
+"""The option that is the subject of a notice on files behind links."""
 SNAPSHOTS, BLOBS, PARTS = "snapshots", "blobs", "--"
 _follows: ContextVar[bool] = ContextVar("follows", default=False)
 
 
 @contextmanager
 def following(links: bool) -> Iterator[None]:
-    """Inside the block, a link that leads out to a file is taken as that file, if `links`."""
+    """Inside the block, a link that leads out to a file is copied as that file, if `links`."""
     token = _follows.set(links)
     try:
         yield
@@ -53,10 +55,10 @@ def following(links: bool) -> Iterator[None]:
 
 
 def leads_out(path: str, root: str) -> bool:
-    """Whether a path, its links followed, is outside of the directory `root`; raises OSError.
+    """Whether a path, with its links followed, is outside of the directory `root`; raises OSError.
 
     The cache of Hugging Face's hub has `REPOSITORY/snapshots/REVISION/...`, where files are links
-    to `REPOSITORY/blobs/HASH` (huggingface_hub 1.0): these are inside, too.
+    to `REPOSITORY/blobs/HASH` (huggingface_hub 1.0): these count as inside.
     """
     if os.path.dirname(path) == root and not stat.S_ISLNK(os.lstat(path).st_mode):
         return False
@@ -66,9 +68,9 @@ def leads_out(path: str, root: str) -> bool:
 
 
 def _blobs(folder: str) -> Iterator[str]:
-    """Where the files of a folder lie that is in a snapshot of a hub's repository.
+    """The folders that may hold the blobs of a folder in a snapshot of a hub's repository.
 
-    The folder of a repository is called after its kind and its name: `models--ORG--NAME`.
+    The folder of a repository is named after its kind and its name: `models--ORG--NAME`.
     """
     names = folder.split(os.sep)
     for place in range(1, len(names) - 1):
@@ -77,17 +79,19 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """A warning that says where files lie that are not below the directory `root`; raises OSError.
+    """A warning that lists files which are not below the directory `root`; raises OSError.
 
-    `paths` are files that were read, and `omitted` what was left out. Blobs of a hub's cache lie
-    elsewhere, too. Files that the user has named lie where he says.
+    `paths` are the files that were read, and `omitted` notices about files that were left out.
+    Blobs of a hub's cache count as outside here. Files that the user has named are not listed.
     """
     inside, below = real_path(root), os.path.join(os.path.abspath(root), "")
     leading = dict[str, str]()
 
     @cache
     def place_of(folder: str) -> tuple[str, bool, set[str]]:
-        """Of a folder: where it is, whether all that is no link stays inside, and its links."""
+        """For a folder: its real path, whether everything but its links stays inside, and its
+        links.
+        """
         if not os.path.join(os.path.abspath(folder), "").startswith(below):
             return "", True, set()
         real = real_path(folder)
@@ -102,7 +106,7 @@ def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> lis
         place = real_path(place) if name in links else place
         if place != inside and not place.startswith(os.path.join(inside, "")):
             leading[os.path.relpath(path, root)] = place
-    # a universal checkpoint repeats the note of its source, whose files are not known here
+    # a universal checkpoint repeats the notice of its source, whose files are unknown here
     lost = [notice.file for notice in omitted if notice.subject == FOLLOW and notice.file]
     parts = []
     if leading:
@@ -117,19 +121,19 @@ def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> lis
 
 
 def _links_in(folder: str) -> set[str]:
-    """The names of links in a folder: asking for each of its files takes longer."""
+    """The names of links in a folder. Asking for each single file takes longer."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if entry.is_symlink()}
 
 
 def relative(path: str, folder: str) -> str:
-    """As os.path.relpath, which takes 20 times as long for what lies below the folder."""
+    """As os.path.relpath, which takes 20 times as long for a path below the folder."""
     above = os.path.join(folder, "")
     return path[len(above) :] if path.startswith(above) else os.path.relpath(path, folder)
 
 
 def real_path(path: str) -> str:
-    """The path without links; raises OSError if a link cannot be looked at."""
+    """The path without links; raises OSError if a link cannot be read."""
     try:
         return os.path.realpath(path, strict=True)
     except OSError as error:
@@ -141,8 +145,8 @@ def real_path(path: str) -> str:
 class SiblingList(Struct, eq=False):
     """The files beside a checkpoint, for a source whose directory is `root`.
 
-    `files` may be copied. `omitted` has a note for each reason, with the names of all files that
-    may not. What is hidden stays where it is, unless its name is one of `listed`.
+    `files` may be copied. `omitted` has a notice for each reason, with the names of all files that
+    may not. Hidden files are not copied, unless their names are in `listed`.
     """
 
     root: str
@@ -163,15 +167,15 @@ class SiblingList(Struct, eq=False):
         ]
 
     def refuse(self, names: Iterable[str], reason: str) -> None:
-        """Adds names to those that are left out."""
+        """Adds names to those that are left out for this reason."""
         for name in names:
             self._refused.setdefault(reason, []).append(name)
 
     def add(self, name: str, path: str) -> None:
-        """Adds a file under this name, or the name to those that are left out; raises OSError.
+        """Adds a file under this name, or adds the name to those that are left out; raises OSError.
 
-        The fingerprint of a link is that of the file it leads to now. If it leads elsewhere when it
-        is copied, the file has changed.
+        The fingerprint of a link is that of the file to which it leads now. If it leads elsewhere
+        when it is copied, the file counts as changed.
         """
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
@@ -205,9 +209,11 @@ class SiblingList(Struct, eq=False):
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
         root: str | None = None,
     ) -> None:
-        """Adds everything below a folder under its path from `root`, or there; raises OSError.
+        """Adds everything below a folder, under its path from `root`, else from the folder; raises
+        OSError.
 
-        What `is_other` is true for, by its path and its entry, is no sibling, and not mentioned.
+        Anything for which `is_other` is true, given its path and its entry, is no sibling: it is
+        neither copied nor mentioned.
         """
         closed: set[str] = set()
         above = os.path.join(root or folder, "")
@@ -225,16 +231,16 @@ class SiblingList(Struct, eq=False):
                 self.add(name, entry.path)
 
     def is_folder(self, entry: os.DirEntry[str]) -> bool:
-        """Whether it is a folder, or a link to one inside of the directory."""
+        """Whether an entry is a folder, or a link to a folder inside of the directory."""
         if entry.is_symlink():
             return not self.is_out(entry.path) and sources.is_folder(entry.path)
         return entry.is_dir()
 
     def is_out(self, path: str) -> bool:
-        """Whether a link leads out of the directory, and nobody asked to follow it."""
+        """Whether a link leads out of the directory, and is not to be followed."""
         return not _follows.get() and leads_out(path, self.root)
 
     def is_closed(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a folder is hidden, or is the one that only its filesystem may list."""
+        """Whether a folder is hidden, or is a `lost+found` that may not be listed."""
         is_own = entry.name == "lost+found" and sources.is_denied(entry.path)
         return (entry.name.startswith(".") and entry.name not in self.listed) or is_own

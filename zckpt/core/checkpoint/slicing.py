@@ -1,11 +1,11 @@
-"""Which boxes of a whole tensor does each slice hold, if a tensor is cut over several ranks?
+"""Tensors that are cut over several ranks, as boxes of complete tensors.
 
     whole    [ q q q q | k k | v v ]      three sub-parameters, each of which is cut in two
     slice 0  [ q q | k | v ]
     slice 1  [ q q | k | v ]
 
-`Piece` is a box that lies in a slice and in the whole tensor. `cut` gives the pieces of a cut
-along one axis. `joined` turns the fragments of slices into fragments of the whole tensor: no
+A `Piece` is a box that lies in a slice and in the complete tensor. `cut` gives the pieces of a cut
+along one axis. `joined` turns the fragments of slices into fragments of the complete tensor. No
 byte is read, and a slice may itself be partitioned by ZeRO.
 """
 
@@ -21,7 +21,9 @@ from ..storage.fragments import Box, Fragments, boxes, boxes_of, range_of_box, t
 
 
 class Piece(Struct, frozen=True):
-    """A box of `sizes` elements: at `inside` in slice number `rank`, at `offsets` in the whole."""
+    """A box of `sizes` elements: at `inside` in slice number `rank`, at `offsets` in the complete
+    tensor.
+    """
 
     rank: int
     inside: tuple[int, ...]
@@ -30,11 +32,12 @@ class Piece(Struct, frozen=True):
 
 
 class Slicing(Struct, frozen=True):
-    """How one tensor is cut: the whole has the shape `whole`, slice number r `slices[r]`.
+    """How one tensor is cut. `whole` is the shape of the complete tensor, `slices[r]` that of slice
+    r.
 
-    The shapes may be views of the tensor's own shape with as many elements; all have as many axes.
-    `pieces` have each element of the whole at least once. An element of several slices is in the
-    piece of each.
+    The shapes may be views of the tensor's shape with as many elements; all have as many axes.
+    `pieces` have each element of the complete tensor at least once. If several slices hold an
+    element, each of them has a piece with it.
     """
 
     whole: tuple[int, ...]
@@ -46,7 +49,9 @@ class Slicing(Struct, frozen=True):
         return prod(self.whole)
 
     def covers(self) -> bool:
-        """Whether the first holders' pieces tile the whole, and each slice's own tile the slice."""
+        """Whether the first holders' pieces tile the complete tensor, and each slice's pieces the
+        slice.
+        """
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False
         return all(
@@ -56,11 +61,13 @@ class Slicing(Struct, frozen=True):
 
     @property
     def copies(self) -> int:
-        """How many ranks hold an element at most."""
+        """The largest number of ranks that hold one element."""
         return max(map(len, self._holders().values()), default=1)
 
     def chosen(self, copy: int) -> list[Piece]:
-        """A piece for each box of the whole: that of its holder number `copy`, or of its last."""
+        """One piece for each box of the complete tensor: that of its holder number `copy`, or of
+        its last.
+        """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
     def _holders(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]]:
@@ -68,7 +75,7 @@ class Slicing(Struct, frozen=True):
 
 
 def replicated(shape: Sequence[int], ranks: int) -> Slicing:
-    """Every slice is the whole tensor."""
+    """A slicing in which every slice is the complete tensor."""
     whole, at = tuple(shape), (0,) * len(shape)
     pieces = tuple(Piece(rank, at, at, whole) for rank in range(ranks))
     return Slicing(whole, (whole,) * ranks, pieces)
@@ -77,8 +84,8 @@ def replicated(shape: Sequence[int], ranks: int) -> Slicing:
 def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     """A cut along the middle axis of tensors that are viewed as (outer, width, inner).
 
-    `widths[j][r]` is how much of sub-parameter j slice r has. In the whole the sub-parameters
-    follow each other; a slice has its parts of them in the same order.
+    `widths[j][r]` is the width of sub-parameter j in slice r. In the complete tensor the
+    sub-parameters follow each other; a slice has its parts of them in the same order.
     """
     ranks = len(widths[0])
     totals = [sum(part[rank] for part in widths) for rank in range(ranks)]
@@ -98,7 +105,7 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
 
 
 def dealt(part: int, ranks: int) -> tuple[int, ...]:
-    """The widths of a part that is cut nearly evenly: the first slices have one more."""
+    """The widths of a part that is cut nearly evenly: the first slices are wider by one."""
     return tuple(part // ranks + (rank < part % ranks) for rank in range(ranks))
 
 
@@ -108,16 +115,17 @@ def even(part: int, ranks: int) -> tuple[int, ...] | None:
 
 
 def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
-    """The widths of sub-parameters that are all cut evenly; None if one cannot be."""
+    """The widths of sub-parameters that are all cut evenly; None if one of them cannot be."""
     return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
 
 
 def joined(
     slicing: Slicing, slices: Sequence[Fragments | None], size: int, copy: int = 0
 ) -> Fragments:
-    """The fragments of the whole tensor, from those of its slices; `size` is bytes per element.
+    """The fragments of the complete tensor, from those of its slices; `size` is bytes per element.
 
-    A slice that holds nothing is None. `copy` chooses among ranks that hold the same elements.
+    None stands for a slice that holds nothing. `copy` chooses among ranks that hold the same
+    elements.
     """
     by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
     parts: list[Box] = []
@@ -148,7 +156,7 @@ def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> It
 
 
 def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
-    """What a box of a slice has of a piece, as a box of the whole tensor."""
+    """The intersection of a box and a piece of its slice, as a box of the complete tensor."""
     low = [max(pair) for pair in zip(box.offsets, piece.inside, strict=True)]
     ends = zip(box.offsets, box.sizes, piece.inside, piece.sizes, strict=True)
     high = [min(a + length, b + size) for a, length, b, size in ends]

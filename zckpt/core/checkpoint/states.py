@@ -1,17 +1,16 @@
-"""Which states does an optimizer keep, of which parameters, and which of them does a target lack?
+"""The states that an optimizer keeps for its parameters, and those that a target lacks.
 
     slot         a tensor of the parameter's shape: an entry
     number       one number
     none         None for all parameters that have it
     other        any other value of a parameter
-    partition    what a rank keeps of its part of a flat buffer
+    partition    a state that a rank keeps for its part of a flat buffer
     wrapper      tensors around the optimizer's state dict: see wrapper.py
-    unsupported  what is in the files, and has none of these forms
+    unsupported  a state in the files that has none of these forms
 
-Slots are entries, wrappers stand in the program's state, and the table of optimizer_states.py has
-the others. A state has the same key in all of these forms, so that a manifest and another one are
-compared whatever their formats are.
-The step is no such state: see training/steps.py.
+Slots are entries, wrappers are in the program's state, and the table of optimizer_states.py has the
+others. A state has the same key in all of these forms. So two manifests can be compared whatever
+their formats are. The step is no such state: see training/steps.py.
 """
 
 from __future__ import annotations
@@ -35,21 +34,27 @@ from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
 FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
-"""What a state may be: of several, the last one says what can be done with it."""
+"""The forms of a state. If one state has several, the last one decides what can be done with it."""
 NO_PARAMETER = "no parameter"
-"""Whose a state is that stands beside those of parameters."""
+"""Stands for the parameter of a state that belongs to none."""
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
 REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
-"""Why what is no parameter's is not read, unless it is a number or a text."""
+"""Why a value that belongs to no parameter is not read, unless it is a number or a text."""
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
-"""Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
-CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer, Adalite."""
+"""Hyper-parameters that only optimizers have which keep rows and columns of a matrix.
+
+These are Adafactor and CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer,
+and Adalite.
+"""
 
 AFRESH = {"RMS": FACTORING}
-"""States that an optimizer computes before it uses them, with hyper-parameters that show which one
-it is. These write the weight's RMS in every update, and read it after that or never."""
+"""States that may be lost because the optimizer recomputes them before use.
+
+Each applies only if a group has one of these hyper-parameters. `RMS`: these optimizers write the
+weight's RMS in every update, and read it only after that, or never.
+"""
 
 OF_VECTORS = (
     "the optimizer saw the parts of flat buffers as vectors; of matrices it keeps rows and columns "
@@ -84,14 +89,14 @@ class State(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """The number of parameters that have it."""
+        """The number of parameters that have the state."""
         return len(self.tensors.keys() - {NO_PARAMETER})
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
-    """All states by key. A state of several forms has that of the last one in the list above.
+    """All states by key. A state of several forms gets the last of these forms in the list FORMS.
 
-    Those of model ranks that are not joined are together under the names that these have.
+    If model ranks are not joined, the states of all ranks are listed by the ranks' parameter names.
     """
     if manifest.ranks:
         return _united(states_of(rank).values() for rank in manifest.ranks)
@@ -119,22 +124,25 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     for row in (*of_form("other", "partition"), *around, *of_form("unsupported")):
         key, is_none = str(row.key), row.form == "other" and row.value is None
         if is_none and key in states and states[key].form != "none":
-            continue  # a momentum_buffer of torch's SGD that some parameters have
+            continue  # some parameters have a momentum_buffer of torch's SGD
         tensors = entries_in(row.value)
         reason = BOUND if row.form == "partition" else row.reason
         for name in row.parameters:
             add(key, name, tensors, "none" if is_none else row.form, reason)
-            tensors = []  # of several parameters, the first one has them
+            tensors = []  # of several parameters, only the first gets them
     return states
 
 
 def entries_in(value: Any) -> list[Key]:
-    """The keys of the tensors in a value of the state, each once."""
+    """The keys of the tensors in a value of the state, without duplicates."""
     return [(name, "state") for name in tensors_in(value)]
 
 
 def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
-    """The states of several ranks; what is None on some has the tensors of the others alone."""
+    """The states of several ranks.
+
+    If a state is None on some ranks, only the others supply tensors.
+    """
     united = {}
     for key, own in by_key((state.key, state) for states in each for state in states).items():
         own.sort(key=lambda state: FORMS.index(state.form))
@@ -144,7 +152,7 @@ def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
 
 
 def tensors_in(value: Any) -> list[str]:
-    """The names of the tensors in a value of the state, each once."""
+    """The names of the tensors in a value of the state, without duplicates."""
     names: dict[str, None] = {}
 
     def collect(item: Any, _key: Any = None) -> Any:
@@ -157,10 +165,10 @@ def tensors_in(value: Any) -> list[str]:
 
 
 def with_updates(manifest: Manifest) -> Manifest:
-    """The manifest whose parameters say whether they were ever updated.
+    """Sets `updated` of the parameters: False for those that were never updated.
 
-    An optimizer keeps nothing of one that it only lists, though it counts the updates of others: it
-    is frozen, or never used.
+    Such a parameter is listed by the optimizer, but has no state and no step, though others have
+    steps. It is frozen, or never used.
     """
     manifest = manifest.with_each(with_updates)
     parameters = manifest.parameters
@@ -175,12 +183,12 @@ def with_updates(manifest: Manifest) -> Manifest:
 
 
 def untouched(manifest: Manifest) -> list[str]:
-    """Parameters that an optimizer lists and never updated."""
+    """The parameters that an optimizer lists and never updated."""
     return [n for n, own in manifest.parameters.items() if own.trainable and not own.updated]
 
 
 def harmless(state: State, manifest: Manifest) -> str:
-    """Why a state may be lost; empty if it may not."""
+    """Why a state may be lost; empty if it may not be lost."""
     if state.form == "none":
         return "it is None"
     shown_by = AFRESH.get(state.key, frozenset())
@@ -189,11 +197,11 @@ def harmless(state: State, manifest: Manifest) -> str:
 
 
 def missing_in(source: Manifest, target: Manifest) -> list[State]:
-    """The states of `source` that `target` lacks, each with the parameters of which it does.
+    """The states of `source` that `target` lacks, each with the parameters for which it lacks them.
 
-    A parameter of `source` may have another name in `target`, or be a part of another one there;
-    then `target` lacks its state if it has this state of no parameter. Model ranks that have the
-    same parameters in both are looked at one by one.
+    A parameter of `source` may have another name in `target`, or be a part of another one there.
+    Then `target` lacks its state only if no parameter there has this state. If the model ranks have
+    the same parameters in both manifests, they are compared one by one.
     """
     ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
     if ours and ours == theirs:
@@ -219,9 +227,9 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
 
 
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:
-    """The states of matrices that an optimizer of flat buffers has kept as if of vectors.
+    """The states of matrices that an optimizer of flat buffers has kept as if they were vectors.
 
-    `target` cannot go on with them unless it has flat buffers too.
+    `target` cannot continue with them unless it has flat buffers too.
     """
     if not _is_flat(source) or _is_flat(target):
         return []
@@ -242,7 +250,7 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
 
 
 def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
-    """The manifest whose optimizer does not own these parameters."""
+    """Marks these parameters as frozen: the optimizer does not own them."""
     if not names:
         return manifest
     parameters = {
@@ -253,7 +261,9 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """The states whose keys were numbers or texts: `target` cannot have both."""
+    """The states whose keys were numbers or texts, which the source does not show and `target`
+    needs.
+    """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
     states = states_of(source)
@@ -263,7 +273,7 @@ def of_numbers(source: Manifest, target: Manifest) -> list[State]:
 
 
 def _is_flat(manifest: Manifest) -> bool:
-    """Whether its optimizer updates flat buffers, and not the parameters themselves."""
+    """Whether the optimizer updates flat buffers instead of the parameters themselves."""
     return isinstance(manifest.run.engine, FlatBufferEngine) and bool(
         manifest.run.origin.zero_stage
     )
@@ -308,7 +318,7 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
-    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    """Marks all states that are neither slots nor numbers as not read."""
     apart = manifest.states.of_form("other", "partition")
     if not apart:
         return manifest
@@ -318,7 +328,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
         names = dict.fromkeys(name for row in rows for name in row.parameters)
         values = [row.value for row in rows]
         tensors = [entries.pop(name, None) for name in entries_in(values)]
-        if None in tensors:  # a stage of a pipeline lacks those of others
+        if None in tensors:  # a pipeline stage lacks the tensors of other stages
             states.append(StateRow(key, "unsupported", tuple(names), "", reason))
         else:
             states.append(unsupported(key, names, reason, values, filter(None, tensors)))
@@ -332,7 +342,7 @@ def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
 
 
 def weights_alone(manifest: Manifest) -> Manifest:
-    """The manifest with its weights and buffers, and nothing of the optimizer and the run."""
+    """The manifest with only weights and buffers: without the optimizer and the run."""
     return manifest.replace(
         entries={key: e for key, e in manifest.entries.items() if e.slot in WEIGHTS},
         replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
@@ -354,7 +364,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
 
 
 class Selection(Struct, frozen=True):
-    """What a comparison compares: the tensors that match a glob, weights alone, not all states."""
+    """What is compared: tensors that match a glob, only weights, or all but some states."""
 
     tensors: str | None = None
     weights_only: bool = False
@@ -369,7 +379,7 @@ class Selection(Struct, frozen=True):
             )
 
     def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-        """Both sides without what is not compared; raises WrongOption for an unknown state."""
+        """Both manifests without what is not compared; raises WrongOption for an unknown state."""
         if self.weights_only:
             return weights_alone(a), weights_alone(b)
         require_known(self.drop_state, (a, b))
@@ -377,7 +387,7 @@ class Selection(Struct, frozen=True):
 
     @property
     def flags(self) -> list[str]:
-        """The options of the command line that say it."""
+        """The options of the command line that make this selection."""
         tensors = [] if self.tensors is None else [f"--tensors {shlex.quote(self.tensors)}"]
         weights = ["--weights-only"] if self.weights_only else []
         return [*tensors, *weights, *(f"--drop-state {shlex.quote(k)}" for k in self.drop_state)]
@@ -387,6 +397,6 @@ EVERYTHING = Selection()
 
 
 def in_words(states: Iterable[State]) -> str:
-    """States as a sentence names them: `GG and Q of fc1.weight, fc2.weight`."""
+    """States as messages name them: `GG and Q of fc1.weight, fc2.weight`."""
     keys = by_key((listed(state.parameters, 4), state.key) for state in states)
     return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

@@ -1,8 +1,8 @@
-"""Which weights does no optimizer list, and what may that mean?
+"""Finds weights that no optimizer lists.
 
-Most are frozen: the base of an adapter, layers that a fine-tune keeps. If a program saved one
-rank's share of an optimizer's states, the weights of the other ranks are not listed either, and
-have lost their states. One file rarely shows which of both it is.
+Most of them are frozen: the base of an adapter, layers that a fine-tune keeps. But if a program
+saved only one rank's share of an optimizer's states, the weights of the other ranks are not listed
+either, and their states are lost. One file rarely shows which of the two it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .facts import FlatBufferEngine, StateDictEngine
 from .manifest import Manifest
 from .weights import is_optimizers
 
-MANY = 8  # names in the warning
+MANY = 8  # the most names in the warning
 LOST = (
     "if ZeroRedundancyOptimizer saved this, the other ranks' states are lost: call "
     "`consolidate_state_dict()` before saving"
@@ -20,9 +20,12 @@ LOST = (
 
 
 def unlisted(manifest: Manifest) -> list[Notice]:
-    """The warning that names the weights; none without an optimizer, or if files state them."""
+    """The warning that names the weights; none without an optimizer, or if files state frozen
+    weights.
+    """
     ranks, engine = manifest.each, manifest.run.engine
-    if isinstance(engine, FlatBufferEngine):  # DeepSpeed lists frozen parameters (0.19.8)
+    # DeepSpeed states which parameters are frozen (0.19.8)
+    if isinstance(engine, FlatBufferEngine):
         return []
     if isinstance(engine, StateDictEngine) and not engine.guessed:
         return []
@@ -48,14 +51,14 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 
 def _may_be_share(manifest: Manifest) -> bool:
-    """Whether one file of torch.save has an optimizer that knows its parameters by number."""
+    """Whether one file of torch.save has an optimizer that identifies its parameters by number."""
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole
     return is_whole and manifest.notices.is_numbered and manifest.run.origin.dp in (None, 1)
 
 
 def refuse_share(manifest: Manifest) -> None:
-    """Raises IncompleteCheckpoint, for a target that trains, if files show one rank's share."""
+    """Raises IncompleteCheckpoint if files show only one rank's share; for targets that train."""
     if share := manifest.notices.share:
         raise IncompleteCheckpoint(
             "missing-rank-file",

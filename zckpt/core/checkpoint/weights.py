@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint stands for a weight, and does it change its type on the way?
+"""Chooses the tensor that supplies the values of a weight.
 
 A weight has up to two entries: `param`, as the module stores it, and `master`, the fp32 value that
 the optimizer updates.
@@ -9,8 +9,8 @@ the optimizer updates.
     master                    master             param
 
 An entry of the wanted type is copied. A master of fp32 or fp64 is rounded to the type of a `param`;
-a `param` of fewer bits is widened to a master. This is the only place that chooses. A format says
-which slots and types its files have; it does not say where the values come from.
+a `param` of fewer bits is widened to a master. No other module chooses. A format states which slots
+and types its files have; it does not state where the values come from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = frozenset({"param", "master"})
 """The slots of weights."""
 
 WIDE = ("F64", "F32")
-"""The types of masters, which weights are rounded from."""
+"""The types of masters, from which weights are rounded."""
 
 FP64 = ("param", "F64")
 
@@ -41,25 +41,25 @@ def is_optimizers(slot: str) -> bool:
 def is_rounded(wide: str, narrow: str) -> bool:
     """Whether numbers of type `narrow` may be rounded from masters of type `wide`.
 
-    Floats of 8 bits are scaled by numbers that lie elsewhere.
+    8-bit floats may not: they are scaled by numbers that are stored elsewhere.
     """
     return wide in WIDE and narrow in FLOATS & NUMBERS and wide != narrow
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:
-    """Whether numbers of type `wide` that are filled from `narrow` are rounded values."""
+    """Whether numbers of type `wide` that come from type `narrow` have only its precision."""
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 
 
 class Weight(Struct, frozen=True):
-    """What a checkpoint has of one weight; every choice raises MissingData if it has nothing."""
+    """The entries of one weight. Every choice raises MissingData if there are none."""
 
     name: str
     param: Entry | None
     master: Entry | None
 
     def supply(self, slot: str, dtype: str, from_masters: bool = False) -> Entry:
-        """The entry that supplies the values of a target's `param` or `master` of a type."""
+        """The entry that supplies the values of a target's `param` or `master` of type `dtype`."""
         if slot == "param" and not from_masters and self.param and self.param.dtype == dtype:
             return self.param
         return self.trained
@@ -71,7 +71,7 @@ class Weight(Struct, frozen=True):
 
     @property
     def stored(self) -> Entry:
-        """What tells the type and shape of the module's weight: the `param`, else the master."""
+        """The entry with the type and shape of the module's weight: `param`, else the master."""
         return self._known(self.param or self.master)
 
     def _known(self, entry: Entry | None) -> Entry:
@@ -81,18 +81,18 @@ class Weight(Struct, frozen=True):
 
 
 def weight_of(entries: Mapping[Key, Entry], name: str) -> Weight:
-    """The entries of the weight `name`; one that is missing is None."""
+    """The entries of the weight `name`; a missing one is None."""
     return Weight(name, entries.get((name, "param")), entries.get((name, "master")))
 
 
 def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
-    """The optimizer's states of every weight that has any."""
+    """Maps every weight with optimizer states to the slots of these."""
     slots = by_key((e.parameter, e.slot) for e in entries if is_optimizers(e.slot))
     return {name: {*own} for name, own in slots.items()}
 
 
 def agreement(master: Entry, weight: Entry) -> str | None:
-    """How a weight must equal its master: in `bits`, or in bits once the master is `rounded`.
+    """How a weight must equal its master: `bits`, or `rounded` if the master is rounded first.
 
     None if their types or shapes cannot be those of one weight.
     """
@@ -104,12 +104,12 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 
 
 def counterpart(entry: Entry, others: Weight, own: Weight) -> tuple[Entry, str] | None:
-    """Which tensor of another checkpoint a weight equals, and how, as `agreement` says it.
+    """The tensor of another checkpoint that a weight must equal, and how, as in `agreement`.
 
-    This is asked if the other side has no entry of the same slot and type. `own` is the weight that
-    `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from them.
-    A master, or a `param` without a master, may be what the other's `param` was rounded from. An
-    fp32 master may be rounded from a `param` of fp64.
+    This is called if the other side has no entry of the same slot and type. `own` is the weight
+    that `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from
+    them. A master, or a `param` without a master, may be what the other's `param` was rounded from.
+    An fp32 master may be rounded from a `param` of fp64.
     """
     for other in (others.master, others.param):
         how = None if other is None else agreement(other, entry)

@@ -1,7 +1,7 @@
-"""Which tensors stand around the state dict of the optimizer whose states are read?
+"""Finds tensors that are stored around the state dict of the optimizer.
 
 A program has put another optimizer around it (a Lookahead's slow weights, the masters of a 16-bit
-wrapper), or has put them there itself. Programs of torch keep them as their own state; no other
+wrapper), or has put the tensors there itself. torch programs keep them as their own state; no other
 engine reads them there.
 """
 
@@ -16,9 +16,9 @@ from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values with tensors in them, by keys that no state of a parameter has: `around.slow`.
+    """The values that contain tensors, by keys that no state of a parameter has: `around.slow`.
 
-    Random states are the program's own: no optimizer needs them.
+    Random states belong to the program: no optimizer needs them.
     """
     values = _find(manifest)[1]
     return {
@@ -29,7 +29,7 @@ def wrapped(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
-    """The manifest's state without those of these keys."""
+    """The manifest's state without the wrapper values of these keys."""
     path, values = _find(manifest)
     rest = {key: value for key, value in values.items() if _name(key) not in gone}
     if len(rest) == len(values):
@@ -42,7 +42,7 @@ def _name(key: Any) -> str:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or has one in it; those of one number are `Scalar`s."""
+    """Whether a value is a tensor or contains one. Tensors of one number are `Scalar`s."""
     if isinstance(value, Mapping):
         return any(map(_holds_tensor, value.values()))
     if isinstance(value, (list, tuple)):
@@ -51,14 +51,15 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _is_random(key: Any) -> bool:
-    """Whether it is `rng`, `torch_rng_state`."""
+    """Whether a key names a random state: `rng`, `torch_rng_state`."""
     return "rng" in str(key).lower().split("_")
 
 
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
-    """The keys in the program's state that lead to the dictionary, and what is in it.
+    """The path of the wrapper's dictionary in the program's state, and its contents.
 
-    One of them names an optimizer, and the model is not there: else it is the program's.
+    A key of the path must name an optimizer, and the model must not be in the dictionary. Otherwise
+    the dictionary is the program's own.
     """
     engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:
@@ -78,7 +79,7 @@ def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
 
 
 def _with(value: Any, path: tuple[Any, ...], rest: Any) -> Any:
-    """A value with `rest` at a path in it."""
+    """Replaces the value at a path by `rest`."""
     if not path:
         return rest
     inner = _with(value[path[0]], path[1:], rest)

@@ -1,8 +1,7 @@
-"""Are the tensors of two checkpoints equal, or those of one that must be?
+"""Compares tensors: those of two checkpoints, or those of one checkpoint that must agree.
 
-compare.py        finds what differs; difference.py: by how much
-statistics.py     what one tensor's numbers are like
-masters.py        do the masters of one checkpoint round to its weights?
-replicas.py       are copies that ranks hold equal, and slices really slices?
-duplicates.py     whether one file is a copy of another one
+compare.py        finds the elements that differ; difference.py measures by how much statistics.py
+statistics of the numbers in one tensor masters.py        checks that the masters of a checkpoint
+round to its weights replicas.py       checks that replicas on several ranks are equal, and that
+slices are slices duplicates.py     finds files that are copies of other files
 """

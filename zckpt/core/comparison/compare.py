@@ -1,8 +1,8 @@
-"""Which elements differ between the tensors that two checkpoints share, and by how much?
+"""Compares the tensors that two checkpoints share: which elements differ, and by how much.
 
-Both sides are read in the order of the first one, as many elements at a time as fit into a buffer,
-and compared as bytes. Only elements that differ are compared as numbers (`difference`).
-The pass also computes the CRC-32 of every tensor, and of every record that it reads.
+Both checkpoints are read in the order of the first one, one buffer at a time, and compared as
+bytes. Only elements that differ are compared as numbers (`difference`). The pass also computes the
+CRC-32 of every tensor, and of every record that it reads.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from ..storage.records import Damage, RecordChecker, RecordCounts
 from ..storage.sources import files_seen
 from .difference import Difference, measure_difference, same
 
-PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
-FEW = 1 << 17  # elements that are rounded without numpy
+PADDING = 64 << 10  # bytes; a larger gap between tensors is no padding
+FEW = 1 << 17  # elements; up to this number, masters are rounded without numpy
 
 
 class Result(Struct, frozen=True):
-    """The result of one match. A digest is the CRC-32 of row-major bytes; None if not read."""
+    """The result of one match.
+
+    A digest is the CRC-32 of a tensor's row-major bytes; None if the tensor was not read.
+    """
 
     match: Match
     digests: tuple[int | None, int | None]
@@ -43,15 +46,16 @@ class Result(Struct, frozen=True):
 
     @property
     def differs(self) -> bool:
-        """Whether an element differs that was compared."""
+        """Whether any compared element differs."""
         return self.difference is not None and self.difference.count > 0
 
 
 class ComparisonOutcome(Struct, eq=False):
-    """What a comparison knows in the end.
+    """The results of a comparison.
 
     `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
-    padding that is not zero. `records` counts those of both sides; `bytes` is what was read.
+    padding that is not zero. `records` counts the records of both checkpoints. `bytes` is the
+    number of bytes that were read.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -62,7 +66,10 @@ class ComparisonOutcome(Struct, eq=False):
 
 
 class _MatchPart(Struct, frozen=True):
-    """Elements [start, stop) of match number `number`; in the buffers they begin at `first`."""
+    """Elements [start, stop) of match number `number`.
+
+    In the buffers they begin at element `first`.
+    """
 
     number: int
     match: Match
@@ -76,7 +83,7 @@ class _MatchPart(Struct, frozen=True):
 
 
 class _Side(Struct, frozen=True):
-    """The elements that were read of one side."""
+    """The elements that were read from one of the two checkpoints."""
 
     view: memoryview
     requests: Sequence[ReadRequest]
@@ -100,7 +107,8 @@ class _Comparison(Struct, eq=False, dict=True):
             for each in sides
         ]
         self.covers: dict[int, Cover] = {}
-        self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
+        # by the entry's identity: the first match that reads it, which counts its bytes
+        self.first: dict[int, int] = {}
         for number, item in enumerate(self.matches):
             for entry in (item.a, item.b):
                 if entry is not None and item.is_read:
@@ -112,7 +120,7 @@ class _Comparison(Struct, eq=False, dict=True):
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
-        """Carries out the blocks of tasks that this process gets."""
+        """Carries out the blocks of tasks that are assigned to this process."""
         tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
         stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
 
@@ -125,7 +133,7 @@ class _Comparison(Struct, eq=False, dict=True):
         ]
 
     def found(self) -> Any:
-        """CRC-32s of tensors and of records, in an order that is the same in all processes."""
+        """The CRC-32s of tensors and of records, in an order that is the same in all processes."""
         return {
             "tensors": [cover.parts() for cover in self.covers.values()],
             "records": [[*checker.parts()] for checker in self.checkers],
@@ -145,7 +153,10 @@ class _Comparison(Struct, eq=False, dict=True):
         self.bytes += found["bytes"]
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
-        """Parts whose elements follow each other in the buffers; a list has one pair of types."""
+        """Lists of parts that fill the buffers one after the other.
+
+        All parts of a list have the same dtypes.
+        """
         parts: list[_MatchPart] = []
         end, kind = 0, None
         for number in _by_slot(self.matches):
@@ -173,7 +184,7 @@ class _Comparison(Struct, eq=False, dict=True):
             yield parts
 
     def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
-        """One thread's buffers, and the function that compares the parts of a task."""
+        """Allocates one thread's buffers; returns the function that compares a task's parts."""
         buffers = Buffers(self.chunk, self.are_few)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
@@ -196,7 +207,7 @@ class _Comparison(Struct, eq=False, dict=True):
     def _read(
         self, parts: Sequence[_MatchPart], side: str, reader: ElementReader, buffer: memoryview
     ) -> _Side:
-        """Reads one side's elements of all parts, row-major."""
+        """Reads the elements of all parts from one side, row-major."""
         requests = []
         for part in parts:
             entry: Entry = getattr(part.match, side)
@@ -208,9 +219,10 @@ class _Comparison(Struct, eq=False, dict=True):
         return _Side(view, requests)
 
     def _hash(self, side: _Side, known: Mapping[int, int]) -> dict[int, int]:
-        """Counts the CRCs of one side's tensors; those of records were counted as they were read.
+        """Adds the CRC-32s of one side's tensors; those of records were added as they were read.
 
-        Gives them by their elements' position in the buffer. `known` are those of an equal side.
+        Returns the CRC-32s by the position of the elements in the buffer. `known` holds the CRC-32s
+        of the other side, if its bytes are equal.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:
@@ -228,7 +240,7 @@ class _Comparison(Struct, eq=False, dict=True):
     def _compare(
         self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
     ) -> bool:
-        """Whether all parts are equal; measures the differences of those that are not."""
+        """Whether all parts are equal. Measures the differences of the parts that are not."""
         match = parts[0].match
         a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
         if not self._looks_at_all(match) and same(a, b):
@@ -251,7 +263,7 @@ class _Comparison(Struct, eq=False, dict=True):
         return match.how == "values" or self.measure == "all"
 
     def finish(self, everything: bool) -> ComparisonOutcome:
-        """Checks the rest of the records, and puts the results together."""
+        """Checks the remaining records, and assembles the outcome."""
         outcome = ComparisonOutcome(bytes=self.bytes)
 
         def beside(record: Record, extent: Extent, data: memoryview) -> None:
@@ -271,9 +283,10 @@ class _Comparison(Struct, eq=False, dict=True):
 
 
 class Buffers:
-    """One thread's memory: for both sides, and for elements that are rounded to be compared.
+    """One thread's buffers: one for each side, and one for elements that are rounded to be
+    compared.
 
-    If these `are_few`, they are rounded without numpy, whose import would take longer, and 14 MiB.
+    If `are_few`, elements are rounded without numpy: its import takes 14 MiB, and longer.
     """
 
     def __init__(self, size: int, are_few: bool) -> None:
@@ -283,7 +296,10 @@ class Buffers:
     def alike(
         self, match: Match, a: memoryview, b: memoryview
     ) -> tuple[memoryview, str, memoryview, str]:
-        """Elements of both sides with their types: the wider ones are rounded if need be."""
+        """The elements of both sides with their dtypes.
+
+        If the match is compared rounded, the side with the wider dtype is rounded to the other's.
+        """
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
         if match.how == "rounded" and match.rounds_a:
@@ -293,7 +309,7 @@ class Buffers:
         return a, a_dtype, b, b_dtype
 
     def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
-        """All numbers in the type `narrow_dtype`, until the next call."""
+        """Rounds all numbers to `narrow_dtype`; the result is valid until the next call."""
         result = self._rounded[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
         few = rounded(bytes(wide), narrow_dtype) if self.are_few and wide_dtype == "F32" else None
         if few is None:
@@ -313,19 +329,21 @@ def compare(
     measure: str = "differing",
     begin: Begin | None = None,
 ) -> ComparisonOutcome:
-    """Reads all matches and compares them; `b` may be `a`.
+    """Reads all matches and compares them; `b` may be the same manifest as `a`.
 
-    With `everything`, records that no tensor needs are read too. `measure` says which elements are
+    With `everything`, records that hold no tensor are read too. `measure` says which elements are
     compared as numbers:
+
         first       those in the first part of each tensor that differs
         differing   those in all parts that differ
-        all         all, so that cosines are right
+        all         all elements, which exact cosines need
+
     `begin` is called with the number of bytes to come; it returns the progress function. Damage is
     listed in the outcome, not raised. The processes of `copying.pool` share the reading.
     """
     # up to five buffers a thread
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
-    if a is not b:  # both sides should stay in the processor's cache
+    if a is not b:  # the elements of both sides should fit into the processor's cache
         chunk = max(1 << 20, chunk // 2)
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
@@ -338,14 +356,14 @@ def compare(
 
 
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:
-    """The bytes of both sides."""
+    """The number of bytes that the parts have on both sides."""
     match = parts[0].match
     sides = [SIZES[entry.dtype] for entry in (match.a, match.b) if entry]
     return sum(part.stop - part.start for part in parts) * sum(sides)
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files."""
+    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in the files."""
     slots: dict[str, int] = {}
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))

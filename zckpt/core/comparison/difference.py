@@ -1,4 +1,4 @@
-"""By how much do elements of two tensors differ?
+"""Measures by how much the elements of two tensors differ.
 
 Bytes are compared by memcmp(3). numpy is imported only to compare elements as numbers.
 """
@@ -19,14 +19,16 @@ ULPS = ("0", "1", "2", *(f"{2**n + 1}-{2 ** (n + 1)}" for n in range(1, 10)), ">
 
 
 class Difference(Struct, eq=False):
-    """How many elements of two tensors differ, which is the first, and by how much at most.
+    """How many elements of two tensors differ, which is the first, and the largest differences.
 
     `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units
     in the last place, for equal types. `max_abs` and `max_ulp` are None if the elements are not
-    numbers, and a NaN is infinitely far from any number. `dot`, `aa` and `bb` are sums over all
-    elements that were compared as numbers. Of those that differ, `squares` sums the squares of
-    distances, `changes` counts distances by power of two, `ulps` counts them in units in the last
-    place, by the bins of ULPS, and `nans` counts what is not a number in `a` and in `b`.
+    numbers. The distance of a NaN from any number is infinite. `dot`, `aa` and `bb` are sums over
+    all elements that were compared as numbers.
+
+    The other fields cover only elements that differ. `squares` is the sum of squared distances.
+    `changes` counts distances by power of two. `ulps` counts distances in units in the last place,
+    in the bins of ULPS. `nans` counts the NaNs in `a` and in `b`.
     """
 
     count: int = 0
@@ -44,7 +46,7 @@ class Difference(Struct, eq=False):
     nans: tuple[int, int] = (0, 0)
 
     def add(self, other: "Difference") -> None:
-        """Adds the difference of other elements of the same tensors."""
+        """Adds the difference of further elements of the same tensors."""
         self.count += other.count
         if other.first is not None and (self.first is None or other.first < self.first):
             self.first, self.a, self.b = other.first, other.a, other.b
@@ -57,7 +59,7 @@ class Difference(Struct, eq=False):
         self.bb += other.bb
         self.squares += other.squares
         for power, count in other.changes.items():
-            own = int(power)  # a key of JSON is a text
+            own = int(power)  # JSON has text keys
             self.changes[own] = self.changes.get(own, 0) + count
         self.ulps = [ours + theirs for ours, theirs in zip(self.ulps, other.ulps, strict=True)]
         self.nans = (self.nans[0] + other.nans[0], self.nans[1] + other.nans[1])
@@ -76,7 +78,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def same(a: memoryview, b: memoryview) -> bool:
-    """Whether all bytes are equal; `==` of memoryviews is twelve times slower."""
+    """Whether all bytes are equal. `==` of memoryviews is twelve times slower."""
     if a.nbytes != b.nbytes or not a.nbytes:  # the length of a view counts its elements
         return a.nbytes == b.nbytes
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
@@ -86,11 +88,11 @@ def same(a: memoryview, b: memoryview) -> bool:
 def measure_difference(
     a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool
 ) -> Difference:
-    """The difference of elements that begin at element `start` of their tensors.
+    """Measures the difference of elements that begin at element `start` of their tensors.
 
     Elements of equal types are compared by their bits: 0.0 and -0.0 differ, and a NaN equals
-    itself. If one side was rounded, any two NaNs are equal. Elements of different types are
-    compared by their values: both must be types of numbers.
+    itself. If `rounded`, one side was rounded, and any two NaNs are equal. Elements of different
+    types are compared by their values: both types must be types of numbers.
     """
     difference = Difference()
     sizes, block = (SIZES[a_dtype], SIZES[b_dtype]), CAST_BLOCK
@@ -130,7 +132,8 @@ def _measure(
         if known:
             ours, theirs = (side[places] for side in values)
             difference.a, difference.b = float(ours[0]), float(theirs[0])
-            if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:  # exact past 2**53 too
+            # integers are exact beyond 2**53 too
+            if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:
                 integers = [array(view, dtypes[0]) for view in views]
                 difference.a, difference.b = (int(side[places[0]]) for side in integers)
             difference.nans = (int(np.isnan(ours).sum()), int(np.isnan(theirs).sum()))
@@ -154,7 +157,7 @@ def _measure(
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:
-    """The pairs whose difference can be the largest; it may not fit into 64 bits."""
+    """The pairs of values that can have the largest difference, which may not fit into 64 bits."""
     distance = a.astype("f8") - b.astype("f8")
     for place in {int(distance.argmin()), int(distance.argmax())}:
         yield int(a[place]), int(b[place])

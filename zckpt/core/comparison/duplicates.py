@@ -1,18 +1,18 @@
-"""Is one file of a checkpoint a copy of another one?
+"""Finds files of a checkpoint that are copies of other files.
 
-Files of `torch.distributed.checkpoint` do not say whose they are. But ranks do not hold the same
-values. So if two files are equal byte by byte, one was copied over the other. A few equal tensors
-prove nothing:
+Files of `torch.distributed.checkpoint` do not state the rank that wrote them. But ranks hold
+different values. So if two files are equal byte by byte, one was copied over the other. A few equal
+tensors prove nothing:
 
     constants     moments before the first update, norms before the first change
     moments       two biases that are added have the same gradients, and so have two channels of
                   which the mean is taken
-    weights       experts that were made of one layer, layers of a model that was made deeper
+    weights       experts that were made from one layer, layers of a model that was made deeper
 
-Where each state of a parameter has a file of its own (DeepSpeed's universal directories), two
-parameters with equal gradients have equal moments of every kind. So if one state of two parameters
-is equal and another is not, that is said. A weight and a moment, or two kinds of moments, are never
-equal, unless they are zero.
+Some checkpoints have a file for each state of a parameter (DeepSpeed's universal directories). Two
+parameters with equal gradients have equal moments of every kind. So a warning is given if one state
+of two parameters is equal and another is not. A weight and a moment, or two kinds of moments, are
+never equal, unless they are zero.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ KINDS = {
     **dict.fromkeys(("exp_avg", "momentum_buffer"), "mean"),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"), "mean of squares"),
 }
-"""What slots hold; values of two kinds are never equal, unless they are zeros."""
-SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it is a constant
+"""The kind of value in each slot; values of two kinds are never equal, unless they are zeros."""
+# bytes read of each piece; if all elements in them are equal, the tensor counts as constant
+SAMPLE = 1 << 12
 
 
 def check_duplicates(manifest: Manifest) -> list[Notice]:
-    """Warnings about equal files that hold the weights alone of several parameters, or one state.
+    """Warns about equal files that hold only weights of several parameters, or one state each.
 
-    Raises InconsistentCheckpoint if they hold states of the optimizer too. Only files that state
+    Raises InconsistentCheckpoint if such files also hold optimizer states. Only files that state
     checksums are compared.
     """
     pairs = _pairs(manifest)
@@ -70,12 +71,11 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
-    """Warnings about equal files of one tensor each, which are of two kinds, or of two parameters
-    whose other states differ.
+    """Warns about equal files of one tensor each whose equality cannot be natural.
 
-    Of constant weights, such as those of norms, of weights that are rounded, and of moments that
-    are zero nothing is said. Whole records are looked at, with the padding behind a tensor of one
-    element.
+    The tensors are of two kinds, or of two parameters whose other states differ. There is no
+    warning for constant weights, such as those of norms, for rounded weights, and for moments that
+    are zero. Complete records are compared, including the padding after a tensor of one element.
     """
     tensors = by_key(
         (file, entry)
@@ -136,9 +136,9 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
-    """By file, the parameters of which it has a weight, or a state of the optimizer.
+    """Maps each file to the parameters of which it holds a weight or an optimizer state.
 
-    Without constants, and without replicas: these are equal by nature.
+    Constants and replicas are left out: they are equal by nature.
     """
     values: dict[str, set[tuple[str, str]]] = {}
     for entry in chain.from_iterable(own.entries.values() for own in manifest.each):
@@ -153,12 +153,14 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
 
 
 def is_varied(extent: Extent, size: int) -> bool:
-    """Whether two of the first elements of `size` bytes differ: constants are equal by chance."""
+    """Whether two of the first elements, of `size` bytes each, differ. Constants are equal by
+    chance.
+    """
     data = _sample(extent)
     return data[size:] != data[:-size]
 
 
 def _sample(extent: Extent) -> bytes:
-    """The first bytes of a piece."""
+    """Reads the first bytes of an extent, at most SAMPLE."""
     with sources.opened(extent.file) as file:
         return sources.pread(file.fileno(), min(extent.length, SAMPLE), extent.offset)

@@ -1,16 +1,16 @@
-"""Do the masters of a checkpoint round to its weights?
+"""Checks that the fp32 masters of a checkpoint round to its weights.
 
-A trained weight of 16 bits is in the files twice: as the module holds it, and as the fp32 master
-that it was rounded from. If they do not agree, files of two saves or of two ranks are mixed, or the
-program saved other weights than it trained. Before a conversion writes anything, it compares
+A trained 16-bit weight is stored twice: as the module holds it, and as the fp32 master that it was
+rounded from. If the two do not agree, files of two saves or of two ranks are mixed, or the program
+saved other weights than it trained. Before a conversion writes anything, it compares
 
-    beginnings   of all fragments: so every file with a part of a master is asked, also one in which
-                 no weight begins
-    all          elements, of engines that misplace some masters (Megatron-Core), or whose copies of
-                 weights may be stale (ONNX Runtime)
+    beginnings   the first elements of all fragments. So every file with a part of a master is
+                 checked, even if no weight begins in it.
+    all          all elements. This is for engines that misplace some masters (Megatron-Core), or
+                 whose copies of weights may be stale (ONNX Runtime).
 
-These are the whole optimizer's bytes once more. So a conversion compares the beginnings first, and
-leaves the rest to the processes that copy (`Rounding`).
+To compare all elements reads the complete weights and masters once more. So a conversion compares
+the beginnings first, and leaves the rest to the processes that copy (`Rounding`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .compare import Result, compare
 from .difference import Difference
 
 BEGINNINGS, ALL = "beginnings", "all"
-FEW = 1 << 7  # elements of a fragment that are compared
+FEW = 1 << 7  # elements that are compared at the beginning of a fragment
 READING = Copying(memory=64 << 20)
 USUAL_HINT = (
     "files of two saves or of two ranks are mixed, or one is damaged: copy all files of one save "
@@ -46,7 +46,7 @@ USUAL_HINT = (
 
 
 def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
-    """Every master with its weight, if their types and shapes can be those of one weight."""
+    """Matches every master with its weight, if their dtypes and shapes can belong to one weight."""
     for entry in entries.values():
         weight = entries.get((entry.parameter, "param"))
         if entry.slot == "master" and weight is not None:
@@ -54,10 +54,10 @@ def with_masters(entries: Mapping[Key, Entry]) -> Iterator[Match]:
 
 
 def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[Notice]:
-    """A warning about masters that do not round to their weights, if the user has `accepted` them.
+    """Compares masters with weights; warns about differing ones if the user has `accepted` them.
 
-    `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are
-    not accepted, and CorruptCheckpoint if damage of a file is the cause.
+    `elements` is BEGINNINGS or ALL. If differences are not accepted, raises InconsistentCheckpoint
+    with the `hint`, or CorruptCheckpoint if a damaged file is the cause.
     """
     return _told(manifest, unlike(manifest, elements), hint, accepted)
 
@@ -65,7 +65,7 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[
 def _told(
     manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
 ) -> list[Notice]:
-    """The warning about these masters, or its error."""
+    """The warning about these masters; raises the error instead if they are not accepted."""
     if not wrong:
         return []
     places = [first_difference(result) for _, result in wrong]
@@ -86,7 +86,8 @@ def _told(
 def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
     """The masters that do not round to their weights, each with the first element that differs.
 
-    Each stands behind the manifest that has it: a model rank, if these are not joined.
+    Each result comes with the manifest that holds the master: that of a model rank, if the ranks
+    are not joined.
     """
     compared = [*_compared(manifest, elements)]
     results = results_of(manifest, [each.match for each in compared])
@@ -98,9 +99,9 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
 
 
 class _Compared(Struct, frozen=True):
-    """A master of the manifest `own`, and the weights to one of which it must round.
+    """A master of the manifest `own`, and the weights of which it must round to at least one.
 
-    It is `whole` if all of its elements are compared.
+    `match` has the first weight, `others` the rest. `whole` is True if all elements are compared.
     """
 
     own: Manifest
@@ -109,7 +110,7 @@ class _Compared(Struct, frozen=True):
     whole: bool
 
     def has_no_other(self, manifest: Manifest) -> bool:
-        """Whether it rounds to none of the other weights either."""
+        """Whether the master also differs from all weights in `others`."""
         return all(other.differs for other in results_of(manifest, self.others))
 
 
@@ -125,9 +126,9 @@ def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
 
 
 class Rounding:
-    """Masters all of whose elements are compared while a conversion copies.
+    """The masters whose elements are all compared while a conversion copies.
 
-    `matches` have them, in the same order in all processes that share the conversion.
+    `matches` pairs them with weights, in the same order in all processes that share the conversion.
     """
 
     def __init__(self, manifest: Manifest, hint: str, accepted: bool) -> None:
@@ -139,7 +140,7 @@ class Rounding:
 
     @property
     def length(self) -> int:
-        """Bytes of both sides."""
+        """The bytes of all masters and weights in `matches`."""
         return sum(each.length for own in self.matches for each in (own.a, own.b) if each)
 
     def begin(self) -> None:
@@ -149,16 +150,19 @@ class Rounding:
             check(self._manifest, BEGINNINGS, hint, accepted)
 
     def refuse(self, differing: Mapping[int, int]) -> None:
-        """Raises as `check` if one of these masters is wrong, unless such ones are accepted.
+        """Raises as `check` if one of these masters differs, unless differences are accepted.
 
-        They are numbers of matches, each with the first element that differs.
+        `differing` maps the number of a match to the first element that differs.
         """
         hint, accepted = self._about
         if differing and not accepted:
             _told(self._manifest, self._wrong(differing), hint, accepted)
 
     def conclude(self, differing: Mapping[int, int]) -> list[Notice]:
-        """As `check`, once all elements have been compared, of which these differ."""
+        """Warns or raises as `check`, after all elements were compared.
+
+        `differing` maps the number of a match to the first element that differs.
+        """
         return _told(self._manifest, self._wrong(differing, copies=True), *self._about)
 
     def _wrong(
@@ -181,11 +185,11 @@ class Rounding:
 
 
 def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
-    """Every master with the weights of which it must round to one.
+    """Pairs every master with the weights of which it must round to at least one.
 
-    A further copy of a master (another tensor rank's, a tied layer's) may round to any copy of the
+    A replica of a master (another tensor rank's, a tied layer's) may round to any copy of the
     weight, since each rank rounds its own. If there are fewer weights than masters, some ranks have
-    saved no weight: then copies of masters are left out.
+    saved no weight; replicas of masters are then not checked.
     """
     tensors = (*manifest.entries.values(), *manifest.replicas)
     weights = _of_slot("param", (*tensors, *manifest.files.sibling_weights))
@@ -197,27 +201,27 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
 
 
 def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """The tensors of a slot, by parameter."""
+    """Groups the tensors of one slot by parameter."""
     return by_key((entry.parameter, entry) for entry in tensors if entry.slot == slot)
 
 
 def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
-    """A master with each of these weights that can be its own."""
+    """Matches a master with each of these weights that has a fitting dtype and shape."""
     pairs = ((weight, agreement(master, weight)) for weight in weights)
     return [Match(master, weight, how) for weight, how in pairs if how is not None]
 
 
 def begins_as(weight: Entry, master: Entry, count: int) -> bool:
-    """Whether so many elements of a master round to those of the weight.
+    """Whether the first `count` elements of a master round to those of the weight.
 
-    True too if no engine makes weights of this type of such masters.
+    Also True if zckpt does not round between the two dtypes.
     """
     narrow, wide = head(weight, count), head(master, count)
     return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
 
 
 def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
-    """The results of matches, in their order; bytes that are read here count for no checksum."""
+    """Compares matches; returns the results in the same order. Checksums are not checked."""
     if not matches:
         return []
     bare = manifest.replace(records=())
@@ -228,14 +232,14 @@ def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
 
 
 def beginning(match: Match) -> Match:
-    """The match of the first elements in all fragments of both sides."""
+    """The match of the first elements of all fragments of both entries."""
     assert match.b is not None
     ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
     return Match(_part(match.a, ranges), _part(match.b, ranges), match.how)
 
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
-    """The first FEW elements of each fragment, or of each box, as ranges of the tensor's."""
+    """The first FEW elements of each fragment, or of each box, as element ranges of the tensor."""
     parts = boxes_of(fragments)
     if not parts:
         for fragment in fragments:
@@ -251,7 +255,7 @@ def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
 
 
 def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
-    """An entry with these elements of another one, one range after the other."""
+    """An entry that consists of these element ranges of another entry, one after the other."""
     fragments, size = entry.fragments, SIZES[entry.dtype]
     parts: list[Fragment] = []
     first = 0
@@ -266,7 +270,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 
 
 def first_difference(result: Result) -> list[Extent]:
-    """The bytes around the first element that differs, of both entries."""
+    """The bytes around the first element that differs, in both entries."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
     parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)
@@ -274,13 +278,13 @@ def first_difference(result: Result) -> list[Extent]:
 
 
 def _files(root: str, extents: Iterable[Extent]) -> str:
-    """The files of extents, for a sentence."""
+    """The file names of extents, listed for a message."""
     paths = dict.fromkeys(extent.file.removeprefix(f"{root}/") for extent in extents)
     return listed(list(paths), 3)
 
 
 def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
-    """Raises CorruptCheckpoint if a record around these bytes has not the CRC-32 of its file."""
+    """Raises CorruptCheckpoint if a record around one of these extents has a wrong CRC-32."""
     around = [
         record
         for record in manifest.files.records

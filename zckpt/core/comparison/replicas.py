@@ -1,8 +1,8 @@
-"""Are the copies that ranks hold of one tensor equal, and are slices really slices?
+"""Compares the replicas that ranks hold of one tensor, and checks that slices are slices.
 
-Asked before a conversion writes anything, as it reads tensors. What may be done if copies differ
-depends on the axis whose ranks hold them (`AXES`): some drift by nature, of others the user has to
-choose one, or their mean. A format's hints say how.
+This happens before a conversion writes anything. What may be done if replicas differ depends on the
+axis whose ranks hold them (`AXES`). Some drift by nature. For others the user has to choose one
+replica, or their mean; a format's hints say how.
 
 Slices of a cut parameter never have equal moments. If they do, the rule that cuts it is wrong.
 """
@@ -34,17 +34,17 @@ from ..passes.plan import Match
 from . import masters
 from .compare import Result, compare
 
-SAMPLE = 1 << 14  # elements of each slice
+SAMPLE = 1 << 14  # elements that are compared of each slice
 RANK0, MEAN = "rank0", "mean"
-"""What the user takes of copies that differ: --replicas."""
+"""The values of --replicas: which value is used if replicas differ."""
 OWN = "own"
-"""Nothing is taken: nothing is joined, and all copies stay."""
+"""The choice to join nothing: every rank keeps its replica."""
 
 
 class Ranks(Struct, frozen=True):
-    """The ranks of an axis, in words: `taken` is the copy that counts.
+    """How messages name the ranks of an axis, and (`taken`) the replica that counts.
 
-    If their copies drift by nature, that one is taken, and a warning tells it.
+    If `drift`, replicas differ by nature: that replica is used, and a warning reports it.
     """
 
     words: str
@@ -53,24 +53,25 @@ class Ranks(Struct, frozen=True):
 
 
 AXES: Mapping[str, Ranks] = {
-    # DeepSpeed 0.19.8 sums a tied layer's `tied_weight_attr` alone over stages
+    # DeepSpeed 0.19.8 sums gradients of a tied layer's `tied_weight_attr` over stages, of no other
+    # weight
     STAGE: Ranks("stages", "the first stage's", drift=True),
-    # those of BLOOM's norms drifted (bigscience PR 271): a fault of the training
+    # replicas of BLOOM's norms drifted (bigscience PR 271): a fault of the training
     TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
     EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
-"""By the axis that a copy states; one without an axis is another tensor rank's."""
+"""The ranks by the axis that a replica states. A replica without an axis is a tensor rank's."""
 
 Hints = Mapping[str, str]
-"""What the user may do if copies differ, by the axis whose ranks hold them."""
+"""Maps an axis to what the user may do if the replicas on its ranks differ."""
 
 
 def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
-    """Compares every copy with the tensor that is taken; gives warnings.
+    """Compares every replica with the tensor that is used; returns warnings.
 
-    `chosen` says what is taken of copies that differ: RANK0, MEAN, or OWN, with which those that
-    drift by nature, and may be large, are not compared. Raises InconsistentCheckpoint if others
-    differ and nothing is chosen.
+    `chosen` says which value is used if replicas differ: RANK0, MEAN or OWN. With OWN, replicas
+    that drift by nature, which may be large, are not compared. Raises InconsistentCheckpoint if
+    replicas that should be equal differ and nothing is chosen.
     """
     axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or not ranks.drift}
     matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
@@ -108,7 +109,7 @@ def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list
 
 
 def not_compared(manifest: Manifest) -> list[Notice]:
-    """The warning about what was not looked at, where no tensor was to be read."""
+    """The warning about replicas that were not compared, because no tensor was to be read."""
     if not manifest.notices.uncompared:
         return []
     tensors = counted(manifest.notices.uncompared, "tensor")
@@ -120,24 +121,28 @@ def not_compared(manifest: Manifest) -> list[Notice]:
 
 
 def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[Notice]:
-    """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
+    """Checks the slices and replicas of a joined model; returns warnings.
+
+    Raises as `check_slices` and `compare_copies`, and UnsupportedCheckpoint if a parameter is a sum
+    of the ranks' parts.
+    """
     _refuse_sums(manifest)
     check_slices(manifest)
     return compare_copies(manifest, chosen, hints)
 
 
 def copies_of(manifest: Manifest) -> Iterator[Match]:
-    """Every further copy of a tensor, with the one that is taken."""
+    """Matches every replica with the tensor that is used instead of it."""
     for copy in manifest.replicas:
         if copy.slot != "state" and copy.key in manifest.entries:
             yield Match(copy, manifest.entries[copy.key])
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
-    """Warnings of masters that begin differently on ranks whose copies drift by nature.
+    """Warns about masters that begin differently on ranks whose replicas drift by nature.
 
-    `manifest` has the ranks apart. A stage that uses a tied layer by a function saves no weight,
-    which would prove its masters.
+    `manifest` keeps the ranks separate. A stage that uses a tied layer through a function saves no
+    weight to which its master could be compared.
     """
     matches = [
         match
@@ -160,12 +165,12 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
 
 
 def averaged(manifest: Manifest) -> Manifest:
-    """Each tensor of a parameter is the mean of the tensor ranks' copies, for --replicas mean.
+    """Makes each tensor of a parameter the mean of the tensor ranks' replicas, for --replicas mean.
 
     A weight is the rounded mean of the masters, since the mean of rounded weights is another
-    number. Buffers are those of rank 0, and what drifts by nature is the copy that counts.
+    number. Buffers are those of rank 0. Replicas that drift by nature are not averaged.
     """
-    if (manifest.run.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
+    if (manifest.run.origin.tp or 1) < 2 or manifest.ranks:  # each rank keeps its copy
         return manifest
     copies: dict[Key, list[Entry]] = {}
     for match in copies_of(manifest):
@@ -198,9 +203,10 @@ def _line(result: Result) -> str:
 
 
 def check_slices(manifest: Manifest) -> None:
-    """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts.
+    """Raises InconsistentCheckpoint if a rule cuts a parameter whose slices are equal on all ranks.
 
-    Second moments tell, unless they are all zero: a weight that was never trained proves nothing.
+    Second moments are compared, unless they are all zero: a weight that was never trained proves
+    nothing.
     """
     if len(manifest.models) < 2:
         return
@@ -221,7 +227,7 @@ def check_slices(manifest: Manifest) -> None:
 
 
 def _refuse_sums(manifest: Manifest) -> None:
-    """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
+    """Raises UnsupportedCheckpoint if a complete parameter is the sum of the ranks' parts."""
     if sums := [name for name, own in _placements(manifest).items() if own.is_sum]:
         raise UnsupportedCheckpoint(
             "grid-unsupported",
@@ -234,12 +240,15 @@ def _refuse_sums(manifest: Manifest) -> None:
 
 
 def _placements(manifest: Manifest) -> Mapping[str, Placement]:
-    """How the ranks held each parameter; none if slices were not joined."""
+    """How each parameter was cut over the ranks; empty if no slices were joined."""
     return (manifest.run.tensor_parallel or UNCUT).placements
 
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
-    """By parameter, all ranks' tensors of each state of the optimizer, where shapes are equal."""
+    """Maps each parameter to its optimizer states, each as a list of all ranks' tensors.
+
+    Only states that every rank has in the same shape are included.
+    """
     moments: dict[str, list[list[Entry]]] = {}
     for key, entry in ranks[0].entries.items():
         each = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []

@@ -1,10 +1,10 @@
 """Statistics of a tensor in one pass over its bytes, block by block.
 
-A block that stays in the processor's cache is widened to float64, summed, and squared; where the
-mean is most of the squares (weights far from zero), distances from it are squared instead. Blocks
-are merged as Chan, Golub and LeVeque merge them. That is exact to the last digits where sums of
-squares would cancel, and where sums in the tensor's own type would overflow (float16). Integers
-past 2**53 lose digits, but in min and max.
+A block stays in the processor's cache. It is widened to float64, summed, and squared. Where the
+mean makes up most of the squares (weights far from zero), distances from the mean are squared
+instead. Blocks are merged by the formula of Chan, Golub and LeVeque. That is exact to the last
+digits where sums of squares would cancel, and where sums in the tensor's own type would overflow
+(float16). Integers beyond 2**53 lose digits, except in min and max.
 
 All statistics are over the finite numbers; NaN and infinities are only counted.
 """
@@ -23,7 +23,7 @@ from ..checkpoint.dtypes import FLOATS
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
 CANCELLED = 0.05
-"""Part of the squares that must remain after the mean is removed, to be exact to 14 digits."""
+"""The part of the squares that must remain after the mean is removed, to be exact to 14 digits."""
 EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
 NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-14}
@@ -33,8 +33,8 @@ NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-1
 class Statistics(Struct, eq=False):
     """Counts of numbers, and statistics of the finite ones.
 
-    `denormal` counts floats that are not zero and below the smallest normal number of their type.
-    `spread` is the square root of the summed squared distances from the mean, `norm` that of the
+    `denormal` counts nonzero floats below the smallest normal number of their type. `spread` is the
+    square root of the summed squared distances from the mean. `norm` is the square root of the
     summed squares. `histogram[e]` counts magnitudes by the exponent of a float64, where asked for.
     """
 
@@ -57,7 +57,7 @@ class Statistics(Struct, eq=False):
         """Adds the statistics of further numbers."""
         if other.finite:
             count = self.finite + other.finite
-            half = other.mean / 2 - self.mean / 2  # the whole may overflow
+            half = other.mean / 2 - self.mean / 2  # the complete difference may overflow
             mean = (self.mean / 2 + half * (other.finite / count)) * 2
             between = abs(half) * math.sqrt(self.finite / count * other.finite) * 2
             self.spread = math.hypot(self.spread, other.spread, between)
@@ -80,16 +80,16 @@ class Statistics(Struct, eq=False):
 
     @property
     def rms(self) -> float | None:
-        """The root of the mean of squares; None if there is no finite number."""
+        """The root mean square; None if there is no finite number."""
         return self.norm / math.sqrt(self.finite) if self.finite else None
 
     @property
     def std(self) -> float | None:
-        """The standard deviation with n - 1, as torch.std has it; None of fewer than two."""
+        """The standard deviation with n - 1, as in torch.std; None for fewer than two numbers."""
         return self.spread / math.sqrt(self.finite - 1) if self.finite > 1 else None
 
     def report(self) -> dict[str, Any]:
-        """As JSON; None (null) if there is no finite number."""
+        """The statistics as JSON; None (null) if there is no finite number."""
         some = self.finite > 0
         return {
             "min": self.min if some else None,
@@ -109,16 +109,16 @@ class Statistics(Struct, eq=False):
 
 
 def exponents(histogram: Any) -> dict[int, int]:
-    """The used part of a histogram: counts by the power of two."""
+    """Maps powers of two to the nonzero counts of a histogram."""
     import numpy as np
 
     return {int(place) - BIAS: int(histogram[place]) for place in np.flatnonzero(histogram)}
 
 
 def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
-    """`counts[i]` numbers have a magnitude in [2**(first + i), 2**(first + i + 1)).
+    """The histogram as JSON: `counts[i]` magnitudes are in [2**(first + i), 2**(first + i + 1)).
 
-    Zeros are not counted. None if nothing was counted. The argument has counts by power of two.
+    The argument maps powers of two to counts. Zeros are not counted. None if all counts are zero.
     """
     used = [power for power, count in counts.items() if count]
     if not used:
@@ -128,21 +128,21 @@ def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
 
 
 COUNTS = Statistics.__struct_fields__[:8]
-"""From `finite` to `denormal`."""
+"""The fields from `finite` to `denormal`."""
 
 
 def json_number(number: float | None) -> Any:
-    """A number as JSON can express it: "nan", "inf" and "-inf" are text."""
+    """Makes a number valid JSON: "nan", "inf" and "-inf" become text."""
     return number if number is None or math.isfinite(number) else str(number)
 
 
 def extent(number: Any) -> float:
-    """How large a number of a report is beside others; nothing is larger than "nan" and "inf"."""
+    """A sort key for numbers of a report: "nan" and "inf" are larger than all others."""
     return math.inf if isinstance(number, str) else float(number or 0)
 
 
 def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
-    """The statistics of the row-major little-endian elements in `view`.
+    """Computes the statistics of the row-major little-endian elements in `view`.
 
     Raises KeyError for complex and float8 types.
     """
@@ -159,7 +159,7 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
 
 
 def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
-    """The statistics of a block; `wide` is memory for as many float64."""
+    """Computes the statistics of a block. `wide` is memory for as many float64."""
     import numpy as np
 
     if dtype in ("BF16", "F16"):  # numpy is slow with both
@@ -216,7 +216,10 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
 
 
 def sum_of_squares(values: Any) -> float:
-    """The sum of the squares of a block: in its own type within a row, in float64 over the rows."""
+    """The sum of the squares of a block.
+
+    Sums are in the block's own type within a row of ROW elements, and in float64 over the rows.
+    """
     import numpy as np
 
     whole = len(values) // ROW * ROW

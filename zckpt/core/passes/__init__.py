@@ -1,11 +1,9 @@
-"""How all tensors are gone through once: to where, in which parts, on which threads.
+"""Passes over all tensors of a checkpoint: plans, parts, threads and memory.
 
-plan.py           the join of two manifests: which bytes of a source are which of a target
-layout.py         the files of a target before any tensor is copied
-pieces.py         elements from files into a buffer
-streaming.py      one pass over tensors, with the threads and memory of resources.py
-pooling.py        which tasks of a pass this process carries out
-pace.py           a line a minute about it
-loading.py        one tensor in memory
-description.py    what `inspect` prints; tensors by a glob
+plan.py           joins two manifests: which bytes of a source are which bytes of a target layout.py
+the files of a target before any tensor is copied pieces.py         reads elements from files into a
+buffer streaming.py      one pass over tensors, with the threads and memory of resources.py
+pooling.py        divides the tasks of a pass among several processes pace.py           reports the
+progress of a pass, a line a minute loading.py        loads one tensor into memory description.py
+what `inspect` prints; selects tensors by a glob
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint contains, as the JSON that `zckpt inspect` prints. Reads no tensor."""
+"""The contents of a checkpoint, as the JSON that `zckpt inspect` prints. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from .plan import Match
 
 Report = dict[str, Any]
-"""What a command has found, as `--json` prints it."""
+"""The result of a command, as `--json` prints it."""
 VERSION = 2
-"""That of reports: of the keys, and of what they mean."""
+"""The version of reports: of their keys, and of the meaning of these."""
 T = TypeVar("T", bound="Entry | Match")
 
 
@@ -34,13 +34,13 @@ def line_of(notice: Notice, **more: Any) -> Report:
 
 
 def said(notices: Iterable[Notice]) -> list[Report]:
-    """What a report has of notices: each once, as JSON."""
+    """Notices as a report lists them: as JSON, without duplicates."""
     lines: list[Report] = to_builtins([*dict.fromkeys(notices)])
     return lines
 
 
 def proof_of(report: Report) -> Report:
-    """The report of `verify` as `--save-proof` keeps it: version 1, in which notices are texts."""
+    """The report of `verify` as `--save-proof` writes it: version 1, in which notices are texts."""
     texts: Report = {
         key: [line["message"] for line in report[key]]
         for key in ("warnings", "notes", "not_compared")
@@ -55,9 +55,9 @@ def proof_of(report: Report) -> Report:
 
 
 def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
-    """What a checkpoint contains, as `zckpt inspect --json` prints it.
+    """The contents of a checkpoint, as `zckpt inspect --json` prints them.
 
-    `objects` are the names of its classes and functions that no engine needs.
+    `objects` are the names of classes and functions in its pickles that no engine needs.
     """
     return {
         "zckpt": VERSION,
@@ -67,7 +67,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "written_by": manifest.run.origin.format,
         "path": manifest.where,
         "step": manifest.step,
-        # reading an incomplete checkpoint is an error, but for slices that are only looked at
+        # an incomplete checkpoint cannot be read, except for slices that are only inspected
         "complete": manifest.run.origin.slices is None,
         "optimizer": manifest.optimizer,
         **({"roots": dict(manifest.roots)} if manifest.roots else {}),
@@ -118,11 +118,11 @@ FORMS = {
     "wrapper": "around the optimizer's state dict",
     "unsupported": "not read",
 }
-"""How `inspect` calls states that no slot has."""
+"""The names that `inspect` gives to the forms of states without a slot."""
 
 
 def advice(manifest: Manifest, bare: int) -> Report:
-    """What can still be done where `bare` records that were read have no checksum, as a report."""
+    """Advice for a report, if `bare` of the records that were read have no checksum."""
     if not bare:
         return {}
     files = {record.extent.file for record in manifest.files.records}
@@ -140,7 +140,9 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """How many items were not opened, since their form is known from others; {} if all were."""
+    """The number of items that were not opened, since others show their form; {} if all were
+    opened.
+    """
     count = sum(record.is_unopened for record in manifest.files.records)
     return {"unopened": count} if count else {}
 
@@ -162,11 +164,11 @@ def matching(tensors: Iterable[T], pattern: str) -> list[T]:
 
 
 MOST_COMPARED = 5000
-"""Names that a misspelled one is compared with: each takes a tenth of a millisecond."""
+"""The most names that a misspelled one is compared with: each takes a tenth of a millisecond."""
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    """What may have been meant by a glob that matches no name, or how names look."""
+    """A hint for a glob that matches no name: a similar name, or the form of names."""
     owners = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
     if any(fnmatchcase(owner, pattern) for owner in owners):
         return f"Did you mean {pattern + '/*'!r}? Names are parameter/slot"
@@ -180,7 +182,7 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
     """One report for each tensor whose name (`parameter/slot`) matches the glob.
 
-    `fragments` adds where its bytes are. Raises WrongOption if no name matches.
+    With `fragments`, it includes the places of the bytes. Raises WrongOption if no name matches.
     """
     return [_tensor(entry, fragments) for entry in matching(manifest.entries.values(), pattern)]
 

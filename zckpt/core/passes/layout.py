@@ -1,4 +1,4 @@
-"""What does a format write: which files, and what else must be known of them?"""
+"""The files that a format is going to write, and what the copying code must know about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..storage.records import RecordCounts
 
 
 class Shell(Struct, frozen=True):
-    """A file of `size` bytes without its tensors; `parts` are what it holds: (offset, bytes)."""
+    """A file of `size` bytes without its tensors; `parts` are its other bytes: (offset, bytes)."""
 
     name: str
     size: int
@@ -22,50 +22,51 @@ class Shell(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, data: bytes) -> Shell:
-        """A file that has no tensor."""
+        """A file without tensors."""
         return cls(name, len(data), ((0, data),))
 
 
 class Layout(Struct, frozen=True):
-    """What a format is going to write."""
+    """The target that a format is going to write."""
 
     shells: Callable[[], Iterator[Shell]]
-    """Gives all files; each call gives them again."""
+    """Yields all files. Every call yields them again."""
     siblings: Sequence[tuple[str, Sibling]]
     """Files that are copied unchanged, each with its name in the target."""
     omitted: Sequence[Notice]
-    """The whole report of what the target lacks, with the source's part."""
+    """Notices about everything that the target lacks, including those of the source."""
     warnings: Sequence[Notice]
-    """The whole report of what the user must know, with the source's part."""
+    """All warnings for the user, including those of the source."""
     from_masters: bool = False
-    """Whether weights are cast from the masters even where the source holds weights."""
+    """Whether weights are cast from the masters even if the source holds weights."""
     about: str = ""
-    """The target in one line."""
+    """A description of the target in one line."""
     loading: Callable[[str], str] = str
-    """Gives the line of a program, or the command, that goes on from the target at a path."""
+    """Given the target's path, returns the line of code, or the command, that resumes from it."""
     read_back: Callable[[str], Manifest] | None = None
-    """Reads the files that were laid out, if the format's reader does not."""
+    """Reads the files that were laid out; None if the format's own reader does."""
     source: Manifest | None = None
-    """What fills them, if a part of the source does, or more than it."""
-    inside: str = ""
-    """The folder in which the engine's files are, with those beside them; empty if there is none.
+    """The manifest that fills the files, if it is not the source itself but a part or an extension
+    of it.
     """
+    inside: str = ""
+    """The folder of the engine's files and of the files beside them; empty if there is none."""
     in_one_file: bool = False
-    """Whether a program finds in one file all that the source has."""
+    """Whether one file holds everything that the source has."""
     has_digests: bool = False
-    """Whether its files state the CRC-32 of each tensor."""
+    """Whether the files state the CRC-32 of each tensor."""
     check: Callable[[], Sequence[Notice]] | None = None
-    """Reads tensors of the source before the first byte is written, and gives warnings."""
+    """Reads tensors of the source before the first byte is written, and returns warnings."""
 
 
 class CopyOutcome(Struct, eq=False):
-    """What a copy knows in the end.
+    """The results of a copy.
 
-    `digests` are those of the target's entries by key, for each place of a model rank, as far as
-    they were asked for; `tensors` is the number of all. `files` are sizes and CRC-32s, by path.
-    `records` are the CRC-32s of the target's records in the files that were filled, by extent.
-    `counts` are of source records. A record stays unchecked if it was saved without a CRC, or if
-    only a small part of it was read.
+    `digests` has a dictionary for each model rank, by its position: the digests of the target's
+    entries by key, as far as they were requested. `tensors` is the number of all tensors. `files`
+    has sizes and CRC-32s by path. `records` has the CRC-32s of the target's records in the files
+    that were filled, by extent. `counts` are those of the source's records. A record stays
+    unchecked if it was saved without a CRC, or if only a small part of it was read.
     """
 
     digests: dict[int, dict[Key, int]] = field(default_factory=dict)

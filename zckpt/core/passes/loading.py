@@ -1,6 +1,6 @@
-"""How does one whole tensor of a checkpoint get into memory, for torch or for numpy?
+"""Loads one complete tensor of a checkpoint into memory, for torch or numpy.
 
-Its elements are read straight into the new tensor, by one thread and without another copy of them.
+The elements are read directly into the new tensor, by one thread, without another copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 def entry_of(manifest: Manifest, name: str) -> Entry:
-    """The entry of the tensor `parameter/slot`; a tied weight may have any of its names.
+    """The entry of the tensor `parameter/slot`; a tied weight may be given by any of its names.
 
     Raises WrongOption, whose hint lists similar names.
     """
@@ -55,7 +55,7 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
 
 
 def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
-    """Reads all elements, row-major, into `view`.
+    """Reads all elements of an entry, row-major, into `view`.
 
     Raises CorruptCheckpoint if the bytes do not have the CRC-32 that their file states.
     """
@@ -72,7 +72,7 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
 
 
 def head(entry: Entry, count: int) -> bytes:
-    """The bytes of the first elements, at most `count`."""
+    """The bytes of the first elements, at most `count` of them."""
     count = min(count, entry.numel)
     data = bytearray(count * SIZES[entry.dtype])
     with reading([RecordChecker(())], SCRATCH) as (element_reader,):
@@ -81,7 +81,7 @@ def head(entry: Entry, count: int) -> bytes:
 
 
 def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
-    """The tensor, on the CPU; raises UnsupportedCheckpoint if this torch lacks its type."""
+    """Loads the tensor on the CPU; raises UnsupportedCheckpoint if this torch lacks its dtype."""
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[entry.dtype], None)
@@ -99,7 +99,7 @@ def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
 
 
 def as_numpy(entry: Entry, records: Sequence[Record]) -> Any:
-    """The array; raises MissingExtra if torch has its type and numpy does not."""
+    """Loads the array; raises MissingExtra if torch has its dtype and numpy does not."""
     import numpy
 
     name = TORCH_NAMES[entry.dtype]

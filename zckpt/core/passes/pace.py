@@ -1,7 +1,7 @@
-"""How far is a pass over the bytes? A line a minute, for a log that nobody watches.
+"""Reports the progress of a pass over bytes, one line a minute, for a log that nobody watches.
 
-A thread says it: a pass that stands still says that too, which a callback per chunk could not. A
-command that ends within FIRST seconds says nothing, unless it is to begin with a line.
+A thread writes the lines. So a pass that hangs is reported too, which a callback per chunk could
+not do. A command that ends within FIRST seconds writes nothing, unless it begins with a line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ FIRST, EVERY = 10.0, 60.0  # seconds
 
 
 class Line(Struct, frozen=True):
-    """What a line says; `event` is `begin` for the first one. Times in seconds, sizes in bytes.
+    """The content of a progress line; `event` is `begin` for the first one.
 
-    `total` is None until the bytes to come are known, and `seconds_left` while none have moved.
+    Times are in seconds, sizes in bytes. `total` is None until the number of bytes to come is
+    known. `seconds_left` is None while no bytes were processed.
     """
 
     event: str
@@ -51,7 +52,7 @@ class Line(Struct, frozen=True):
 
 
 def lasting(seconds: float) -> str:
-    """A time for a sentence: 40 s, 7 min, 2 h 5 min."""
+    """Formats a duration: 40 s, 7 min, 2 h 5 min."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -61,7 +62,7 @@ def lasting(seconds: float) -> str:
 
 
 class Pace:
-    """One command's passes over bytes; `begin` is for the next one."""
+    """The progress of one command, which may consist of several passes."""
 
     def __init__(self, about: str) -> None:
         self._about = about
@@ -72,7 +73,10 @@ class Pace:
         self._begun = self._last = self._started
 
     def begin(self, total: int) -> Pace:
-        """A pass over `total` bytes begins; the result is called with how many were processed."""
+        """Begins a pass over `total` bytes.
+
+        The result is called with the number of processed bytes.
+        """
         with self._lock:
             self._done, self._total, self._doing, self._before = 0, total, "", 0
             self._begun = self._last = time.monotonic()
@@ -86,7 +90,7 @@ class Pace:
         self._doing = text
 
     def line(self, event: str = "progress") -> Line:
-        """What is to be said now. The rate is that since the last line."""
+        """The progress line for now. The rate is the one since the last line."""
         with self._lock:
             now = time.monotonic()
             rate = (self._done - self._before) / max(now - self._last, 1e-9)
@@ -109,7 +113,10 @@ class Pace:
 
 @contextmanager
 def telling(about: str, say: Callable[[Line], None], at_once: bool = False) -> Iterator[Pace]:
-    """Says what is done, and then each minute how far it is; the first line `at_once`, or late."""
+    """Reports what the command does, and then every minute its progress.
+
+    With `at_once`, the first line comes immediately, otherwise after FIRST seconds.
+    """
     pace = Pace(about)
     ended = threading.Event()
 
@@ -124,7 +131,7 @@ def telling(about: str, say: Callable[[Line], None], at_once: bool = False) -> I
     if at_once:
         say(pace.line("begin"))
     thread = threading.Thread(target=watch, name="zckpt-pace", daemon=True)
-    with suppress(RuntimeError):  # no thread can be had: the command goes on in silence
+    with suppress(RuntimeError):  # no thread can be started: the command continues without reports
         thread.start()
     try:
         yield pace

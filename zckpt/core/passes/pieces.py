@@ -1,9 +1,9 @@
-"""How do elements of tensors get from files into a buffer?
+"""Reads elements of tensors from files into a buffer.
 
-Pieces that follow each other both in a file and in the buffer are one read. Small slices of ZeRO-3
-are one read per rank for many tensors, and are then copied to their places one by one. numpy would
-copy tiny slices faster. But its import takes 11 MiB, and longer than most runs need for all of
-their slices, so it is imported for strided tensors alone.
+Pieces that are consecutive both in a file and in the buffer become one read. Small slices of ZeRO-3
+become one read per rank for many tensors, and are then copied to their places one by one. numpy
+would copy tiny slices faster. But its import takes 11 MiB, and longer than most runs need for all
+of their slices. So numpy is imported for strided tensors only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 class ReadRequest(Struct, frozen=True):
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
-    `check` is True if these bytes count for the CRC of their record. Bytes that are read twice
-    count once. `is_cut` is False if the file that gets these elements gets no others of the entry:
-    then a small slice can be read together with its neighbors.
+    `check`: these bytes count for the CRC of their record. Bytes that are read twice count once.
+    `is_cut`: the chunk holds only part of what its file has of this tensor. A small slice that is
+    not cut can be read together with its neighbors.
     """
 
     entry: Entry
@@ -40,7 +40,7 @@ class ReadRequest(Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all elements of the entry."""
+        """Whether the request is for all elements of the entry."""
         return not self.start and self.stop == self.entry.numel
 
     @property
@@ -51,7 +51,7 @@ class ReadRequest(Struct, frozen=True):
 class ElementReader(Struct, eq=False, dict=True):
     """Reads elements of entries into buffers, for one thread.
 
-    `passed`, if it is a list, gets what was read of records.
+    If `passed` is a list, the parts of records that were read are appended to it.
     """
 
     reader: Reader
@@ -60,14 +60,14 @@ class ElementReader(Struct, eq=False, dict=True):
     passed: list[PassedRecord] | None = None
 
     def __post_init__(self) -> None:
-        # many copies need neither: the system gives memory when it is written to
+        # many copies need neither: the system allocates memory when it is first written to
         self.block = Buffer(CAST_BLOCK * 8).view
         """Memory for elements in the source's type, before they are cast."""
         self.scratch = Buffer(self.memory).view
         """Working memory."""
 
     def _read(self, extent: Extent, into: memoryview, check: bool) -> int | None:
-        """Reads; gives the CRC-32 of the bytes if they were hashed as one."""
+        """Reads an extent; returns the CRC-32 of its bytes if it was computed."""
         self.reader.read(extent, into)
         if not check:
             return None
@@ -76,9 +76,9 @@ class ElementReader(Struct, eq=False, dict=True):
     def read(
         self, requests: Sequence[ReadRequest], view: memoryview
     ) -> Mapping[tuple[int, int], int]:
-        """Puts the elements of every item at its place in `view`.
+        """Puts the elements of every request at its place in `view`.
 
-        Gives the CRC-32s that it came to know, by bytes [begin, end) of `view`.
+        Returns the CRC-32s that were computed on the way, by bytes [begin, end) of `view`.
         """
         crcs = {}
         for extent, begin, check in self._reads(requests, view):
@@ -91,16 +91,17 @@ class ElementReader(Struct, eq=False, dict=True):
     def _reads(
         self, requests: Sequence[ReadRequest], view: memoryview
     ) -> Iterator[tuple[Extent, int, bool]]:
-        """What to read, to which byte of `view`, and whether it is checked.
+        """The reads to make: the extent, its byte in `view`, and whether it is checked.
 
-        Small slices, and short runs, are read and copied to their places on the way.
+        Small slices and short runs are not listed: they are read and copied to their places
+        meanwhile.
         """
-        pending: tuple[Extent, int, bool] | None = None  # it may still grow
-        small: dict[int, list[ReadRequest]] = {}  # by their flat buffers: files may mix slots
+        pending: tuple[Extent, int, bool] | None = None  # the next read may still extend it
+        small: dict[int, list[ReadRequest]] = {}  # by their flat buffers, since files may mix slots
         long: list[ReadRequest] = []
         for item in requests:
             fragments = item.entry.fragments
-            # isinstance takes long: a sequence has an abstract class
+            # isinstance is slow for the abstract class of a sequence
             if type(fragments) is Slices and fragments.width * fragments.size < SMALL:
                 small.setdefault(id(fragments.flats), []).append(item)
             else:
@@ -139,9 +140,9 @@ class ElementReader(Struct, eq=False, dict=True):
     ) -> None:
         """Puts the elements, cast to `dtype`, at byte `request.at` of `view`, block by block.
 
-        `passed` is called with the first element of a block, its end, and its bytes before the
-        cast. Raises UnsupportedCheckpoint for types that are not floats; if `bounded`, also for a
-        finite number that becomes infinite.
+        `passed` is called with a block's first element, its end, and its bytes before the cast.
+        Raises UnsupportedCheckpoint for types that are not floats; with `bounded`, also if a finite
+        number becomes infinite.
         """
         if dtype == request.entry.dtype and passed is None:
             self.read([request], view)
@@ -161,7 +162,7 @@ class ElementReader(Struct, eq=False, dict=True):
                 refuse_overflow(entry.name, elements, entry.dtype, result, dtype)
 
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
-        """The long runs of an item, each with its byte in `view`; copies the short ones at once."""
+        """The long runs of a request, each with its byte in `view`; copies short runs directly."""
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
             if fragment.count > 1 and (fragment.stop - fragment.start) * size < SHORT:
@@ -174,18 +175,18 @@ class ElementReader(Struct, eq=False, dict=True):
                 yield item.at + (start - item.start) * size, extent
 
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
-        """Requests from `place` on whose small slices follow each other on every rank.
+        """The requests from `place` on whose small slices follow each other on every rank.
 
-        A tensor that the edge of a chunk cuts ends the batch: its slices would be read twice.
-        Batches end at the same tensors for every file of a target, so that the files of two ranks
-        which need elements of one slice read it from and to the same bytes.
+        A tensor that the edge of a chunk cuts ends the batch, because its slices would be read
+        twice. Batches end at the same tensors for every file of a target. So if the files of two
+        ranks need elements of one slice, both read the same range of bytes.
         """
         first = _slices(requests[place])
         room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer
         end, check, stop = first.offset, requests[place].check, place
         while stop < len(requests):
             item, slices = requests[stop], _slices(requests[stop])
-            # between them are slices of tensors that are too small for this rank of the target
+            # the gap may hold slices of tensors that are too small for this rank of the target
             is_next = item.check == check and 0 <= (slices.offset - end) * slices.size < SMALL
             end = slices.offset + slices.width
             if not is_next or end - first.offset > room or (item.is_cut and not item.is_whole):
@@ -194,14 +195,15 @@ class ElementReader(Struct, eq=False, dict=True):
         return requests[place:stop]
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
-        """One read per rank for all tensors of the batch; then each one's slices are copied."""
+        """Reads once per rank for all tensors of the batch; then copies the slices to their places.
+        """
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin
         needed = [_ranks(item) for item in batch]
         ranks = range(min([each.start for each in needed]), max([each.stop for each in needed]))
         scratch = self.scratch[: len(ranks) * width * size]
-        # a slice at the edge of two ranks of the target is read for both, and counts for one
+        # a slice at the edge of two target ranks is read for both, and counted for one of them
         counted = range(-(-batch[0].start // first.width), -(-batch[0].stop // first.width))
         for place, rank in enumerate(ranks):
             into = scratch[place * width * size : (place + 1) * width * size]
@@ -212,7 +214,7 @@ class ElementReader(Struct, eq=False, dict=True):
             slices = _slices(item)
             length = slices.width * size
             row = (own.start - ranks.start) * stride + (slices.offset - begin) * size
-            # of the first and the last slice only a part may be wanted
+            # only a part of the first and of the last slice may be wanted
             skipped = (item.start - own.start * slices.width) * size
             at, end = item.at, item.at + (item.stop - item.start) * size
             stop = min(at + length - skipped, end)
@@ -222,7 +224,7 @@ class ElementReader(Struct, eq=False, dict=True):
                 view[at:stop] = scratch[row : row + stop - at]
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
-        """Copies an item's part of a strided fragment, by way of the working memory."""
+        """Copies the requested part of a strided fragment, through the working memory."""
         import numpy as np
 
         size, length = SIZES[item.entry.dtype], fragment.stop - fragment.start
@@ -243,7 +245,7 @@ class ElementReader(Struct, eq=False, dict=True):
 
 
 def _ranks(item: ReadRequest) -> range:
-    """The ranks that have the elements."""
+    """The ranks that own the requested elements."""
     return _slices(item).ranks(item.start, item.stop)
 
 

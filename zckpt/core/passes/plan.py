@@ -1,6 +1,7 @@
-"""Which bytes of a source go where in a target, and which tensors of two checkpoints compare?
+"""Plans copies and comparisons. Both join two manifests on tensor elements.
 
-Both are joins of two manifests. Nothing here opens a file. The plan of a copy is lazy, one target
+The plan of a copy says which bytes of a source go where in a target. The plan of a comparison pairs
+the tensors of two checkpoints. Nothing here opens a file. The plan of a copy is lazy, one target
 file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
 """
 
@@ -25,7 +26,7 @@ from ..storage.fragments import Fragment, Slices
 class Pair(Struct, frozen=True):
     """An entry of the target, and the entry of the source that supplies its elements.
 
-    `rank` is the place of its model rank among those that are not joined.
+    `rank` is the position of its model rank, if model ranks are not joined.
     """
 
     source: Entry
@@ -34,11 +35,11 @@ class Pair(Struct, frozen=True):
 
 
 class TargetPiece(Struct, frozen=True):
-    """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
+    """Elements [start, stop) of a pair, and the byte `offset` in a target file where they belong.
 
     If `count` is above one, the piece is that many runs of equal length. They follow each other in
-    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride). If the edge
-    of a chunk cuts the piece, another one has the rest, and `is_cut` is True.
+    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride). `is_cut` is
+    True if the edge of a chunk cuts the piece; another piece then has the rest.
     """
 
     offset: int
@@ -55,7 +56,7 @@ class TargetPiece(Struct, frozen=True):
         return self.offset + numel * SIZES[self.pair.target.dtype]
 
     def runs(self) -> Iterator[TargetPiece]:
-        """Each run as its own piece."""
+        """Each run as a piece."""
         length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
         for number in range(self.count):
             first = number * self.stride
@@ -79,8 +80,8 @@ class Chunk(Struct, frozen=True):
 def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
 
-    Model ranks that are not joined are those of both, in order. `weights` says which entry supplies
-    a weight; `from_masters` casts all of them from their masters. Raises MissingData.
+    Model ranks that are not joined are paired in order. `weights` decides which entry supplies a
+    weight; with `from_masters`, all weights are cast from their masters. Raises MissingData.
     """
     pairs = []
     for rank, (own, its) in enumerate(zip(source.each, target.each, strict=True)):
@@ -92,7 +93,7 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
 
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
-    """The entry that supplies `entry`; the source calls its parameter `name`."""
+    """The entry that supplies `entry`; `name` is the parameter's name in the source."""
     origin: Entry | None
     if entry.slot in WEIGHTS:
         weight = weight_of(source.entries, name)
@@ -121,15 +122,17 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
 
 
 class Match(Struct, frozen=True):
-    """Two entries that should hold the same elements; if `b` is None, `a` is only read.
+    """Two entries that should hold the same elements. If `b` is None, `a` is only read.
 
-    `how` they are compared:
+    `how` says how they are compared:
+
         bits        as bytes
         rounded     the wider one, a master weight, is first rounded to the other's type
         values      as numbers, since their types differ
-        types       not at all, since a type is not a number
+        types       not at all, since one of the types is not a number
         shapes      not at all, since the shapes differ
-    `copy` is True for a further copy of a compared tensor: another rank's, or a tied weight's.
+
+    `copy` is True for a replica of a compared tensor: another rank's, or a tied weight's.
     """
 
     a: Entry
@@ -144,7 +147,7 @@ class Match(Struct, frozen=True):
 
     @property
     def rounds_a(self) -> bool:
-        """Whether `a` is rounded to the type of `b`, not `b` to that of `a`."""
+        """Whether `a` is rounded to the type of `b`, rather than `b` to the type of `a`."""
         if self.how != "rounded" or self.b is None:
             return False
         return SIZES[self.a.dtype] > SIZES[self.b.dtype]
@@ -161,10 +164,11 @@ class Match(Struct, frozen=True):
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """The entries that two checkpoints share, in the order of `a`; keys that only `a` or `b` has.
+    """Matches the entries of two checkpoints, in the order of `a`.
 
-    An F32 weight of a module whose engine keeps no masters matches a master weight. A weight of
-    fewer bits matches the master that it was rounded from. A tied weight has the name that `a` has.
+    Also returns the keys that only `a` has, and those that only `b` has. An F32 weight of a module
+    whose engine keeps no masters matches a master weight. A weight of fewer bits matches the master
+    that it was rounded from. A tied weight is called by its name in `a`.
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)
@@ -172,7 +176,7 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
     matches = [item for item in found if item is not None]
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
     owners = {alias: names.get(first, first) for alias, first in b.owners.items()} | names
-    for entry in (*ours.values(), *theirs.values()):  # a tied weight that one side stores twice
+    for entry in (*ours.values(), *theirs.values()):  # one side may store a tied weight twice
         is_ours = ours.get(entry.key) is entry
         owner = owners.get(entry.parameter, "")
         same = (theirs if is_ours else ours).get((owner, entry.slot))
@@ -190,7 +194,7 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
         [
             key
             for key, entry in side.items()
-            # two weights of few bits that one master was rounded to are not compared themselves
+            # two 16-bit weights that were rounded from one master are not compared with each other
             if id(entry) not in taken and id(other.get(key)) not in taken
         ]
         for side, other in ((ours, theirs), (theirs, ours))
@@ -199,13 +203,16 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
 
 
 def of_copies(a: Entry, b: Entry) -> Match:
-    """The match of a further copy of a tensor with another one."""
+    """Matches a replica of a tensor with another replica."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 
 
 def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
-    """What `a` calls a tied weight, by what else it may be called there, or is called in `b`."""
+    """Maps other names of tied weights to their names in `a`.
+
+    The other names are those in `a` itself, and those in `b`.
+    """
     second = {
         first: alias
         for alias, first in reversed(b.owners.items())
@@ -215,7 +222,7 @@ def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
 
 
 def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
-    """The entries of `b`; a tied weight has the name that `a` has for it, if it is stored once."""
+    """The entries of `b`, in which a tied weight has its name in `a`, if `b` stores it once."""
     entries: dict[Key, Entry] = {}
     for own, entry in b.entries.items():
         key = names.get(entry.parameter, entry.parameter), entry.slot
@@ -227,7 +234,9 @@ def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, En
 def _counterpart(
     entry: Entry, others: Mapping[Key, Entry], own: Mapping[Key, Entry]
 ) -> Match | None:
-    """The match of `entry` on the other side: of the same type, else what it was rounded from."""
+    """Matches `entry` with the other side's tensor of the same type, else with its rounding
+    partner.
+    """
     same = others.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
@@ -245,9 +254,11 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
-    """The target files, and a function that gives the pieces of one in the order of their bytes."""
+    """The target files, and a function that gives the pieces of one file in the order of their
+    bytes.
+    """
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
-    # by the identity of the flats that many tensors share
+    # by the identity of the flat buffers that many tensors share
     sliced: dict[int, list[tuple[Pair, Slices]]] = {}
     slices_in: dict[str, list[tuple[int, int]]] = {}
     for pair in pairs:
@@ -282,7 +293,8 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
 def chunks(
     file: str, within: tuple[int, int], pieces: Sequence[TargetPiece], chunk: int
 ) -> Iterator[Chunk]:
-    """Bytes [start, stop) of a target file in chunks of `chunk` bytes; edges of chunks cut pieces.
+    """Cuts bytes [start, stop) of a target file into chunks of `chunk` bytes, and pieces at their
+    edges.
 
     An edge never splits an element, since every format aligns tensors to their elements.
     """
@@ -292,7 +304,7 @@ def chunks(
         end = min(offset + chunk, stop)
         last = bisect_left(pieces, end, first, key=_offset)
         inside = list(pieces[first:last])
-        # only the outer ones may reach over an edge: pieces do not overlap
+        # pieces do not overlap, so only the first and the last one can cross an edge
         if inside and inside[0].offset < offset:
             inside[:1] = _clipped(inside[0], offset, end)
         if inside and inside[-1].end > end:
@@ -305,10 +317,12 @@ _offset, _end = attrgetter("offset"), attrgetter("end")
 
 
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
-    """The part of a piece in bytes [offset, end) of its file; cut runs stand alone."""
+    """The part of a piece in bytes [offset, end) of its file; a run that is cut becomes its own
+    piece.
+    """
     size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece
-    # elements of the piece, counted as they lie in the file
+    # elements of the piece, in the order of the file
     position = max(0, offset - piece.offset) // size
     last = length * piece.count - max(0, piece.end - end) // size
     while position < last:

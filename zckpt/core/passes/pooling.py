@@ -1,4 +1,4 @@
-"""Which tasks of a comparison does this process carry out, if several processes share it?
+"""Divides the tasks of a comparison among several processes.
 
 All processes list the same tasks in the same order. A block is a run of consecutive tasks, long
 enough that asking for the next number costs nothing.
@@ -13,43 +13,46 @@ from typing import Any, Protocol, TypeVar
 BLOCK = 64 << 20  # bytes
 Task = TypeVar("Task")
 Claim = Callable[[], int]
-"""Gives the number of the next block of tasks for this process; numbers only grow."""
+"""Returns the number of the next block of tasks for this process; the numbers only increase."""
 
 
 class Pass(Protocol):
-    """A pass over tensors, and what this process has found. What processes exchange is JSON."""
+    """A pass over tensors, and its results in this process. Processes exchange them as JSON."""
 
     def run(self, claim: Claim) -> None:
-        """Carries out the blocks that this process gets."""
+        """Carries out the blocks that are assigned to this process."""
 
     def tasks_by_name(self) -> Any:
-        """What must be the same in all processes, so that they have the same tasks."""
+        """A description of the tasks, which must be equal in all processes."""
         ...
 
     def found(self) -> Any:
-        """What this process has found."""
+        """The results of this process."""
         ...
 
     def take(self, found: Any) -> None:
-        """Adds what another process has found."""
+        """Adds the results of another process."""
 
 
 Running = TypeVar("Running", bound=Pass)
 
 
 class Pool:
-    """The processes that share passes; all get what all have found. Here it is this one alone."""
+    """The processes that share passes; each receives the results of all.
+
+    This class is one process alone.
+    """
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        """A pass that is done; `make` begins one that reads so many bytes at a time."""
+        """Carries out a pass; `make` begins one that reads `chunk` bytes at a time."""
         running = make(chunk)
         running.run(count().__next__)
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Instead of passes: this process cannot read a checkpoint, and reports why."""
+        """Reports, instead of passes, that this process cannot read a checkpoint."""
 
 
 SINGLE = Pool()
@@ -61,9 +64,10 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """The tasks of the blocks that this process gets; `size_of` gives the bytes of a task.
+    """The tasks of the blocks that are assigned to this process; `size_of` gives the bytes of a
+    task.
 
-    `progress` gets the bytes of the other tasks.
+    `progress` is called with the bytes of the tasks of other processes.
     """
     mine, number, filled = claim(), 0, 0
     for task in tasks:

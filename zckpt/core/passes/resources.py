@@ -1,4 +1,4 @@
-"""What may a command use to move bytes: how many threads, how much memory?"""
+"""The threads and the memory that a command may use to move bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ Progress = Callable[[int], None]
 Begin = Callable[[int], Progress]
 """Is called once with the number of bytes to come; returns the function to report them to."""
 Describe = Callable[[str], None]
-"""Is called with what is being done now: "writing master.safetensors, 3 of 9 files"."""
+"""Is called with a description of the present work: "writing master.safetensors, 3 of 9 files"."""
 Tell = Callable[[Sequence[dict[str, Any]]], None]
 """Is called with the warnings of a conversion, before its first byte is written."""
 
 
 def describe(progress: Progress | None, text: str) -> None:
-    """Says what is being done to a progress function that has a method `describe` to show it."""
+    """Passes a description of the present work to the method `describe` of `progress`, if it has
+    one.
+    """
     show: Describe | None = getattr(progress, "describe", None)
     if show is not None:
         show(text)
@@ -33,9 +35,10 @@ def describe(progress: Progress | None, text: str) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Stops the garbage collector while records are made that are all kept: it finds nothing.
+    """Stops the garbage collector while many records are made that all remain in use.
 
-    It would look at all of them again and again: a quarter of the time of a large checkpoint.
+    It would find nothing, but look at all of them again and again: a quarter of the time of a large
+    checkpoint.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -47,7 +50,7 @@ def uncollected() -> Iterator[None]:
 
 
 class Copying(Struct, frozen=True):
-    """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
+    """`jobs` threads, `memory` bytes for all buffers, and `io`: auto, direct or buffered writes.
 
     `pool` are the processes that share a comparison.
     """
@@ -70,18 +73,21 @@ DEFAULT_COPYING = Copying()
 
 
 def processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # macOS has none
+    """The number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # macOS lacks this function
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 READING_JOBS = min(4, max(2, processors()))
-"""Threads that only read: they never wait for a write, so more than processors take turns."""
+"""The number of threads that only read.
+
+They never wait for a write, so more would only take turns.
+"""
 
 
 def free_memory() -> int:
-    """Bytes that this process may still fill: of the machine, and of the control group it is in."""
+    """The bytes that this process may still allocate, by the machine and by its control group."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (kibibytes := re.search(r"MemAvailable: +(\d+) kB", _text("/proc/meminfo"))) is not None:
         free = int(kibibytes[1]) << 10
@@ -93,7 +99,7 @@ def free_memory() -> int:
 
 
 def _text(path: str) -> str:
-    """What the system says in a file; nothing if it has no such file."""
+    """The contents of a system file; empty if there is no such file."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -102,7 +108,8 @@ def _text(path: str) -> str:
 
 
 def own_rank() -> int:
-    """This process's number among those of a launch, by the variables of torchrun; else 0.
+    """The rank of this process, from torchrun's variables RANK and WORLD_SIZE; 0 if they do not
+    fit.
 
     RANK alone proves nothing: in many clusters every shell has one.
     """

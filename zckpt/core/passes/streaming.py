@@ -1,11 +1,11 @@
-"""How does one pass over tensors run: in which parts, on which threads, with which checks?
+"""Runs one pass over tensors: divides it into parts, runs threads, and checks records.
 
 The caller decides what a task is: a chunk of a target file (`copy`), parts of two checkpoints side
 by side (`compare`), parts to measure. Threads spend their time in system calls and in functions
 that release Python's lock.
 
-Whoever needs a few tensors now, and not all of them in the order of the files, takes `reading`
-alone: one tensor for a program (`loading`), regions of a process's tensors (`dcp/regions.py`).
+`reading` alone serves callers that need only a few tensors, in any order: one tensor for a program
+(`loading`), regions of a process's tensors (`dcp/regions.py`).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from ..storage.sources import Fingerprints
 from .pieces import ElementReader, ReadRequest
 
 CHUNK = 2 << 20  # bytes
-ALIGNED = 8  # bytes: where numbers of any type may begin
+ALIGNED = 8  # bytes; numbers of any type may begin at multiples
 WAITING = 16  # threads that wait for the disk
 
 Task = TypeVar("Task")
 Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
-"""Opens what one thread needs, and gives the function that carries out a task."""
+"""Opens what one thread needs, and yields the function that carries out a task."""
 
 
 def chunk_size(dp: int, jobs: int, memory: int) -> int:
-    """Bytes per chunk: more at a large dp, where each chunk is read from every rank.
+    """The bytes of a chunk: more at a large dp, where each chunk is read from every rank.
 
-    Every thread has two buffers of this size; `memory` bounds them all.
+    Every thread has two buffers of this size; `memory` limits the total.
     """
     size = CHUNK * max(1, dp // 8)
     return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)
 
 
 def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list[ReadRequest]]]:
-    """Parts of tensors that fit together into `chunk` bytes.
+    """Parts of tensors that together fit into `chunk` bytes.
 
-    The tensors of a group have as many elements, and are read together: a part has the same
-    elements of all. Each slot of a batch is a list, since tensors of one slot are neighbors in
-    their files; groups of the same slots come one after the other.
+    All tensors of a group have the same number of elements, and are read together: a part has the
+    same elements of all. A batch has a list for each slot, since tensors of one slot are neighbors
+    in their files. Groups with the same slots come one after the other.
     """
     kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
     for kind, alike in kinds.items():
@@ -84,10 +84,10 @@ def stream(
     memory: int,
     start: Callable[[Sequence[ElementReader]], Callable[[Task], None]],
 ) -> None:
-    """Carries out all tasks on `jobs` threads, each of which opens files of its own.
+    """Carries out all tasks on `jobs` threads, each of which opens its files itself.
 
     Each thread calls `start` once, with an ElementReader for each checker, to get the function that
-    carries out a task. Each reader may take `memory` bytes to work with.
+    carries out a task. Each reader may use `memory` bytes of working memory.
     """
 
     @contextmanager
@@ -102,13 +102,13 @@ def stream(
 def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
-    """One thread's readers of elements, one for each checker; their files are closed in the end."""
+    """One thread's readers of elements, one for each checker; their files are closed at the end."""
     with closing(Reader(files_per_thread(jobs), _fingerprints(checkers))) as reader:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
 
 
 def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
-    """One task of each group in turn, of at most `most` groups at a time."""
+    """Takes one task from each group in turn, from at most `most` groups at a time."""
     active: deque[Iterator[Task]] = deque(islice(groups, most))
     while active:
         group = active.popleft()
@@ -121,14 +121,14 @@ def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
 
 
 def _fingerprints(checkers: Sequence[RecordChecker]) -> Fingerprints:
-    """Those of all checkpoints that a thread reads."""
+    """The fingerprints of all checkpoints that a thread reads."""
     if len(checkers) == 1:
         return checkers[0].fingerprints
     return ChainMap(*(dict(checker.fingerprints) for checker in checkers))
 
 
 def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
-    """Carries out all tasks on `jobs` threads; the first error ends all threads and is raised."""
+    """Carries out all tasks on `jobs` threads. The first error ends all threads and is raised."""
     lock = threading.Lock()
     errors: list[BaseException] = []
 
@@ -150,12 +150,12 @@ def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
         for thread in threads:
             try:
                 thread.start()
-            except RuntimeError:  # a limit of memory or of processes: go on with fewer threads
+            except RuntimeError:  # a limit of memory or of processes: continue with fewer threads
                 if threads[0].ident is None:
                     raise
                 break
         _join(threads)
-    except BaseException as error:  # Ctrl-C: let the threads end their tasks
+    except BaseException as error:  # let the threads finish their tasks
         errors.insert(0, error)
         _join(threads)
     if errors:
@@ -163,7 +163,8 @@ def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
 
 
 def carry_out_all(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
-    """Carries out tasks that wait for the disk, many at once; the first error is raised.
+    """Carries out tasks that wait for the disk, up to 16 of them in parallel; the first error is
+    raised.
 
     A sync waits for the journal of the filesystem, and syncs that wait together share that. 2,000
     files of 10 kB took 3.6 s one after the other, and 0.13 s on 16 threads (ext4).
@@ -182,7 +183,7 @@ def finish(
     everything: bool = False,
     beside: Callable[[Record, Extent, memoryview], None] | None = None,
 ) -> RecordCounts:
-    """Checks the rest of the records after a pass, and counts checked and unchecked ones."""
+    """Checks the remaining records after a pass, and counts checked and unchecked ones."""
     with closing(Reader(fingerprints=_fingerprints(checkers))) as reader:
         for checker in checkers:
             checker.finish(reader, everything, beside)

@@ -1,8 +1,9 @@
-"""How do the manifests of several ranks become one along an axis, and what contradicts?
+"""Merges the manifests of the ranks of one parallel axis into one manifest.
 
-Each rank has been read as a checkpoint by itself. A table says how its tensors are parts of whole
-ones: they become boxes of these, and no byte is read. Groups, steps, counters and loss scales must
-be those of one save. What a program keeps per rank is the first one's, and the rest is listed.
+Each rank was read as a checkpoint by itself. A table says which part of a complete tensor each
+rank's tensor is. The parts become boxes of the complete tensors; no byte is read. Groups, steps,
+counters and loss scales of the ranks must be those of one save. State that a program keeps per rank
+is taken from the first rank; the state of the other ranks is listed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from ..grouping import by_key
 
 T = TypeVar("T")
 Groups = tuple[dict[str, Any], ...] | None
-OF_RANKS = ("client_state", "module_extra")  # in every format; others are in Files.rank_keys
+# per-rank state of every format; `Files.rank_keys` lists a format's other keys
+OF_RANKS = ("client_state", "module_extra")
 
 
 def merge(
@@ -47,10 +49,11 @@ def merge(
     policy: str | None = None,
     beside: Manifest | None = None,
 ) -> Manifest:
-    """The whole of `ranks`; parameters stand by group, entries as ranks have them.
+    """Merges the manifests of `ranks` into one.
 
-    `beside` has tensors of no single rank, such as those in files of layers: they come first.
-    Raises InconsistentCheckpoint if ranks contradict each other, or are of different saves.
+    Parameters are in the order of their groups, entries in the order of the ranks. `beside` holds
+    tensors that belong to no single rank, such as those in files of layers; they come first. Raises
+    InconsistentCheckpoint if ranks contradict each other, or are of different saves.
     """
     whole = united(ranks)
     ranks, groups = numbered_alike(ranks)
@@ -63,7 +66,8 @@ def merge(
         entries[key], *further = tensor(key, held, table, whole.root)
         copies += further
     parameters, numbers = _parameters(every, table, whole.root)
-    fullest = max(ranks, key=lambda rank: len(rank.groups or ()))  # others may have dropped some
+    # other ranks may have dropped groups
+    fullest = max(ranks, key=lambda rank: len(rank.groups or ()))
     state = {**whole.state, "module": _names(rank.state["module"] for rank in every)}
     if (scheduler := fullest.state.get("lr_scheduler")) is not None:
         state["lr_scheduler"] = scheduler
@@ -81,7 +85,9 @@ def merge(
 
 
 def in_order(manifest: Manifest) -> Manifest:
-    """With entries in the order of parameters and buffers; states last."""
+    """Sorts the entries: those of parameters and buffers in manifest order, then those of the
+    state.
+    """
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
     entries = sorted(
@@ -99,9 +105,10 @@ def _names(each: Iterable[Iterable[str]]) -> list[str]:
 
 
 def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
-    """The whole tensor, and each further copy of it, from those that each rank holds.
+    """Joins the entries that the ranks hold of one tensor: the complete tensor, then its replicas.
 
-    Raises InconsistentCheckpoint for other types or shapes, and if a rank lacks its slice.
+    `held` has a list of entries for each rank: the entry that counts, then copies. Raises
+    InconsistentCheckpoint if ranks have different dtypes or shapes, or if a rank lacks its slice.
     """
     name, (parameter, slot) = name_of(key), key
     cut = table.cuts.get(parameter)
@@ -138,9 +145,9 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
 
 
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
-    """By key, what each rank holds of a tensor: the one that counts for it, then copies.
+    """Maps each key to a list per rank: the rank's entry of the tensor, then its replicas.
 
-    Tensors of the state are those of the first rank, and their copies.
+    Tensors of the state are taken from the first rank, with their copies on the other ranks.
     """
     held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):
@@ -159,7 +166,10 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
 def _parameters(
     ranks: Sequence[Manifest], table: Table, root: str
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """The parameters of the whole, trained ones by group, then frozen ones; and their numbers."""
+    """The merged parameters, and the rows of their numbers.
+
+    Trained parameters come first, in the order of their groups, then the frozen ones.
+    """
     parameters, numbers = {}, {}
     held = by_key(
         (name, (item, rank.states.scalars.get(name, {})))
@@ -188,11 +198,11 @@ def _parameters(
 
 
 def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
-    """The manifests with one numbering of groups, and these groups.
+    """Gives the groups of all ranks one numbering; returns the manifests and the groups.
 
-    A rank may have dropped groups of which it has no parameter. So its groups are some of all, in
-    the same order, and known by their hyper-parameters. Raises UnsupportedCheckpoint if these do
-    not tell which ones.
+    A rank may have dropped groups of which it has no parameter. Its groups are then a subset of all
+    groups, in the same order, and are recognized by their hyper-parameters. Raises
+    UnsupportedCheckpoint if several groups fit. Raises InconsistentCheckpoint if no group fits.
     """
     groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
     every = [to_json(group) for group in groups]
@@ -225,17 +235,18 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
 
 
 def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
-    """The first places that groups can have among all groups, in order; -1 if they have none."""
+    """The first possible positions of the groups `some` in `groups`, in order; -1 if none fits."""
     rest = iter(enumerate(groups))
     return [next((place for place, group in rest if group == own), -1) for own in some]
 
 
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
-    """The step of each parameter that has one, whose groups have one numbering.
+    """The step of each parameter that has one. The groups must have one numbering already.
 
-    It has one wherever it is. So has a group, whose parameters an optimizer updates together,
-    unless a rank counts each by itself. Raises InconsistentCheckpoint if ranks differ, and no
-    policy decides; with `keep` each parameter keeps its own.
+    All ranks with a parameter must state one step for it. All parameters of a group must have one
+    step too, unless a rank states different steps within the group. Raises InconsistentCheckpoint
+    if ranks differ and `policy` does not decide. With the policy `keep`, only the steps of one
+    parameter must agree.
     """
     stated: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}
@@ -260,7 +271,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
 
 
 def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
-    """The manifest with these steps of its parameters that have one."""
+    """Replaces the step of every parameter that has one."""
     parameters = {
         name: item if item.step is None else replace(item, step=steps[name])
         for name, item in manifest.parameters.items()
@@ -272,10 +283,11 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 
 
 def united(ranks: Sequence[Manifest]) -> Manifest:
-    """The first rank, with what all of them have together, whatever the axis.
+    """The first rank's manifest, with files, layout, steps and notices of all ranks.
 
-    Its tensors and parameters are its own still. Its states lack numbers that ranks have of their
-    own: these are not read. Raises InconsistentCheckpoint for mixed saves.
+    It does not depend on the axis. Tensors and parameters remain those of the first rank. Numbers
+    of no parameter in which the ranks differ become rows of states that are not read. Raises
+    InconsistentCheckpoint if counters or loss scales differ, as in mixed saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -300,14 +312,14 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
 
 
 def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
-    """What ranks have, each once."""
+    """Concatenates the items of all ranks, without duplicates."""
     return tuple(dict.fromkeys(chain.from_iterable(of_each)))
 
 
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
-    """Other values of parameters of all ranks, and what is not read.
+    """The rows of parameters' other values of all ranks, and the rows of states that are not read.
 
-    Its tensors have names that no other rank's have.
+    The tensors of an unread state are named after their rank, so names of two ranks never collide.
     """
     others = {name: own for rank in ranks for name, own in rank.states.others.items()}
     rows = of_parameters("other", others)
@@ -328,7 +340,11 @@ def _counters(manifest: Manifest) -> object:
 
 
 def _of_optimizer(manifest: Manifest) -> object:
-    """Without what is of single parameters, of which each stage has others, or of no parameter."""
+    """The optimizer state that all ranks must share, as JSON.
+
+    It leaves out the values of single parameters, which differ by stage, and numbers of no
+    parameter.
+    """
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
     own = state.get("optimizer") or {}
@@ -336,7 +352,7 @@ def _of_optimizer(manifest: Manifest) -> object:
 
 
 def _of_first(ranks: Sequence[Manifest]) -> States:
-    """The first rank's states; numbers of no parameter in which ranks differ are not read."""
+    """The first rank's states; numbers of no parameter that differ by rank become unread states."""
     rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
     gone: list[StateRow] = []
     for form in OF_NO_PARAMETER:
@@ -355,9 +371,9 @@ def _file_of(manifest: Manifest) -> str:
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
-    """What files of further ranks state otherwise than those of the first; and lines about that.
+    """The per-rank values of ranks that differ from the first rank's, by file name, and notices.
 
-    A tensor in the client state is left out too: it may be a rank's own random state.
+    A tensor in the client state always gets a notice: it may be a rank's random state.
     """
     differing = {name: values for each in ranks for name, values in each.files.of_ranks.items()}
     keys = (*ranks[0].files.rank_keys, *OF_RANKS)

@@ -1,7 +1,7 @@
-"""How does an engine cut its tensors over ranks?
+"""Records in which a format says how its engine partitions tensors over ranks.
 
-The function `partitions(path)` of a format answers by the engine's own rule. It does not use the
-fragments of the format's manifest: `verify --gather` proves one against the other.
+The function `partitions(path)` of a format makes these records by the engine's own rule. It does
+not use the fragments of the format's manifest: `verify --gather` proves one against the other.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FlatMember(Struct, frozen=True):
 
 
 class Partitioned(Struct, frozen=True):
-    """A flat buffer; every rank holds a part of it, in the order of the ranks.
+    """A flat buffer of which every rank holds one part, in the order of the ranks.
 
     Without `interleaved`, the buffer is the concatenation of the parts, and a member's `first`
-    counts in the buffer. With `interleaved`, every member is padded and cut into one equal slice
-    per rank, and `first` counts in each rank's part.
+    counts elements of the buffer. With `interleaved`, every member is padded and cut into one equal
+    slice per rank, and `first` counts elements of each rank's part.
     """
 
     dtype: str
@@ -45,20 +45,20 @@ class Partitioned(Struct, frozen=True):
     interleaved: bool = False
 
     def extent(self, rank: int) -> Extent:
-        """A rank's part."""
+        """The bytes of a rank's part."""
         return self.ranks[rank]
 
     def length(self, rank: int) -> int:
-        """Elements of a rank's part."""
+        """The number of elements in a rank's part."""
         return self.ranks[rank].length // SIZES[self.dtype]
 
     def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Elements [start, stop) of a segment, as far as a rank's part reaches."""
+        """The part of the element range [start, stop) that lies within a rank's part."""
         return start, min(stop, self.length(rank))
 
 
 class Whole(Struct, frozen=True):
-    """A tensor that one file holds whole; `extent` reaches from its first element to its last.
+    """A tensor that is complete in one file; `extent` reaches from its first element to its last.
 
     `strides` count elements; they are None if the tensor is row-major.
     """
@@ -71,11 +71,12 @@ class Whole(Struct, frozen=True):
 
 
 class BoxPart(Struct, frozen=True):
-    """One rank's elements of a tensor: of the box [offset, offset + size) along every axis.
+    """One rank's elements of a tensor: the box [offset, offset + size) along every axis.
 
-    `extent` has the elements of the box in row-major order, from element `first` of the box on: all
-    of them, or a range. If `strides` are given, which count elements, the box is not row-major:
-    `extent` reaches from its first element to its last, and has all of them.
+    Without `strides`, `extent` holds elements of the box in row-major order, starting with element
+    `first` of the box. It may hold only a part of them. With `strides`, which count elements, the
+    box is not row-major: `extent` reaches from its first element to its last, and holds all of
+    them.
     """
 
     offsets: tuple[int, ...]
@@ -86,9 +87,9 @@ class BoxPart(Struct, frozen=True):
 
 
 class Joined(Struct, frozen=True):
-    """A tensor whose ranks have a box of it each, cut along any axes, in any sizes.
+    """A tensor of which every rank holds a box, cut along any axes, in any sizes.
 
-    The parts may be listed in any order. Together they have every element once.
+    The parts may be listed in any order. Together they hold every element once.
     """
 
     key: Key
@@ -101,20 +102,22 @@ class Joined(Struct, frozen=True):
         return self.parts
 
     def extent(self, rank: int) -> Extent:
-        """A rank's part."""
+        """The bytes of a rank's part."""
         return self.parts[rank].extent
 
     def length(self, rank: int) -> int:
-        """Elements of a rank's part."""
+        """The number of elements in a rank's part."""
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
     def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Elements [start, stop) of a segment, as far as a rank's part reaches."""
+        """The part of the element range [start, stop) that lies within a rank's part."""
         return start, min(stop, self.length(rank))
 
     @property
     def line(self) -> int:
-        """Elements of the shortest line: what is contiguous in the tensor and in a part."""
+        """The length in elements of the shortest run that is contiguous in the tensor and in a
+        part.
+        """
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 
@@ -125,10 +128,11 @@ class Joined(Struct, frozen=True):
 
 
 class Nameless(Struct, frozen=True):
-    """A tensor of slot `slot` whose parameter no file names: an optimizer knows it by number.
+    """A tensor of slot `slot` whose parameter is named in no file: the optimizer numbers its
+    parameters.
 
-    It gets the name that the format's reader gives to the tensor of this slot, type and shape which
-    begins at the same byte. The rule proves its elements then, and not its name.
+    It gets its name from the format's reader: that of the tensor with this slot, dtype and shape
+    that begins at the same byte. The engine's rule then proves its elements, but not its name.
     """
 
     slot: str

@@ -1,4 +1,7 @@
-"""What does each rank of an axis have of a whole? The inverse of `merge`; slices have no bytes."""
+"""Splits one manifest into those of the ranks of an axis. It is the inverse of `merge`.
+
+The slices of the new manifests have no bytes yet.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ from ..storage.fragments import Runs
 
 
 def split(whole: Manifest, table: Table) -> list[Manifest]:
-    """The ranks of a whole, in order; groups and the state are the whole's still."""
+    """The manifests of all ranks, in order. Groups and state remain those of `whole`."""
     return [part(whole, row) for row in table.rows]
 
 
 def names_in(whole: Manifest) -> list[str]:
-    """Everything that a row may have, in order."""
+    """All names that a row of the table may contain: parameters, buffers, then module state."""
     module = whole.state.get("module") or ()
     return list(dict.fromkeys(chain(whole.parameters, whole.buffers, module)))
 
 
 def part(whole: Manifest, row: Row) -> Manifest:
-    """One rank of a whole, with its parameters in the order of the row.
+    """The manifest of one rank, with its parameters in the order of the row.
 
-    A module has an empty slice, and no optimizer owns it: it is a frozen parameter.
+    A parameter whose slice is empty stays in the module, but no optimizer owns it: it becomes
+    frozen.
     """
     names, shapes = {*row.names}, row.shapes
     parameters = {

@@ -1,7 +1,7 @@
-"""Which files are here by name, size and time alone, while their bytes lie elsewhere?
+"""Files that exist here by name, size and time alone, while their bytes lie elsewhere.
 
-Such a file is one hole on the disk. Whoever reads a source through `sources` and `fileio` gets its
-bytes from the `ByteSource` that is registered for it; who opened it otherwise would read zeros.
+On the disk such a file is one hole. `sources` and `fileio` read its bytes from the `ByteSource`
+that is registered for it. Any other way to open it would read zeros.
 """
 
 from __future__ import annotations
@@ -15,26 +15,31 @@ from typing import Any, BinaryIO, Protocol
 from msgspec import Struct
 
 READ_AHEAD = 8 << 10
-"""Bytes that a file object asks for at least. Python's own number is 128 KiB since 3.14: of each
-torch file in a store that would be one more request."""
+"""The least number of bytes that a file object asks for at a time.
+
+Python's own number is 128 KiB since 3.14. With that, each torch file in a store would need one more
+request.
+"""
 
 
 class ByteSource(Protocol):
     """The bytes of one file, wherever they lie. Raises ZckptError or OSError with the path."""
 
     def pread(self, length: int, offset: int) -> bytes:
-        """Bytes of metadata; fewer only if the file ends there."""
+        """Reads bytes of metadata. The result is shorter only at the end of the file."""
         ...
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fills `view` with bytes of tensors; fewer only if the file ends there."""
+        """Fills `view` with bytes of tensors; returns their number, smaller only at the end of the
+        file.
+        """
         ...
 
 
 class Fingerprint(Struct, frozen=True):
-    """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds.
+    """Identifies the state of a file: `size` in bytes, `mtime` in nanoseconds.
 
-    No two files of this machine have the same one at the same time.
+    No two files of this machine have the same fingerprint at the same time.
     """
 
     device: int
@@ -51,29 +56,32 @@ _known: dict[Fingerprint, ByteSource] = {}
 
 
 def register(path: str, where: ByteSource) -> Fingerprint:
-    """From now on the bytes of the file at `path` are those of `where`."""
+    """Reads the bytes of the file at `path` from `where` from now on; returns its fingerprint."""
     fingerprint = Fingerprint.of(os.stat(path))
     _known[fingerprint] = where
     return fingerprint
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """The bytes of the file are again those of `where`."""
+    """Registers `where` again for a file that was registered before."""
     _known[fingerprint] = where
 
 
 def forget(fingerprint: Fingerprint) -> None:
-    """Ends that, before the file is removed: another file may get its inode."""
+    """Unregisters a file before it is removed, since another file may get its inode."""
     _known.pop(fingerprint, None)
 
 
 def of(file: int) -> ByteSource | None:
-    """Where the bytes of an open file lie; None if they are its own."""
+    """The byte source of an open file; None if its bytes are in the file itself."""
     return _known.get(Fingerprint.of(os.fstat(file))) if _known else None
 
 
 class Content(io.RawIOBase):
-    """A file object over an open file whose bytes lie elsewhere; `fileno` is the file's own."""
+    """A file object over an open file whose bytes lie elsewhere.
+
+    `fileno` is that of the open file.
+    """
 
     def __init__(self, file: int, where: ByteSource) -> None:
         self._file, self._where, self._at = file, where, 0
@@ -106,7 +114,9 @@ class Content(io.RawIOBase):
 
 @contextmanager
 def content(file: int, where: ByteSource) -> Iterator[BinaryIO]:
-    """A file object for readers that want one; closes the file."""
+    """A buffered file object over an open file whose bytes lie elsewhere; closes the file in the
+    end.
+    """
     try:
         raw: Any = Content(file, where)
         with io.BufferedReader(raw, READ_AHEAD) as reader:

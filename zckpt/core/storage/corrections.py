@@ -1,6 +1,6 @@
-"""Which bytes of source files are read with other values than they have on the disk?
+"""Reads source files with some bytes replaced by other values.
 
-A checkpoint is mended by such corrections: inside of `corrected`, every reader sees the files as
+A checkpoint is mended by such corrections. Inside of `corrected`, every reader sees the files as
 they were before they were damaged, and a copy of them has the corrected bytes. No file is changed.
 """
 
@@ -18,7 +18,7 @@ from .byte_sources import ByteSource
 
 
 class Correction(Struct, frozen=True):
-    """Bytes of `file` at `offset`: those `before`, and those that a reader gets."""
+    """Replaces the bytes `before` at `offset` of `file` by the bytes `after`."""
 
     file: str
     offset: int
@@ -27,18 +27,18 @@ class Correction(Struct, frozen=True):
 
     @classmethod
     def of_bit(cls, file: str, offset: int, bit: int, byte: int) -> Correction:
-        """One bit of the byte at `offset`, which is `byte` now, is flipped back."""
+        """Flips one bit of the byte at `offset`, whose present value is `byte`."""
         return cls(file, offset, bytes([byte]), bytes([byte ^ 1 << bit]))
 
     @property
     def undone(self) -> Correction:
-        """What takes it back."""
+        """The inverse correction."""
         return Correction(self.file, self.offset, self.after, self.before)
 
 
 @contextmanager
 def corrected(corrections: Iterable[Correction]) -> Iterator[None]:
-    """Inside the block, the files are read with these corrections; may be nested.
+    """Reads the files with these corrections inside the block; blocks may be nested.
 
     Raises as `sources.open_file`.
     """
@@ -61,7 +61,7 @@ def _end(fingerprint: byte_sources.Fingerprint, below: ByteSource | None) -> Non
 
 
 class _Corrected:
-    """The bytes of one open file, or of what lies `below` it, with corrections."""
+    """The corrected bytes of one open file, or of the byte source `below` it."""
 
     def __init__(self, file: int, below: ByteSource | None, own: Sequence[Correction]) -> None:
         self._file, self._below, self._own = file, below, own

@@ -1,13 +1,13 @@
-"""How do bytes get in and out of files: which buffers, which reads, direct or buffered writes?
+"""Reads and writes bytes of files: buffers, reads, and direct or buffered writes.
 
-Writes go past the page cache (O_DIRECT): of 1.5 GB, that took 0.4 to 0.9 of the time of buffered
-writes, in each state of a machine's memory. Small files, and filesystems that refuse it, get
-buffered writes in blocks of 256 KiB. For larger ones, ext4 takes large pages of memory, which a
-virtual machine may have given back to its host: then each of them is a fault of the host, and a
-write takes three times as long. `--io` says otherwise.
+Writes bypass the page cache (O_DIRECT). For 1.5 GB, that took 0.4 to 0.9 of the time of buffered
+writes, in each state of a machine's memory. Small files, and filesystems that refuse O_DIRECT, get
+buffered writes in blocks of 256 KiB. For larger blocks, ext4 takes large pages of memory, which a
+virtual machine may have given back to its host. Each such page is then a fault of the host, and a
+write takes three times as long. `--io` overrides the choice.
 
-macOS has none of O_DIRECT, posix_fadvise, fdatasync, fallocate and /proc: there every write is
-buffered, and fsync takes the place of fdatasync.
+macOS lacks O_DIRECT, posix_fadvise, fdatasync, fallocate and /proc. There every write is buffered,
+and fsync replaces fdatasync.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ CRC_BLOCK = 1 << 20  # bytes
 
 ALIGNMENT = 4096
 BUFFERED_WRITE = 256 << 10  # bytes
-SMALL_FILE = 1 << 20  # bytes; it is written through the page cache, without an allocation before
+# bytes; a file up to this size is written through the page cache, and not preallocated
+SMALL_FILE = 1 << 20
 HUGE_PAGE = 2 << 20  # bytes
 # the filesystem refuses O_DIRECT, or wants a stricter alignment than 4096; nothing is broken
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def align(size: int, alignment: int = ALIGNMENT) -> int:
-    """`size` rounded up."""
+    """Rounds `size` up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment
 
 
 def in_pages(size: int) -> int:
-    """The bytes of memory that `memory_of(size)` takes."""
+    """The bytes of memory that `memory_of(size)` allocates."""
     return align(size, HUGE_PAGE) if size >= HUGE_PAGE else align(max(size, 1))
 
 
 def memory_of(size: int) -> mmap.mmap:
-    """`size` bytes or more of zeros, in huge pages if they are many and the system has such pages.
+    """Allocates at least `size` bytes of zeros, in huge pages if `size` is large and the system has
+    them.
 
     A read into new pages of 4 KiB takes three times as long as one into new huge pages.
     """
@@ -72,9 +74,9 @@ class Buffer:
 
 
 class Reader(Struct, eq=False):
-    """Reads at given offsets, for one thread; keeps at most `keep` files open.
+    """Reads extents for one thread, and keeps at most `keep` files open.
 
-    A file with other `fingerprints` than these is not opened: SourceChanged.
+    Raises SourceChanged if a file differs from its fingerprint in `fingerprints`.
     """
 
     keep: int = 64
@@ -82,9 +84,9 @@ class Reader(Struct, eq=False):
     _open: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end.
+        """Fills `into`, which has the extent's length.
 
-        An OSError names the file.
+        Raises CorruptCheckpoint if the file ends too early. An OSError names the file.
         """
         if extent.file == ZEROS:
             into[: extent.length] = bytes(extent.length)
@@ -92,7 +94,7 @@ class Reader(Struct, eq=False):
             self.read_from(self._file(extent.file), extent, into)
 
     def read_from(self, file: int, extent: Extent, into: memoryview) -> None:
-        """As `read`, from a descriptor of the extent's file."""
+        """As `read`, from an open descriptor of the extent's file."""
         path, length, done = extent.file, extent.length, 0
         while done < length:
             part = into[done:length] if done or len(into) > length else into
@@ -125,7 +127,7 @@ class Reader(Struct, eq=False):
 def crc_of(extents: Iterable[Extent], crc: int = 0) -> int:
     """The CRC-32 of the bytes of extents, one after another; reads them in blocks.
 
-    It continues `crc`. Raises CorruptCheckpoint at a file's end.
+    `crc` is the CRC-32 of preceding bytes. Raises CorruptCheckpoint if a file ends too early.
     """
     block = Buffer(CRC_BLOCK).view
     with closing(Reader()) as reader:
@@ -147,16 +149,16 @@ def files_per_thread(threads: int) -> int:
 
 
 def is_small(size: int) -> bool:
-    """Whether a file of `size` bytes is written as one of many small ones."""
+    """Whether a file of `size` bytes counts as small: it is written with buffered writes."""
     return size <= SMALL_FILE
 
 
 class Writer:
-    """Writes at given offsets into one existing file of `size` bytes, which is below `folder`.
+    """Writes at given offsets into one existing file of `size` bytes below `folder`.
 
-    `mode` is direct (raises OSError if the filesystem refuses), buffered, or auto: direct, but
-    buffered if the file is small or the filesystem refuses direct writes. Offsets of `write` are
-    multiples of 4096. So are lengths, except that of the last write of the file.
+    `mode` is direct, buffered, or auto. With direct, OSError is raised if the filesystem refuses
+    direct writes. With auto, writes are direct unless the file is small or the filesystem refuses.
+    Offsets of `write` are multiples of 4096. So are lengths, except that of the file's last write.
     """
 
     def __init__(self, folder: Folder, path: str, size: int, mode: str) -> None:
@@ -166,7 +168,8 @@ class Writer:
         self.file = folder.open(path, os.O_RDWR)  # for buffered writes
         self._direct = -1
         self._is_open = True
-        self._in_turn = Lock()  # several buffered writes into one file would wait by spinning
+        # several buffered writes into one file at a time would wait by spinning
+        self._in_turn = Lock()
         self._closing = Lock()
         try:
             if mode == "direct" or (mode == "auto" and not is_small(size)):
@@ -192,10 +195,10 @@ class Writer:
     def write(self, buffer: memoryview, length: int, offset: int) -> None:
         """Writes `length` bytes of an aligned buffer.
 
-        What is less than a block, at the end of a file, is always buffered: a direct write of it
-        would make the file longer, which another process may be reading. A buffered write starts
-        its writeback at once. Otherwise the kernel would collect gigabytes and then stop the
-        writer.
+        An incomplete block at the end of the file is always written buffered. A direct write of it
+        would make the file longer, while another process may be reading it. The writeback of a
+        buffered write starts immediately. Otherwise the kernel would collect gigabytes and then
+        stop the writer.
         """
         done = 0
         with naming(self.path):
@@ -212,12 +215,15 @@ class Writer:
                 return
             with self._in_turn:
                 write_all(self.file, buffer[done:length], offset + done, BUFFERED_WRITE)
-            # starts writing what is dirty (and drops what is clean already)
+            # starts the writeback of dirty pages (and drops clean ones)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.file, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Returns when all bytes that were written are on the disk; a closed file's are."""
+        """Returns when all bytes that were written are on the disk.
+
+        A closed file was synced already.
+        """
         with self._closing, naming(self.path):
             if self._is_open:
                 sync_data(self.file)
@@ -252,17 +258,17 @@ def sync_data(file: int) -> None:
 
 
 def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRITE) -> None:
-    """Writes all of `data`, at most `most` bytes at a time; the kernel may write less."""
+    """Writes all of `data`, at most `most` bytes per call; repeats calls that wrote less."""
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done : done + most], offset + done)
 
 
 def _allocate(file: int, size: int) -> None:
-    """Allocates the whole file, so that a full disk shows at once and the blocks lie together.
+    """Allocates the complete file: a full disk shows immediately, and the blocks lie together.
 
-    It calls fallocate(2) itself: if the filesystem refuses that, the C library's posix_fallocate
-    writes into every block.
+    It calls fallocate(2) itself. If the filesystem refuses that, the C library's posix_fallocate
+    would write into every block.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate64"):  # macOS, musl
@@ -275,7 +281,7 @@ def _allocate(file: int, size: int) -> None:
 
 
 def save(path: str, data: bytes) -> None:
-    """Writes a file whole or not at all; follows no link that another user has put there."""
+    """Writes a file completely or not at all; follows no link that another user has put there."""
     partial = f"{path}.{os.urandom(4).hex()}.partial"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:

@@ -1,4 +1,4 @@
-"""Which numbers do names of files have and get, and which names lead out of a folder?"""
+"""Numbers in the names of files, and names that lead out of a folder."""
 
 from __future__ import annotations
 
@@ -17,44 +17,52 @@ def file_names(pattern: str) -> re.Pattern[str]:
 
 
 def counted(name: str, ending: str) -> tuple[str, int] | None:
-    """What is before `_7` and this ending, and the number; None for a name of another form."""
+    """Splits a name such as `model_7.bin` into the text before `_7` and the number.
+
+    `ending` is `.bin` here. None for a name of another form.
+    """
     match = COUNTED.fullmatch(name.removesuffix(ending)) if name.endswith(ending) else None
     return match and (match[1], int(match[2]))
 
 
 def by_counting(names: Iterable[str]) -> list[str]:
-    """Names in the order in which a reader counts: `step-9` before `step-10`.
+    """Sorts names by their numbers: `step-9` before `step-10`.
 
-    It says nothing about time: see formats/order.py.
+    The order says nothing about time: see formats/order.py.
     """
     return sorted(names, key=counting)
 
 
 def counting(name: str) -> tuple[list[str | int], str]:
-    """The texts and numbers of a name in turn, to sort by; an ending (`.ckpt`) comes last."""
+    """The sort key of a name: its texts and numbers in turn. An ending (`.ckpt`) comes last."""
     stem, ending = os.path.splitext(name)
     parts = re.split(r"([0-9]+)", stem if ending[1:].isalpha() else name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)], name
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin`."""
+    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin`.
+
+    The number 0 leaves the name as it is.
+    """
     stem, dot, ending = name.partition(".")
     return f"{stem}_{number}{dot}{ending}" if number else name
 
 
 def number_of(name: str) -> int:
-    """The number in such a name, 0 for the first model: 1 for `model_1` and `optimizer_1.bin`."""
+    """The number in a name of `numbered`: 1 for `model_1` and `optimizer_1.bin`, 0 for the first
+    model.
+    """
     found = counted(name.partition(".")[0], "")
     return found[1] if found else 0
 
 
 MOST_FOLDERS = 4
-"""So many folders, one inside of the other, a tag may name: `epoch_1/step_3` has two."""
+"""The most nested folders that a tag may name: `epoch_1/step_3` has two."""
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a tag can be a folder below its run's: `global_step3`, or `epoch_1/step_3`."""
+    """Whether a tag can be a folder below the run: `global_step3`, or `epoch_1/step_3`."""
     parts = tag.split("/")
     return len(parts) <= MOST_FOLDERS and all(
         part.strip(".") and {*part}.isdisjoint("\\\0") for part in parts
@@ -62,7 +70,7 @@ def is_tag(tag: str) -> bool:
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
-    """The path of the file `name` of a folder; `stated_by` is the file that names it.
+    """The path of the file `name` in a folder; `stated_by` is the file that contains the name.
 
     Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.
     """

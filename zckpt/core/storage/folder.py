@@ -1,11 +1,12 @@
-"""How is a directory written to in which others may have put links and files of their own?
+"""Writes to a directory in which other users may have put links and files.
 
 A `Folder` stays open, and everything below it is opened from its descriptor, name by name. No link
-is followed there, and it does not matter where the folder's path leads meanwhile.
+is followed, and it does not matter where the folder's path leads in the meantime.
 
-In an own folder everything must also be ours: a directory, or a regular file with one name, whose
-owner is the one that our files get there. That need not be the user of this process, since network
-filesystems map users (root squash). So an own folder creates a file and looks at its owner.
+In an owned folder (`own`) everything must also be ours: a directory, or a regular file with one
+name. Its owner must be the one that our new files get there. That need not be the user of this
+process, since network filesystems map users (root squash). So `own` creates a file and looks at its
+owner.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from msgspec import Struct
 from ...errors import CorruptCheckpoint, TargetExists, brief, removal
 from .sources import close, named, naming, status
 
-# to open a pipe of somebody else could take for ever
+# opening another user's pipe could block for ever
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# what a system says of a link or a socket that is opened so: no errors of the disk
+# errors for a link or a socket that is opened with these flags; the disk is not broken
 NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
-JOURNAL = "journal"  # beside an unfinished target: what of it is complete
+JOURNAL = "journal"  # beside an unfinished target: lists the complete parts
 PROBE = "owner-"
-"""How the names of the files begin whose owner is looked at; they are removed at once."""
+"""The beginning of the names of files that are made to look at their owner, and then removed."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What flock says on a filesystem that has no locks, such as Lustre without its option `flock`."""
+"""The errors of flock on a filesystem without locks, such as Lustre without its option `flock`."""
 
 
 def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True) -> bool:
     """Locks an open file or directory; False if another process has locked it.
 
-    The lock is flock's: it ends with the process, however that ends. A filesystem that has none
-    gives `where_there_are_none`. Raises OSError if nobody can tell.
+    The lock is flock's: it ends with the process, however that ends. On a filesystem without locks
+    the result is `where_there_are_none`. Raises OSError if the system gives another error.
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the second one is what CIFS says
+    except (BlockingIOError, PermissionError):  # CIFS raises the second one
         return False
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -51,10 +52,9 @@ def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True
 
 
 def has_locks(folder: Folder) -> bool:
-    """Whether the filesystem of a folder has locks.
+    """Whether the filesystem of a folder has locks for files.
 
-    It locks a file that it makes there for a moment: some filesystems lock directories, and no
-    files.
+    It locks a new file and removes it: some filesystems lock directories, but not files.
     """
     path = os.path.join(folder.path, f".zckpt-{os.urandom(4).hex()}")
     file = folder.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -68,17 +68,18 @@ def has_locks(folder: Folder) -> bool:
 
 
 def mark_file(target: str) -> str:
-    """The file beside a complete target that says of which run it is, if no attribute can."""
+    """The file beside a complete target that holds its mark, if no extended attribute can."""
     above, name = os.path.split(target)
     return os.path.join(above, f".{name}.zckpt")
 
 
 class Folder(Struct, eq=False):
-    """An open directory. Its methods take paths below `path`, and raise OSErrors with whole paths.
+    """An open directory. Its methods take paths below `path`, and raise OSErrors with complete
+    paths.
 
-    `owner` is the number of the user that everything below must belong to; None if it may belong to
-    anybody. `top` is the outermost own folder. TargetExists is raised for what is not ours,
-    CorruptCheckpoint for a path that is not below.
+    `owner` is the number of the user that everything below must belong to; None if any user may own
+    it. `top` is the outermost owned folder. Raises TargetExists for a file that is not ours, and
+    CorruptCheckpoint for a path that is not below the folder.
     """
 
     path: str
@@ -88,12 +89,12 @@ class Folder(Struct, eq=False):
 
     @classmethod
     def at(cls, path: str) -> Folder:
-        """Anybody's directory, perhaps one that may not be listed; links to it are followed."""
+        """Opens a directory of any user, which need not be listable; links to it are followed."""
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         return cls(path, os.open(path, flags))
 
     def own(self, path: str) -> Folder:
-        """A directory below that is ours, and in which everything must be."""
+        """Opens a directory below that is ours, and in which everything must be ours."""
         try:
             folder = self.inner(path)
             folder.top = self.top or path
@@ -110,7 +111,7 @@ class Folder(Struct, eq=False):
         return folder
 
     def inner(self, path: str) -> Folder:
-        """A directory below; what holds for this folder holds there."""
+        """Opens a directory below, with the same `owner` and `top`."""
         return Folder(path, self.open(path, os.O_RDONLY | os.O_DIRECTORY), self.owner, self.top)
 
     def __enter__(self) -> Folder:
@@ -126,7 +127,9 @@ class Folder(Struct, eq=False):
             close(file)
 
     def owner_of_new_files(self) -> int:
-        """The user that a file belongs to which zckpt makes here; makes one for a moment."""
+        """The user that new files in this folder belong to; creates a file to find out, and removes
+        it.
+        """
         name = f"{PROBE}{os.urandom(4).hex()}"
         path = os.path.join(self.path, name)
         file = self._opened(self.file, name, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -141,16 +144,18 @@ class Folder(Struct, eq=False):
     # -- files and directories below
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-        """The descriptor of a file or a directory; the caller closes it.
+        """Opens a file or a directory; the caller closes the descriptor.
 
-        With O_CREAT, directories on the way to a file are created too.
+        With O_CREAT, missing directories on the way to a file are created too.
         """
         with self._above(path, bool(flags & os.O_CREAT)) as (above, name):
             return self._opened(above, name, path, flags, mode)
 
     @contextmanager
     def opened(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> Iterator[int]:
-        """As `open`, closed at the end of the block; OSErrors in it name the path."""
+        """As `open`, but closes the file at the end of the block; OSErrors in the block name the
+        path.
+        """
         file = self.open(path, flags, mode)
         with naming(path):
             try:
@@ -159,12 +164,12 @@ class Folder(Struct, eq=False):
                 os.close(file)
 
     def itself(self) -> os.stat_result:
-        """Which directory this is."""
+        """The status of the open directory."""
         with self._naming(self.path):
             return os.fstat(self.file)
 
     def status(self, path: str) -> os.stat_result | None:
-        """What lies at a path, which may be a link; None if nothing does."""
+        """The status of a path, without following links; None if nothing is there."""
         try:
             with self._above(path) as (above, name), self._naming(path):
                 return os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -172,22 +177,22 @@ class Folder(Struct, eq=False):
             return None
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """The bytes of a file."""
         if (now := self.status(path)) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return now.st_size
 
     def name_of(self, path: str) -> str:
-        """The name that a path has in this folder, with slashes if it lies deeper."""
+        """The path relative to this folder, with slashes if it lies deeper."""
         return os.sep.join(self._names(path))
 
     def names(self) -> list[str]:
-        """What is directly in this folder, in order."""
+        """The sorted names of everything directly in this folder."""
         with self.opened(self.path) as file, self._naming(self.path):
             return sorted(os.listdir(file))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The path of everything below, and what lies there, as `sources.walk`.
+        """Every path below and its status, in the order of `sources.walk`.
 
         Names that other processes remove meanwhile are left out.
         """
@@ -211,13 +216,13 @@ class Folder(Struct, eq=False):
             self._refuse_foreign(path, now)
 
     def refuse_another(self) -> None:
-        """Raises TargetExists if the path leads to another directory by now."""
+        """Raises TargetExists if the path leads to another directory now."""
         now = status(self.path)
         if now is None or not os.path.samestat(now, self.itself()):
             raise self._refusal(self.path, "was replaced by another program")
 
     def make(self, path: str, mode: int = 0o777) -> bool:
-        """Creates a directory under the umask; False if something is there already."""
+        """Creates a directory under the umask; False if the name exists already."""
         with self._above(path) as (above, name), self._naming(path):
             try:
                 os.mkdir(name, mode, dir_fd=above)
@@ -231,7 +236,10 @@ class Folder(Struct, eq=False):
             os.fsync(file)
 
     def move(self, path: str, into: Folder, target: str, makes: bool = False) -> None:
-        """Renames `path` to `target`, which is below `into`; `makes` the directories between."""
+        """Renames `path` to `target`, which is below `into`.
+
+        With `makes`, missing directories above `target` are created.
+        """
         with self._above(path) as (above, name), into._above(target, makes) as (other, new):
             try:
                 os.rename(name, new, src_dir_fd=above, dst_dir_fd=other)
@@ -241,7 +249,7 @@ class Folder(Struct, eq=False):
                 raise
 
     def unlink(self, path: str) -> None:
-        """Removes a file, or another thing that is no directory."""
+        """Removes a file, or anything else that is not a directory."""
         with self._above(path) as (above, name), self._naming(path):
             os.unlink(name, dir_fd=above)
 
@@ -251,9 +259,9 @@ class Folder(Struct, eq=False):
             os.rmdir(name, dir_fd=above)
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a directory with all that is in it.
+        """Removes a file, or a directory with everything in it.
 
-        Goes on after an error, and raises the first one in the end.
+        It continues after an error, and raises the first one in the end.
         """
         now = self.status(path)
         if now is None:
@@ -275,7 +283,7 @@ class Folder(Struct, eq=False):
     # -- one name after the other
 
     def _names(self, path: str) -> list[str]:
-        """The names that lead to a path; none for this folder itself."""
+        """Splits a path into names relative to this folder; empty for the folder itself."""
         names = os.path.relpath(path, self.path).split(os.sep)
         if names[0] == os.pardir or "\0" in path:
             raise CorruptCheckpoint(
@@ -285,7 +293,7 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def _above(self, path: str, makes: bool = False) -> Iterator[tuple[int, str]]:
-        """The open directory that a path is in, and its name there."""
+        """Opens the directory that contains a path; gives its descriptor and the last name."""
         *above, name = self._names(path) or [os.curdir]
         file, reached = self.file, self.path
         try:
@@ -331,7 +339,7 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def _naming(self, path: str) -> Iterator[None]:
-        """OSErrors name the whole path, and not the name of a file in a directory."""
+        """Gives OSErrors the complete path instead of a name within a directory."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""In which bytes of which files do the elements of one tensor lie?
+"""Maps the elements of one tensor to bytes in files.
 
     Fragment    a run of row-major elements of one tensor, in an extent
     Extent      bytes in one file
@@ -32,7 +32,7 @@ from msgspec import Struct
 from .sequences import Made
 
 ZEROS = ""
-"""The file of an extent that is in no file: its bytes are zeros."""
+"""The file name of an extent of zeros that lies in no file."""
 
 
 class Extent(Struct, frozen=True):
@@ -48,9 +48,9 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """What states a checksum and was not opened: it is opened when it is asked.
+    """A checksum in a place that was planned, but not opened; calling the object opens the place.
 
-    It raises an error unless the bytes are where they were planned.
+    Raises an error unless the bytes are where they were planned.
     """
 
     @property
@@ -60,10 +60,10 @@ class Planned(Protocol):
 
 
 class Record(Struct, frozen=True):
-    """Bytes, and the CRC-32 that the checkpoint states of them; None if it states none.
+    """Bytes, and the CRC-32 that the checkpoint states for them; None if it states none.
 
-    The place may have been planned without opening what states it. Whoever reads the bytes asks for
-    `crc`.
+    The extent may have been planned without opening the file that states it. Whoever reads the
+    bytes must read `crc`, which opens it.
     """
 
     extent: Extent
@@ -76,7 +76,7 @@ class Record(Struct, frozen=True):
 
     @property
     def is_unopened(self) -> bool:
-        """Whether nothing has asked for the CRC-32 of a planned record yet."""
+        """Whether the record was planned, and its CRC-32 was not read yet."""
         return callable(self.stated) and not self.stated.is_open
 
 
@@ -94,12 +94,12 @@ class Fragment(Struct, frozen=True):
     stride: int = 0
 
     def element_at(self, offset: int, size: int) -> int:
-        """The element, of `size` bytes, whose byte is at an offset of the file."""
+        """The element at a byte offset of the file; `size` is bytes per element."""
         run, within = divmod(offset - self.extent.offset, self.extent.length // self.count)
         return self.start + run * self.stride + within // size
 
     def runs(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The runs that hold any of the elements [start, stop), each as its own fragment."""
+        """The runs that hold any of the elements [start, stop), each as a fragment."""
         if self.count == 1:
             yield self
             return
@@ -130,7 +130,7 @@ class Fragments(Sequence[Fragment]):
         raise NotImplementedError
 
     def runs(self, start: int, stop: int, size: int) -> Iterator[Fragment]:
-        """Elements [start, stop), of `size` bytes each, as runs of these alone."""
+        """The runs of elements [start, stop), cut to this range; `size` is bytes per element."""
         for fragment in self.overlapping(start, stop):
             for run in fragment.runs(start, stop):
                 low, high = max(start, run.start), min(stop, run.stop)
@@ -138,7 +138,7 @@ class Fragments(Sequence[Fragment]):
                 yield Fragment(low, high, extent)
 
     def part(self, start: int, stop: int, size: int) -> Runs:
-        """Elements [start, stop), of `size` bytes each, as those of a tensor of their own."""
+        """Elements [start, stop) as the fragments of a new tensor; `size` is bytes per element."""
         runs = sorted(self.runs(start, stop, size), key=_start)
         return Runs([Fragment(run.start - start, run.stop - start, run.extent) for run in runs])
 
@@ -163,7 +163,7 @@ class Runs(Fragments):
         return len(self.listed)
 
     def _first(self, start: int) -> int:
-        """The last fragment that begins at `start` or before it, or -1."""
+        """The position of the last fragment that begins at or before `start`, or -1."""
         return bisect_right(self.listed, start, key=_start) - 1 if len(self.listed) > 1 else 0
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
@@ -177,9 +177,10 @@ class Runs(Fragments):
 
 
 class RunColumns(Runs):
-    """Runs of which each begins where the one before it ends, and the last ends at `numel`.
+    """Consecutive runs without gaps, of which the last ends at element `numel`.
 
-    `starts` has none twice. A fragment is made when it is asked for.
+    `starts` are the first elements of the runs, without duplicates. A fragment is made when it is
+    read.
     """
 
     __slots__ = ("extents", "numel", "starts")
@@ -198,7 +199,7 @@ class RunColumns(Runs):
 
 
 def solid(numel: int, extent: Extent) -> Runs:
-    """The whole tensor as one fragment."""
+    """The complete tensor as one fragment."""
     return Runs([Fragment(0, numel, extent)])
 
 
@@ -206,7 +207,7 @@ class Slices(Fragments):
     """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
 
     Rank r's `width` elements begin at element `offset` of `flats[r]`, a flat buffer that the slices
-    of many tensors share. `size` is bytes per element. `filled` ranks own any of them.
+    of many tensors share. `size` is bytes per element. The first `filled` ranks own elements.
     """
 
     __slots__ = ("filled", "flats", "numel", "offset", "size", "width")
@@ -220,7 +221,7 @@ class Slices(Fragments):
         return self.filled
 
     def slice_of(self, rank: int) -> tuple[int, int, int]:
-        """Where a rank's slice begins in its file, in bytes, and its elements [start, stop)."""
+        """The byte in its file where a rank's slice begins, and its elements [start, stop)."""
         start = rank * self.width
         stop = min(start + self.width, self.numel)
         return self.flats[rank].offset + self.offset * self.size, start, stop
@@ -242,7 +243,7 @@ class Slices(Fragments):
             yield self[rank]
 
     def ranks(self, start: int, stop: int) -> range:
-        """The ranks that own any of the elements [start, stop), of which there are some."""
+        """The ranks that own any of the elements [start, stop), a range that is not empty."""
         return range(start // self.width, min(-(-stop // self.width), self.filled))
 
 
@@ -303,7 +304,7 @@ class Box(Fragments):
 
     @property
     def reach(self) -> Extent:
-        """The bytes from the first element in the file to the last; it may reach past `extent`."""
+        """The bytes from the first element in the file to the last; they may exceed `extent`."""
         if not prod(self.sizes):
             return self.extent.part(0, 0)
         pairs = zip(self.sizes, self.strides, strict=True)
@@ -347,7 +348,7 @@ class Box(Fragments):
 
 
 def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Axes (size, step in the tensor, stride in the file); contiguous ones become one."""
+    """Merges contiguous axes; each axis is (size, step in the tensor, stride in the file)."""
     joined: list[tuple[int, int, int]] = []
     for count, step, stride in axes:
         if joined and joined[-1][1:] == (count * step, count * stride):
@@ -358,7 +359,7 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """Several boxes of one tensor, in any order; `parts` may make them when they are asked for."""
+    """Several boxes of one tensor, in any order. `parts` may make each box when it is read."""
 
     __slots__ = ("_ends", "_order", "_starts", "_stops", "parts")
 
@@ -369,7 +370,7 @@ class Boxes(Fragments):
         order = sorted(range(len(places)), key=lambda place: places[place][0])
         self._order = array("q", order)
         self._starts = array("q", (places[place][0] for place in order))
-        # where the boxes up to each one end: it only grows, although boxes reach over each other
+        # the largest end of the boxes so far: it never decreases, although boxes overlap
         self._stops = array("q", accumulate((places[place][1] for place in order), max))
 
     def __len__(self) -> int:
@@ -389,12 +390,13 @@ class Boxes(Fragments):
 
 
 def tile(whole: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> bool:
-    """Whether boxes, each given as its offsets and sizes, have every element of a tensor once.
+    """Whether boxes, given as offsets and sizes, hold every element of a tensor exactly once.
 
-    They do if they have as many elements as the tensor, and each corner of theirs is shared by an
-    even number of boxes, except the corners of the tensor itself. Then each element is in an odd
-    number of boxes, so in one. The time is linear in the boxes: comparing all pairs would take
-    hours for a tensor in 100,000 pieces. It doubles with every axis that is cut.
+    They do if two conditions hold. Together they have as many elements as the tensor. And each
+    corner of a box is shared by an even number of boxes, except the corners of the tensor itself.
+    Then each element is in an odd number of boxes, so in one. The time is linear in the boxes, and
+    doubles with every axis that is cut. Comparing all pairs would take hours for a tensor in
+    100,000 pieces.
     """
     filled = [(offsets, sizes) for offsets, sizes in parts if prod(sizes)]
     inside = all(
@@ -446,7 +448,7 @@ def range_of_box(
 def corners_of_range(
     sizes: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The boxes that row-major elements [start, stop) of a tensor are: where they begin, and sizes.
+    """Splits row-major elements [start, stop) of a tensor into boxes: their corners and sizes.
 
     A range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
     """
@@ -468,7 +470,7 @@ def corners_of_range(
 def strided(
     shape: Sequence[int], *, strides: Sequence[int], first: int, size: int, extent: Extent
 ) -> Box:
-    """A whole tensor as one box, which may have its elements in another order in the file."""
+    """A complete tensor as one box, whose elements may have any order in the file."""
     return Box(
         whole=shape,
         offsets=(0,) * len(shape),
@@ -481,7 +483,7 @@ def strided(
 
 
 def boxes(parts: Iterable[Box]) -> Fragments:
-    """All parts of a tensor as its fragments: `Runs` if it is cut along the first axis alone."""
+    """The fragments that consist of these boxes: `Runs` if only the first axis is cut."""
     filled = tuple([part for part in parts if prod(part.sizes)])
     listed = [part[0] for part in filled if len(part) == 1]
     if len(listed) == len(filled) and all(fragment.count == 1 for fragment in listed):
@@ -490,7 +492,7 @@ def boxes(parts: Iterable[Box]) -> Fragments:
 
 
 def boxes_of(fragments: Fragments) -> Sequence[Box]:
-    """The boxes of a tensor; none if it has runs or slices."""
+    """The boxes of a tensor; empty if it has runs or slices."""
     if isinstance(fragments, Boxes):
         return fragments.parts
     return (fragments,) if isinstance(fragments, Box) else ()

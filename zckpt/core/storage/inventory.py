@@ -1,13 +1,13 @@
-"""The one room of an inventory: which files are there, whose they are, and which are another's.
+"""The inventory of a checkpoint: which files there are, which rank each belongs to, which are
+wrong.
 
-A format, and each trainer's program, has a table of roles. So the name of a file says its role and
-the rank that wrote it, and a file that stands in for a lost one is that of the same role, of the
-next rank.
+A format, and each trainer's program, has a table of roles. The name of a file gives its role and
+the rank that wrote it. A file that can stand in for a lost one has the same role and the next rank.
 
-torch.save gives the folder in its zip the name of the file, without the ending (torch 1.6 to 2.13).
-So a file that was renamed or copied still states whose it is. It states nothing if it was saved
-into a buffer (torch calls the folder `archive`), under a name of another form that no file beside
-it has, or before torch 1.6.
+torch.save names the folder in its zip after the file, without the ending (torch 1.6 to 2.13). So a
+file that was renamed or copied still states its original name. It states none in three cases: it
+was saved into a buffer (torch calls the folder `archive`), it was saved before torch 1.6, or its
+folder has a name of another form that no file beside it has.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, Notice, list
 from . import sources
 
 State = Literal["ok", "missing", "empty", "zeros", "cut", "unreadable", "foreign", "unexpected"]
-"""`cut` ends too early, `unreadable` cannot be parsed, or has a wrong checksum. `foreign` is a file
-of another run, engine or rank, `unexpected` one of a rank that the others do not count."""
+"""The state of a file.
+
+`cut` ends too early. `unreadable` cannot be parsed, or has a wrong checksum. `foreign` is a file of
+another run, engine or rank. `unexpected` is the file of a rank that the other files do not count.
+"""
 Rank = tuple[tuple[str, int], ...]
-"""The number of each axis that the name of a file states, the outermost first: dp 3, mp 0."""
+"""The numbers in a file's name with their axes, the outermost axis first: dp 3, mp 0."""
 Numbers = tuple[int, ...]
-"""The numbers of a rank alone."""
+"""The numbers of a rank without their axes."""
 
 
 class Role(Struct, frozen=True):
-    """What files of one form are for, such as `model`, `optimizer` or `scheduler`.
+    """The purpose of files whose names have one form, such as `model`, `optimizer` or `scheduler`.
 
-    `names` are the names, with the folders in them. Each group is the number of one of the `axes`,
-    and an empty one is 0; a first group `stem` is what the program chose. Of a `fixed` axis (a
-    layer's) no file is like that of another number. A program writes the `last` one when all ranks
-    have written theirs.
+    `names` matches the names, including folders. Each unnamed group is the number of one of the
+    `axes`; an empty group is 0. A first group `stem` is a text that the program chose. Files with
+    different numbers of a `fixed` axis (a layer's) are not alike. A program writes the `is_last`
+    file after all ranks have written theirs.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Role(Struct, frozen=True):
     is_last: bool = False
 
     def named(self, example: str, numbers: Numbers) -> str:
-        """The name of the file with these numbers; `example` is one of the same form."""
+        """The name of the file with these numbers; `example` is a name of the same form."""
         match = _match(self, example, _places(example))
         assert match is not None
         groups = [(group, digits) for group, digits in _groups(match) if digits is not None]
@@ -61,16 +64,16 @@ class Role(Struct, frozen=True):
 
 
 def role(name: str, names: str, *axes: str, fixed: str = "", is_last: bool = False) -> Role:
-    """A role whose names are given as a regular expression, in which digits are ASCII."""
+    """Makes a role from a regular expression, in which digits are ASCII."""
     return Role(name, re.compile(names, re.ASCII | re.DOTALL), axes, fixed, is_last)
 
 
 ANY = role("file", r"(?P<stem>.*)")
-"""Files that are told apart by their whole names."""
+"""The role of files that are identified by their complete names."""
 
 
 class Known(Struct, frozen=True):
-    """What the name of a file says: its role, whose it is, and what stands before that."""
+    """The content of a file's name: its role, the rank, and the text before them."""
 
     role: Role
     rank: Rank
@@ -85,7 +88,7 @@ class Known(Struct, frozen=True):
         return tuple(number for _, number in self.rank)
 
     def numbers_with(self, axis: str, number: int) -> Numbers:
-        """The numbers of another rank of one axis."""
+        """The numbers of this rank with another number on one axis."""
         return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: Known) -> bool:
@@ -93,15 +96,15 @@ class Known(Struct, frozen=True):
         return (self.role, self.stem) == (other.role, other.stem)
 
     def at(self, axis: str) -> int | None:
-        """The number of one axis; None if the name has none."""
+        """The number on one axis; None if the name has none."""
         return dict(self.rank).get(axis)
 
 
 class Row(Struct, frozen=True):
-    """One file: its role, its name below the checkpoint, whose it is, and its state.
+    """One file: its role, its name below the checkpoint, its rank, and its state.
 
-    `size` is in bytes, None if it is not known. `saved_as` is the name under which torch.save wrote
-    it, with the ending of today's, where a reader has looked for it.
+    `size` is in bytes, None if unknown. `saved_as` is the name under which torch.save wrote the
+    file, with its present ending; None unless a reader has looked for it.
     """
 
     role: str
@@ -114,7 +117,7 @@ class Row(Struct, frozen=True):
 
 
 def known(roles: Iterable[Role], path: str) -> Known | None:
-    """What the name of a file says, which is the end of its path; None if no role has it."""
+    """Parses the name of a file, which is the end of its path; None if no role matches."""
     places = _places(path)
     for role in roles:
         if (match := _match(role, path, places)) is not None:
@@ -125,13 +128,15 @@ def known(roles: Iterable[Role], path: str) -> Known | None:
 
 
 def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
-    """What fits the names without folders that `known` knows: one expression instead of many."""
+    """One expression that matches the names without folders of all roles, to test many names
+    quickly.
+    """
     names = (re.sub(r"\(\?P<\w+>", "(", own.names.pattern) for own in roles)
     return re.compile("|".join(f"(?:{each})" for each in names), re.ASCII | re.DOTALL)
 
 
 def _places(path: str) -> list[int]:
-    """Where the end of a path may begin that is a name with its folders."""
+    """The positions in a path at which a name, perhaps with folders, can begin."""
     if "/" not in path:  # there may be 50,000 of them
         return [0]
     return [0, *(at.end() for at in re.finditer("/", path))]
@@ -145,15 +150,16 @@ def _match(role: Role, path: str, places: Sequence[int]) -> re.Match[str] | None
 
 
 def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
-    """The groups of numbers, and the digits in each."""
+    """The numbers of the unnamed groups, and the digits in each."""
     first = 1 + len(match.re.groupindex)
     return [(group, match[group]) for group in range(first, 1 + match.re.groups)]
 
 
 def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | None:
-    """Which of the files has the lost one's role and the next rank; None if none is like it.
+    """The file with the lost file's role and the nearest rank; None if no file is like it.
 
-    The last rank's file may have more padding, so that those before the lost one are more alike.
+    Lower ranks are preferred: the last rank's file may have more padding, so files of ranks before
+    the lost one are more alike.
     """
     own = known(roles, lost)
     found = []
@@ -173,11 +179,11 @@ def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | Non
 
 
 MOST = 64
-"""So many missing files are named: a damaged number of ranks may be huge."""
+"""The most missing files that are listed: a damaged number of ranks may be huge."""
 
 
 def every(*axes: range) -> Iterator[Numbers]:
-    """All numbers of these axes; the ranges are not held, as a damaged one may be huge."""
+    """All combinations of numbers on these axes, made lazily: a damaged range may be huge."""
     if not axes:
         yield ()
     else:
@@ -187,9 +193,10 @@ def every(*axes: range) -> Iterator[Numbers]:
 def gaps(
     role: Role, there: Mapping[Numbers, str], wanted: Iterable[Numbers], example: str = ""
 ) -> list[Row]:
-    """Rows of the first files that are `wanted` and not `there`, which are paths by numbers.
+    """Rows of the first files that are `wanted` and not `there`.
 
-    They have names like the `example`, or like the first one that is there.
+    `there` maps numbers to paths. The missing names are formed after `example`, or after the first
+    file that is there.
     """
     missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
     example = example or there[min(there)]
@@ -210,8 +217,8 @@ def refuse_gaps(
 ) -> None:
     """Raises IncompleteCheckpoint if files of ranks are missing in a folder.
 
-    `reason` says from what that is known, and `hint` what else helps. A row without a name is that
-    of a file with a name of the program's own.
+    `reason` says how that is known, and `hint` what else helps. A row has no name if the program
+    chooses the file's name.
     """
     if not rows:
         return
@@ -228,7 +235,7 @@ def refuse_gaps(
 
 
 def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:
-    """The error of a file that is not there; `stated_by` is the file that names it."""
+    """The error for a file that is missing; `stated_by` is the file that names it."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""),
@@ -239,7 +246,7 @@ def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCh
 
 
 def expecting(count: int) -> str:
-    """The hint for so many files that are lost."""
+    """The hint for `count` lost files."""
     files = "it" if count == 1 else "them"
     return f"copy {files} again, or take an earlier checkpoint (of a run: --tag)"
 
@@ -248,13 +255,14 @@ def expecting(count: int) -> str:
 
 
 NAME_MAX = 255
-"""Letters that the name of a file may have at most."""
+"""The most letters that a file's name may have."""
 
 
 class SavedName(Struct, frozen=True):
-    """What the name of a rank's file says, and what the one says under which it was saved.
+    """The parsed name of a rank's file, and the parsed name under which it was saved.
 
-    `stated` is None if the file states no name of the same form, and not the name of another file.
+    `stated` is None if the file states no name of the same form, and not the name of a file beside
+    it.
     """
 
     row: Row
@@ -278,8 +286,8 @@ def saved_names(
 ) -> list[SavedName]:
     """The names of all files of a checkpoint that have one of these roles.
 
-    `folders` are those in the zips: None without a zip. `beside` are names of further files in the
-    same directory.
+    `folders` maps a path to the folder in its zip, or to None for a file that is no zip. `beside`
+    are names of further files in the same directory.
     """
     stems = {os.path.splitext(os.path.basename(name))[0] for name in (*folders, *beside)}
     names = []
@@ -300,7 +308,9 @@ def saved_names(
 
 
 def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
-    """Raises InconsistentCheckpoint if a file was saved as that of another one of `what`."""
+    """Raises InconsistentCheckpoint if a file was saved as that of another of `what`, such as
+    ranks.
+    """
     for row in (name.row for name in names if name.is_other):
         raise InconsistentCheckpoint(
             "swapped-files",
@@ -313,7 +323,7 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
 
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:
-    """A note on files of ranks that state no name: for these, `refuse_others` says nothing."""
+    """A notice about rank files that state no name, which `refuse_others` cannot check."""
     count = sum(name.stated is None for name in names)
     if not count:
         return []

@@ -1,7 +1,7 @@
-"""Which directories has zckpt written? A name is no proof.
+"""Decides which directories zckpt has written. A name is no proof.
 
     X                 complete: it has the mark of its run, an attribute or the file `.X.zckpt`
-    X.partial         begun: it has the journal of a run, and the files of X
+    X.partial         unfinished: it has the journal of a run, and the files of X
     X.gone.partial    being removed: it has X's mark
 
 `copying/journal.py` sets marks and writes journals.
@@ -22,20 +22,20 @@ from .folder import JOURNAL, PROBE, Folder, mark_file
 from .sources import pread
 
 MARK = "user.zckpt.run"
-"""The extended attribute of a complete target, which says of which run it is."""
+"""The extended attribute of a complete target; its value identifies the run that wrote it."""
 MOST = 1 << 16  # bytes of a mark
 JOURNALS = re.compile(rf"{JOURNAL}(-\d+(-of-\d+)?)?|{PROBE}[0-9a-f]{{8}}", re.ASCII)
 TORN = re.compile(rb"(?s)(\0.*)?|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
-"""A journal that was forgotten, or whose first line a power loss has damaged."""
+"""A journal that was emptied, or whose first line was damaged by a power loss."""
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file of this name is the journal of a run or of one process, or will be removed."""
+    """Whether a file of this name is the journal of a run or process, or a probe to be removed."""
     return JOURNALS.fullmatch(name) is not None
 
 
 def lines_in(data: bytes) -> list[bytes]:
-    """The intact lines of a journal; the first damaged one ends them."""
+    """The intact lines of a journal, up to the first damaged one."""
     lines = []
     for text in data.split(b"\n")[:-1]:
         if text != b"%08x %s" % (crc32(text[9:]), text[9:]):
@@ -45,10 +45,10 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether a run for the target `name` can have left this open `.partial`.
+    """Whether this open `.partial` may have been left by a run that wrote the target `name`.
 
-    It has a journal, or else nothing, and beside it the directory of the target alone. Raises
-    TargetExists for a journal that is a link, or not ours where everything must be.
+    It contains a journal and at most the target's directory, or nothing at all. Raises TargetExists
+    for a journal that is a link, or is not ours in an owned folder.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}
@@ -69,7 +69,7 @@ def _has_journal(folder: Folder) -> bool:
 
 
 def document(text: bytes) -> dict[str, Any]:
-    """The mark that a text is; empty if it is none."""
+    """Parses the text of a mark; empty if it is not a mark."""
     try:
         mark = json.loads(text)
     except ValueError:
@@ -78,7 +78,7 @@ def document(text: bytes) -> dict[str, Any]:
 
 
 def has_mark(above: Folder, path: str, file: int) -> bool:
-    """Whether an open directory has a mark: its own, or one in the mark file of `path`."""
+    """Whether an open directory has a mark: as an attribute, or in the mark file of `path`."""
     with suppress(AttributeError, OSError):
         if document(os.getxattr(file, MARK)):
             return True
@@ -86,7 +86,7 @@ def has_mark(above: Folder, path: str, file: int) -> bool:
 
 
 def is_marked(path: str) -> bool:
-    """Whether zckpt has written the folder at a path, which has not been copied since."""
+    """Whether the folder at a path was written by zckpt, and not copied since."""
     path = os.path.realpath(path)
     try:
         with Folder.at(os.path.dirname(path)) as above, above.inner(path) as folder:
@@ -96,9 +96,9 @@ def is_marked(path: str) -> bool:
 
 
 def remove_mark_file(above: Folder, target: str) -> None:
-    """Removes the mark file of a target that was there earlier.
+    """Removes the mark file that an earlier target has left.
 
-    What has other contents stays. A link has none.
+    A file with other contents is kept. So is anything if the target is a link.
     """
     path = mark_file(target)
     now = above.status(path)

@@ -1,4 +1,4 @@
-"""Do the bytes that were read have the CRC-32s that their files state?
+"""Checks that bytes have the CRC-32s that their files state.
 
 As soon as all bytes of a record have been read, in any order, their CRC-32 is compared with the one
 that the file states.
@@ -20,31 +20,31 @@ from .fileio import Buffer, Reader
 from .fragments import Extent, Record
 from .sources import Fingerprints
 
-LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
+LITTLE = 1 << 20  # bytes; a record that lacks no more is read to its end, to check its CRC-32
 
 
 class RecordCounts(Struct):
-    """How many records were checked, or not; `bare` counts the unchecked that have no CRC-32."""
+    """How many records were checked or not; `bare` counts those that have no CRC-32."""
 
     checked: int = 0
     unchecked: int = 0
     bare: int = 0
 
     def report(self) -> dict[str, int]:
-        """As the reports of all commands have it."""
+        """The counts as the reports of all commands print them."""
         own = {"checked": self.checked, "unchecked": self.unchecked}
         return own | {"without_checksum": self.bare}
 
 
 class Damage(Struct, frozen=True):
-    """A record whose bytes have the CRC-32 `crc`, which is not the one that its file states."""
+    """A record whose bytes have the CRC-32 `crc`, which its file does not state."""
 
     record: Record
     crc: int
 
 
 def damaged(extent: Extent) -> CorruptCheckpoint:
-    """The error of a record whose bytes do not have the CRC-32 that its file states."""
+    """The error for a record whose bytes do not have the CRC-32 that its file states."""
     return CorruptCheckpoint(
         "record-damaged",
         f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
@@ -55,7 +55,7 @@ def damaged(extent: Extent) -> CorruptCheckpoint:
 
 
 def mark_of(records: Iterable[Record]) -> int:
-    """A number that differs for another source: of the places of its records, and their CRC-32s."""
+    """A number that identifies a source, computed from the places and CRC-32s of its records."""
     crc = 0
     for record in records:
         place = record.extent
@@ -64,15 +64,15 @@ def mark_of(records: Iterable[Record]) -> int:
 
 
 PassedRecord = tuple[int, int, int, int]
-"""Bytes [start, stop) of a record, which is known by its number, and their CRC-32."""
+"""The number of a record, bytes [start, stop) of it, and their CRC-32."""
 
 
 class RecordChecker:
-    """Do the records have the CRC-32 that their files state? Bytes may come in any order.
+    """Checks the CRC-32 of records whose bytes may arrive in any order.
 
-    Records are known by their numbers: a checkpoint has millions, some of which are made when they
-    are asked for. Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead.
-    `fingerprints` are those that the files must have. `counts` are known after `finish`.
+    Records are identified by their numbers: a checkpoint has millions, some of which are made when
+    they are read. Damage raises CorruptCheckpoint; with `collect` it is put into `damage` instead.
+    `fingerprints` are those that the files must have. `counts` are complete after `finish`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RecordChecker:
         self._starts: dict[str, array[int]] = {}  # where they begin
         self._index()
         self._covers: dict[int, Cover] = {}
-        self._whole: dict[int, int] = {}  # CRC-32s of those that have passed as a whole
+        self._whole: dict[int, int] = {}  # the CRC-32s of records whose bytes have all passed
         self._lock = threading.Lock()
         self._required: set[int] = set()
         self._collect = collect
@@ -116,9 +116,10 @@ class RecordChecker:
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
     ) -> int | None:
-        """Counts the bytes at `offset`, also in `log`; raises CorruptCheckpoint for damage.
+        """Counts the bytes at `offset`, and adds them to `log`.
 
-        Gives their CRC-32 if it was needed: if they lie in one record, whose CRC is known.
+        Returns their CRC-32 if it was computed: if they lie in one record, whose CRC-32 is stated.
+        Raises CorruptCheckpoint for damage.
         """
         end, needed = offset + len(data), None
         for number in self._within(file, offset, end):  # one read may pass over several records
@@ -135,7 +136,7 @@ class RecordChecker:
         return needed
 
     def require(self, extent: Extent) -> None:
-        """`finish` will read and check the records with any of these bytes, even if none passed."""
+        """Makes `finish` read and check all records that hold any of these bytes."""
         for number in self._within(extent.file, extent.offset, extent.offset + extent.length):
             with self._lock:
                 self._required.add(number)
@@ -154,7 +155,7 @@ class RecordChecker:
         return numbers[first : bisect_left(starts, end)]
 
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
-        """Counts bytes [start, stop) of a record, which have this CRC."""
+        """Counts bytes [start, stop) of a record, whose CRC-32 was computed already."""
         record = self._records[number]
         extent = record.extent
         with self._lock:
@@ -174,7 +175,7 @@ class RecordChecker:
             raise damaged(extent)
 
     def parts(self) -> Iterator[PassedRecord]:
-        """What has been counted so far, as arguments of `passed_before`."""
+        """All bytes that were counted so far, as arguments of `passed_before`."""
         for number, crc in self._whole.items():
             yield number, 0, self._records[number].extent.length, crc
         for number, cover in self._covers.items():
@@ -192,10 +193,11 @@ class RecordChecker:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> None:
-        """Reads the rest of records that lack little (padding); counts checked and unchecked ones.
+        """Reads the rest of records that lack little (padding); counts checked and unchecked
+        records.
 
-        With `everything` it completes all records, also those that no tensor needed. `beside` is
-        called with the bytes that lie beside tensors in their records.
+        With `everything`, all records are completed, including those that no tensor needed.
+        `beside` is called with the bytes that lie beside tensors in their records.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:
@@ -207,7 +209,7 @@ class RecordChecker:
         for number, cover in list(self._covers.items()):
             record, gaps = self._records[number], cover.gaps()
             padding = beside if cover.seen else None
-            if gaps is None:  # tensors overlap: the whole record must be read again
+            if gaps is None:  # tensors overlap: the complete record must be read again
                 self._covers[number] = Cover(record.extent.length)
                 gaps, padding = [(0, record.extent.length)], None
             missing = sum(stop - start for start, stop in gaps)

@@ -1,6 +1,6 @@
-"""Sequences of what is made when it is asked for, so that millions of items take no memory.
+"""Sequences whose items are made when they are read, so that millions of items take no memory.
 
-They are as good as a list or a tuple of these items for whoever reads them.
+To a reader they behave like a list of these items.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Made(Sequence[T], Generic[S, T]):
-    """What `make` makes of each item of another sequence."""
+    """Applies `make` to each item of another sequence when the item is read."""
 
     __slots__ = ("items", "make")
 
@@ -34,7 +34,7 @@ class Made(Sequence[T], Generic[S, T]):
 
 
 class Joined(Sequence[T]):
-    """Items and sequences of items, one behind the other."""
+    """A concatenation of single items and sequences of items."""
 
     __slots__ = ("_ends", "_parts")
 
@@ -51,7 +51,7 @@ class Joined(Sequence[T]):
             self.join([item])
 
     def join(self, items: Sequence[T]) -> None:
-        """Adds a sequence as it is."""
+        """Appends all items of a sequence, without copying them."""
         if items:
             self._ends.append(len(self) + len(items))
             self._parts.append(items)

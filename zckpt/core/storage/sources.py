@@ -1,13 +1,13 @@
-"""How is a source file opened, looked at, listed and watched?
+"""Opens, lists and watches source files.
 
-Every read of a source goes through this module. It sees to four things:
+Every read of a source goes through this module. It takes care of four things:
 
     a file that changes while it is read    is noticed at every opening, and in the end
-    an error of the filesystem              names the file, and is never taken for "there is none"
-    a pipe, a socket or a device            is refused: to open one could take for ever
+    an error of the filesystem              names the file, and never counts as a missing file
+    a pipe, a socket or a device            is refused: opening one could block for ever
     a short read                            is continued: only 0 bytes are the end of a file
 
-The bytes of a file may lie elsewhere (`elsewhere`): then they are read from there.
+The bytes of a file may lie elsewhere (`byte_sources`): then they are read from there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .byte_sources import Fingerprint
 
 P = ParamSpec("P")
 T = TypeVar("T")
-BLOCK = 1 << 20  # bytes of two files that are compared at once
-LOOKS = 9  # so often a search begins anew, if each time something is removed meanwhile
+BLOCK = 1 << 20  # bytes of two files that are compared at a time
+LOOKS = 9  # the number of times that a search is repeated because something was removed meanwhile
 
-# nothing is there: a path without a file, through a file, through links in a circle, too long
+# errors for a path where nothing is: no file, through a file, links in a circle, name too long
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -41,21 +41,21 @@ NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 Fingerprints = Mapping[str, Fingerprint]
-"""Fingerprints by path; the paths are those of extents."""
+"""Maps paths to fingerprints; the paths are those of extents."""
 
 
 def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
-    """Size and mtime of every file by its name below `root`: the same on all nodes."""
+    """Size and mtime of every file, by its name below `root`. They are the same on all nodes."""
     return {
         os.path.relpath(file, root): [seen.size, seen.mtime] for file, seen in fingerprints.items()
     }
 
 
 class Watch(Struct, eq=False):
-    """The first fingerprint of every file that is opened or measured, by path.
+    """The first fingerprint of every file that was opened or measured, by path.
 
     `changed` are the files that had another fingerprint later. `objects` are the classes and
-    functions that the texts of pickles name.
+    functions that are named in the texts of pickles.
     """
 
     first: dict[str, Fingerprint] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class Watch(Struct, eq=False):
             self.changed.add(path)
 
     def of(self, paths: Iterable[str]) -> dict[str, Fingerprint]:
-        """The fingerprints of these files; raises SourceChanged.
+        """The fingerprints of these files; raises SourceChanged if one of them changed.
 
-        The others, such as a log beside a checkpoint that a reader looked at, may change.
+        Other files, such as a log beside a checkpoint that a reader looked at, may change.
         """
         fingerprints = {}
         for path in paths:
@@ -87,10 +87,9 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 def watching() -> Iterator[Watch]:
     """Notes every file that is opened or measured inside the block, in this thread.
 
-    Whoever reads a checkpoint's structure opens its files in one thread, so that a context variable
-    is enough. Threads that read tensors open the files again: they get the fingerprints of the
-    manifest (`Files.fingerprints`). If the block raises because files contradict each other, and
-    one of them changed meanwhile, SourceChanged is raised.
+    A checkpoint's structure is read in one thread, so a context variable is enough. Threads that
+    read tensors open the files again, with the fingerprints of the manifest (`Files.fingerprints`).
+    If the block raises an error, and one of the files changed meanwhile, SourceChanged is raised.
     """
     watch = Watch()
     token = _watch.set(watch)
@@ -105,9 +104,10 @@ def watching() -> Iterator[Watch]:
 
 @contextmanager
 def unchanged(*read: Fingerprints) -> Iterator[None]:
-    """Raises SourceChanged at the end of the block if a file is not as it was when it was `read`.
+    """Raises SourceChanged at the end of the block if a file changed since it was `read`.
 
-    So it does if the block raises: the bytes of a file that changed do not fit together.
+    If the block raises an error and a file changed, SourceChanged replaces that error: the bytes of
+    a file that changed do not fit together.
     """
     try:
         yield
@@ -132,7 +132,7 @@ def _changed(path: str) -> SourceChanged:
 
 
 def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
-    """Raises SourceChanged if one of the files has changed, from the error that followed."""
+    """Raises SourceChanged, from the error that followed, if one of the files has changed."""
     for path, first in fingerprints.items():
         try:
             _check(path, first, status(path))
@@ -150,9 +150,10 @@ _stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozens
 
 @contextmanager
 def standing_in(paths: Iterable[str]) -> Iterator[None]:
-    """Inside the block, the files at these paths are those of other ranks than their names say.
+    """Inside the block, the files at these paths are copies of other ranks' files.
 
-    So what the files of a lost rank would have is known by its place, and the rest can be shown.
+    They take the place of the files of a lost rank. So the structure of the checkpoint can be read,
+    and the remaining tensors can be shown.
     """
     token = _stand_ins.set(frozenset(paths))
     try:
@@ -171,7 +172,7 @@ def is_stand_in(path: str) -> bool:
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Every OSError inside the block gets the name of the file, if it has none."""
+    """Adds the file's name to every OSError inside the block that has none."""
     try:
         yield
     except OSError as error:
@@ -180,17 +181,17 @@ def naming(path: str) -> Iterator[None]:
 
 
 def named(error: OSError, path: str) -> OSError:
-    """The error with the name of the file, if it had none."""
+    """Adds the file's name to the error if it has none; returns the error."""
     if error.filename is None and error.errno is not None:
         error.filename = path
     return error
 
 
 def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
-    """The descriptor of a source file; the caller closes it.
+    """Opens a source file; the caller closes the descriptor.
 
-    Raises CorruptCheckpoint unless it is a regular file, SourceChanged if `fingerprints` have
-    another one for it, OSError with the path.
+    Raises CorruptCheckpoint unless it is a regular file. Raises SourceChanged if `fingerprints`
+    have another one for it. An OSError has the path.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -205,7 +206,7 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
         if fingerprints is not None:
             _check(path, fingerprints.get(path), now)
     except BaseException as error:
-        with suppress(OSError):  # which would take the place of the error with the name
+        with suppress(OSError):  # an error of close would hide the one with the name
             os.close(file)
         if isinstance(error, OSError):
             named(error, path)
@@ -214,28 +215,31 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
 
 
 def note(path: str, now: os.stat_result) -> None:
-    """Notes the fingerprint of a file for `watching`; does nothing outside of its block."""
+    """Notes the fingerprint of a file for `watching`. Outside of its block it does nothing."""
     watch = _watch.get()
     if watch is not None:
         watch.note(path, now)
 
 
 def note_objects(names: Iterable[str]) -> None:
-    """Notes names in a pickle for `watching`, also of values that the pickle itself drops."""
+    """Notes names in a pickle for `watching`, including those of values that the pickle drops."""
     watch = _watch.get()
     if watch is not None:
         watch.objects.update(names)
 
 
 def close(file: int) -> None:
-    """Closes a file that was only read: an error is ignored, since nothing can be lost."""
+    """Closes a file that was only read, and ignores errors, since nothing can be lost."""
     with suppress(OSError):
         os.close(file)
 
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """A source file to read; raises as `open_file`. OSErrors inside the block name the file."""
+    """Opens a source file to read; raises as `open_file`.
+
+    OSErrors inside the block name the file.
+    """
     try:
         number = open_file(path)
         where = byte_sources.of(number)
@@ -250,7 +254,7 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 
 def same_bytes(a: str, b: str) -> bool:
-    """Whether two files have the same bytes; nothing is read behind the first block that differs.
+    """Whether two files have the same bytes; reading stops after the first block that differs.
 
     Raises as `open_file`.
     """
@@ -264,7 +268,10 @@ def same_bytes(a: str, b: str) -> bool:
 
 
 def pread(file: int, length: int, offset: int) -> bytes:
-    """The bytes [offset, offset + length) of a file; fewer only if it ends there."""
+    """The bytes [offset, offset + length) of a file.
+
+    The result is shorter only at the end of the file.
+    """
     if (where := byte_sources.of(file)) is not None:
         return where.pread(length, offset)
     data = b""
@@ -276,7 +283,9 @@ def pread(file: int, length: int, offset: int) -> bytes:
 
 
 def read_into(file: int, view: memoryview, offset: int) -> int:
-    """Reads bytes from `offset` on into `view`, perhaps fewer; 0 are the end of the file."""
+    """Reads bytes from `offset` on into `view`, perhaps fewer than fit; 0 means the end of the
+    file.
+    """
     if (where := byte_sources.of(file)) is not None:
         return where.read_into(view, offset)
     return os.preadv(file, (view,), offset)
@@ -286,9 +295,9 @@ def read_into(file: int, view: memoryview, offset: int) -> int:
 
 
 def status(path: str) -> os.stat_result | None:
-    """What lies at a path, links followed; None if nothing does.
+    """The status of a path, with links followed; None if nothing is there.
 
-    Raises OSError if that cannot be known: no permission, a failed disk, a stale mount.
+    Raises OSError if that cannot be determined: no permission, a failed disk, a stale mount.
     """
     try:
         return os.stat(path)
@@ -301,19 +310,19 @@ def status(path: str) -> os.stat_result | None:
 
 
 def is_file(path: str) -> bool:
-    """Whether a regular file is there; raises OSError if that cannot be known."""
+    """Whether a regular file is there; raises OSError if that cannot be determined."""
     now = status(path)
     return now is not None and stat.S_ISREG(now.st_mode)
 
 
 def is_folder(path: str) -> bool:
-    """Whether a folder is there; raises OSError if that cannot be known."""
+    """Whether a folder is there; raises OSError if that cannot be determined."""
     now = status(path)
     return now is not None and stat.S_ISDIR(now.st_mode)
 
 
 def size(path: str) -> int:
-    """Bytes of a file; its fingerprint is noted, as if it were opened."""
+    """The bytes of a file. Its fingerprint is noted, as if the file were opened."""
     now = os.stat(path)
     note(path, now)
     return now.st_size
@@ -325,8 +334,8 @@ def size(path: str) -> int:
 def beside(path: str) -> str | None:
     """The name of the file or folder to which a link leads, if both are in one folder.
 
-    It is a second name of a checkpoint, such as `latest`. None for a link to any other place, for a
-    link in a circle, and for what is no link.
+    Such a link is a second name of a checkpoint, such as `latest`. None for a link to any other
+    place, for links in a circle, and for a path that is no link.
     """
     folder, name = os.path.split(path)
     names = [name]
@@ -339,10 +348,10 @@ def beside(path: str) -> str | None:
 
 
 def looks_again(look: Callable[P, T]) -> Callable[P, T]:
-    """Begins a search anew if something that it found was gone when it looked into it.
+    """Repeats a search if something that it found was removed before it could look into it.
 
-    A run removes its old checkpoints while another program looks for them, and others the folders
-    beside. What still raises FileNotFoundError after several looks has another reason.
+    A run removes its old checkpoints while another program looks for them, and other programs
+    remove folders beside them. FileNotFoundError is raised only after several attempts.
     """
 
     @wraps(look)
@@ -364,7 +373,7 @@ _listings = ContextVar("listings", default=None)
 def remembering(anew: bool = False) -> Iterator[None]:
     """Inside the block a folder is listed once: every format asks, and it may have 50,000 files.
 
-    A search inside of another one knows what that has listed, unless it begins `anew`.
+    A nested search reuses the listings of the outer one, unless it begins `anew`.
     """
     token = _listings.set({} if anew else _listings.get() or {})
     try:
@@ -374,12 +383,12 @@ def remembering(anew: bool = False) -> Iterator[None]:
 
 
 def names(folder: str) -> list[str]:
-    """As os.listdir; a search lists each folder once."""
+    """As os.listdir, but a search lists each folder only once."""
     return [name for name, _ in _listing(folder)]
 
 
 def names_but_of_files(folder: str) -> list[str]:
-    """Names of folders, links and all else that is no file."""
+    """The names of folders, links and everything else that is not a file."""
     return [name for name, is_file in _listing(folder) if not is_file]
 
 
@@ -395,14 +404,14 @@ def _listing(folder: str) -> list[tuple[str, bool]]:
 
 
 def is_denied(path: str) -> bool:
-    """Whether a file may not be read, or a folder not listed, by this user; or is gone meanwhile.
+    """Whether this user may not read a file or list a folder, or whether it was removed meanwhile.
 
-    A search that passes by files of others leaves such ones alone: `lost+found`, a private log,
-    what another program has just removed. Any other OSError is raised.
+    A search passes by files of others and skips such ones: `lost+found`, a private log, a file that
+    another program has just removed. Any other OSError is raised.
     """
     try:
         if is_folder(path):
-            os.stat(os.path.join(path, "."))  # it may be listed, but not entered
+            os.stat(os.path.join(path, "."))  # a folder may be listable, but not enterable
             os.scandir(path).close()
         else:
             close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
@@ -414,10 +423,12 @@ def is_denied(path: str) -> bool:
 def walk(
     folder: str, enter: Callable[[str], bool] = lambda path: True
 ) -> Iterator[os.DirEntry[str]]:
-    """Everything below a folder: what is in it, in the order of names, then what is in its folders.
+    """Everything below a folder: first its contents in the order of names, then those of its
+    folders.
 
-    Enters the folders for whose path `enter` is true, but follows no link. Raises OSError for what
-    cannot be listed. It gives entries, which know sizes and kinds; os.walk gives names.
+    It enters the folders for whose path `enter` is true, and follows no link. Raises OSError if a
+    folder cannot be listed. The results are entries, which have sizes and kinds; os.walk gives
+    names.
     """
     waiting = [folder]
     while waiting:

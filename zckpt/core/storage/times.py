@@ -1,8 +1,9 @@
-"""Which files of a save were not written when the others were?
+"""Finds files of a save that were not written together with the others.
 
-The ranks of a run write their files together, and some programs write one more file when all have
-written theirs. So a file whose time is far from the others' may be of another save. Times prove
-nothing: a copy, git and a download give files new ones. Therefore most files must lie together.
+The ranks of a run write their files together, and some programs write one more file after that. So
+a file whose time is far from the others' may belong to another save. Times prove nothing: a copy,
+git and a download give files new ones. Therefore files are reported only if most of the others were
+written together.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 APART = 600 * 10**9
-"""Nanoseconds. Files of one save follow each other sooner."""
+"""Nanoseconds. Files of one save follow each other within this time."""
 
 
 class OddTimes(Struct, frozen=True):
-    """Files that lie apart: `early` ones before the others, `late` ones after the last file."""
+    """Files with odd times: `early` ones before the others, `late` ones after the last file."""
 
     early: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
 
 
 def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
-    """The files that were not written with the others; `times` in nanoseconds are by name.
+    """The files that were not written with the others.
 
-    `last` is the time of the file that is written last, if there is one. No file is odd unless more
-    than half of all lie together, and not behind the last one.
+    `times` maps names to nanoseconds. `last` is the time of the file that is written last, if there
+    is one. No file is odd unless more than half of all files lie together, and not after the last
+    one.
     """
     every = [*times.values()] if last is None else [*times.values(), last]
     most = max(_together(every), key=len, default=[])
@@ -40,7 +42,7 @@ def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
 
 
 def _together(times: Iterable[int]) -> list[list[int]]:
-    """The times in order, a list for each run of them without a long pause."""
+    """Groups the sorted times: a pause longer than APART begins a new group."""
     groups: list[list[int]] = []
     for time in sorted(times):
         if not groups or time - groups[-1][-1] > APART:

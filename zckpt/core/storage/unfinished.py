@@ -1,12 +1,13 @@
-"""Is a target complete? A journal shows that it is being written, a note that it was being sent.
+"""Decides whether a target is complete.
 
-    DST.partial/journal      what a run has written of it; the run renames the folder when it ends
+A journal shows that it is being written, a note that it is being sent to a store.
 
+    DST.partial/journal      what a run has written so far; the run renames the folder when it ends
     zckpt-unfinished.json    {"zckpt": "0.1.0", "files": {"model.safetensors": 123, "latest": 45},
                              "last": "latest", "sent": {"model.safetensors": 3141592653}}
 
-The note says which files a target in a store has. A run sends it first, and removes it last. A copy
-of the target on a disk has the note too. What the note does not show is unfinished.
+The note lists the files of a target in a store. A run sends it first, and removes it last. A copy
+of the unfinished target on a disk contains the note too, which shows the missing files there.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ MOST = 64 << 20  # bytes of a note
 
 
 class Note(Struct, frozen=True):
-    """The target's files with their sizes, and the one without which nobody takes it for one.
+    """The target's files with their sizes, and the file that is sent `last`.
 
-    `sent` has the CRC-32s of files that have arrived, and `lost` the names of those that the store
-    has as other bytes. `zckpt` is the version that wrote the note.
+    Without the last file no program recognizes the target as a checkpoint. `sent` has the CRC-32s
+    of files that have arrived. `lost` has the names of files that the store holds with other bytes.
+    `zckpt` is the version that wrote the note.
     """
 
     files: dict[str, Annotated[int, Meta(ge=0)]]
@@ -48,11 +50,13 @@ class Note(Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """All files, the last one behind the others."""
+        """The names of all files; the last one is at the end."""
         return [*(name for name in self.files if name != self.last), self.last]
 
     def missing(self, size_of: Callable[[str], int | None]) -> list[str]:
-        """The files that are not there with their sizes; `size_of` gives None for no file."""
+        """The files that are not there, or have another size; `size_of` gives None for a missing
+        file.
+        """
         sizes = {name: size_of(name) for name in self.names}
         return [
             name
@@ -62,7 +66,7 @@ class Note(Struct, frozen=True):
 
 
 def understood(data: bytes) -> Note | None:
-    """The note with these bytes; None if it is none, of a newer zckpt, or names files elsewhere."""
+    """Parses a note; None if it is invalid, of a newer zckpt, or names files outside the folder."""
     try:
         note = msgspec.json.decode(data, type=Note)
         for name in note.names:
@@ -75,7 +79,7 @@ def understood(data: bytes) -> Note | None:
 
 
 def _numbers(version: str) -> list[int]:
-    """Major and minor number of a version."""
+    """The major and minor number of a version."""
     return [int(number) for number in re.findall(r"[0-9]{1,9}", version)[:2]]
 
 
@@ -83,7 +87,7 @@ def refuse_unfinished(paths: Iterable[str]) -> None:
     """Raises IncompleteCheckpoint if a path belongs to a target that is not complete.
 
     A target that is being written has a journal; a copy of one that was being sent has its note.
-    Both lie in a folder above, or in the path's own.
+    Both may lie in the path itself or in any folder above it.
     """
     places = {
         place: path for path in paths for place in (os.path.realpath(path), os.path.abspath(path))
@@ -139,7 +143,7 @@ def _refuse(path: str, folder: str, note: Note | None, missing: list[str]) -> No
     files = () if note is None else note.names
     is_of_note = any(file == name or file.startswith(f"{name}/") for file in files)
     if note is not None and name != os.curdir and not is_of_note:
-        return  # it lies beside the target's files
+        return  # the path lies beside the target's files
     reason = (
         "its note cannot be understood"
         if note is None
