@@ -1,15 +1,15 @@
-"""How a target comes about: its files are laid out, filled, sealed and renamed.
+"""Writes a target: lays out its files, fills them, seals them, and renames the directory.
 
-    convert.py      the five steps of a conversion
-    copy.py         fills the files of a target
-    assembling.py   one chunk of a file
-    comparing.py    masters are compared with their weights meanwhile
-    filling.py      a file while it is filled: its regions, and what its bytes belong to
-    targets.py      may a target be written at a path, and does it fit?
-    staging.py      it appears whole or not at all
-    journal.py      which regions are complete; journals.py of several processes
+    convert.py        the five steps of a conversion
+    copy.py           fills the files of a target
+    assembling.py     assembles one chunk of a file
+    comparing.py      compares masters with their weights meanwhile
+    filling.py        a file while it is filled: its regions, and the checksums of its bytes
+    targets.py        checks whether a target may be written at a path, and fits there
+    staging.py        makes the target appear completely or not at all
+    journal.py        notes which regions are complete; journals.py for several processes
     without_locks.py  where a run writes on a filesystem without locks
-    sharing.py      which regions this process writes
+    sharing.py        which regions this process writes
 
-Knows no engine and no container, as core/, whose plan of a copy it carries out.
+It names no engine and no container. It carries out the plan of a copy in core/.
 """

@@ -1,7 +1,7 @@
-"""How does one chunk of a target file come about, and what are the CRC-32s of its bytes?
+"""Assembles one chunk of a target file, and computes the CRC-32s of its bytes.
 
 Elements are read into a buffer, cast where the types differ, and hashed while they are in the
-processor's cache. Bytes between tensors (headers) are those that the file has already.
+processor's cache. Bytes between tensors (headers) are kept as they are in the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.storage.checksum import crc32, crc_of_runs
 from ..core.storage.fragments import Extent, Slices
 from .journal import Key, Passed
 
-# of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
+# the object of a CRC-32: a tensor of the target, or a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
 
 
@@ -34,13 +34,13 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s that are asked for of bytes that begin at `start` in the file."""
+        """The CRC-32s that are needed of bytes that begin at `start` in the file."""
 
 
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks, for one thread.
 
-    `numbers` are those of the pairs that are hashed, by identity. The bytes of the pairs in
+    `numbers` maps the identity of each pair that is hashed to its number. The bytes of the pairs in
     `checking` count for the source's records. `hashed_first` has the numbers of the pairs whose
     source is hashed before it is cast.
     """
@@ -51,7 +51,7 @@ class Assembler(Struct, frozen=True, eq=False):
     hashed_first: Container[int]
 
     def assemble(self, target: Target, chunk: Chunk, view: memoryview) -> list[Passed]:
-        """Puts a chunk's bytes into `view`; gives their CRC-32s."""
+        """Puts a chunk's bytes into `view`; returns their CRC-32s."""
         passed: list[Passed] = []
         self._keep_shell(target, chunk, view)
         same: list[ReadRequest] = []
@@ -71,7 +71,10 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed + self._hash(target, chunk, view, crcs)
 
     def _keep_shell(self, target: Target, chunk: Chunk, view: memoryview) -> None:
-        """Reads what the file holds already between tensors (headers), and with it short ones."""
+        """Reads the bytes that the file already holds between tensors (headers).
+
+        Nearby ones are read together, including short tensors between them.
+        """
         offset, gaps = chunk.offset, list[tuple[int, int]]()
         ends = ((piece.offset, piece.end) for piece in chunk.pieces)
         for begin, end in chain(ends, ((chunk.end, chunk.end),)):
@@ -100,7 +103,8 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
-        """Computes elements from all copies; `view` begins at byte `offset` of the file."""
+        """Computes elements as means of all replicas; `view` begins at byte `offset` of the file.
+        """
         source, dtype = piece.pair.source, piece.pair.target.dtype
         size, most = SIZES[dtype], CAST_BLOCK // len(source.mean)
         for run in piece.runs():
@@ -108,7 +112,8 @@ class Assembler(Struct, frozen=True, eq=False):
                 stop = min(start + most, run.stop)
                 copies, block = [], self.reader.block
                 for copy in source.mean:
-                    # a weight's masters are read for the masters too, and count there
+                    # masters are read for the mean of a weight and for their own mean, and count
+                    # only for the latter
                     check = id(piece.pair) in self.checking and copy.name == source.name
                     length = (stop - start) * SIZES[copy.dtype]
                     self.reader.read([ReadRequest(copy, start, stop, 0, check)], block[:length])
@@ -118,13 +123,14 @@ class Assembler(Struct, frozen=True, eq=False):
                 put_mean(copies, view[at : at + (stop - start) * size], dtype)
 
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
+        """Fills runs at a stride: reads the rows that contain them, then copies the runs."""
         import numpy as np
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
         block = self.reader.block
-        most = CAST_BLOCK // stride  # a block has so many elements; `_parts` leaves short strides
+        # rows that fit into a block; `_parts` leaves only short strides
+        most = CAST_BLOCK // stride
         number, passed = self.numbers.get(id(piece.pair)), list[Passed]()
         for first in range(0, piece.count, most):
             count = min(most, piece.count - first)
@@ -153,9 +159,10 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRCs of the chunk's bytes: of tensors that are hashed, of records, and of the file.
+        """The CRC-32s of the chunk's bytes: of tensors that are hashed, of records, and of the
+        file.
 
-        `crcs` are known, by bytes [begin, end) of `view`.
+        `crcs` are CRC-32s that are known already, by bytes [begin, end) of `view`.
         """
         passed: list[Passed] = []
         begin = chunk.offset
@@ -178,14 +185,14 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """What runs of a piece give to the CRC of `entry`; the last one ends at its element `stop`."""
+    """The share of a piece's runs in the CRC of `entry`; the last run ends at element `stop`."""
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
     return key, stop * size - len(runs), stop * size, crc
 
 
 def _parts(pieces: Iterable[TargetPiece]) -> Iterator[TargetPiece]:
-    """The pieces; one whose runs are far from each other is cut into its runs."""
+    """The pieces; a piece whose runs are far from each other is split into its runs."""
     for piece in pieces:
         far = piece.count > 1 and piece.stride * SIZES[piece.pair.source.dtype] >= SMALL
         if far:

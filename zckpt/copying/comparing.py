@@ -1,8 +1,8 @@
-"""Which masters do not round to their weights? The processes that share a copy share this, too.
+"""Compares masters with weights during a copy; the processes that share the copy share this too.
 
-All masters with their weights are taken for one row of bytes. Its regions are handed out and noted
+All masters with their weights are treated as one file, the row. Its regions are assigned and noted
 as those of files are, under a name that no file can have. So a target is complete only when all of
-them have been compared, whichever processes, parts and later runs did that.
+them have been compared, whichever processes, parts and later runs did it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .sharing import Portion
 MASTERS = "masters/"
 """The name of the row."""
 DIFFERS = "differs"
-"""In a region: the number of a match, and the first element of it that differs there."""
+"""A key in a region, with the number of a match and the first element that differs there."""
 
 
 class MasterPart(Struct, frozen=True):
@@ -39,7 +39,7 @@ class MasterPart(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Bytes of both sides."""
+        """The bytes of masters and weights together."""
         return (self.stop - self.start) * _width(self.match)
 
 
@@ -74,7 +74,7 @@ class MasterRow:
             yield from parts
 
     def _parts(self, begin: int, end: int) -> Iterator[MasterPart]:
-        """An element is in the region that has its first byte."""
+        """The parts of a region. An element belongs to the region that contains its first byte."""
         for number, match in enumerate(self._matches):
             first, width = self._begins[number], _width(match)
             start, stop = (
@@ -85,14 +85,14 @@ class MasterRow:
                 yield MasterPart(begin, number, match, at, min(at + most, stop))
 
     def buffers(self) -> Buffers:
-        """Those of one thread."""
+        """The buffers of one thread."""
         elements = sum(match.a.numel for match in self._matches)
         return Buffers(self._memory // 3, elements <= FEW)
 
     def first(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> int | None:
-        """The first element that differs, unless an earlier one of its region is known to.
+        """The first element that differs; None if an earlier one of its region is known.
 
-        Nothing that is read here counts for a checksum.
+        The bytes that are read here count for no checksum.
         """
         views = []
         assert part.match.b is not None
@@ -108,7 +108,7 @@ class MasterRow:
         return measure_difference(a, a_dtype, b, b_dtype, part.start, is_rounded).first
 
     def compared(self, part: MasterPart, first: int | None) -> Region | None:
-        """Counts a part, of which this element differs; gives its region if that lacks no other."""
+        """Counts a part, and the element that differs; returns its region once it is complete."""
         region = self._regions[part.region]
         if first is not None:
             region.differing[part.number] = min(first, region.differing.get(part.number, first))
@@ -119,15 +119,15 @@ class MasterRow:
         return Region(MASTERS, part.region, region.stop, passed)
 
     def refuse(self, region: Region) -> None:
-        """Raises for masters in a region that are wrong, unless these are accepted."""
+        """Raises for masters in a region that differ, unless differences are accepted."""
         self._rounding.refuse(differing(region.passed))
 
 
 def differing(passed: Sequence[Passed]) -> Mapping[int, int]:
-    """The numbers of matches that differ in a region, each with the first element that does."""
+    """Maps the numbers of matches that differ in a region to the first element that differs."""
     return {number: first for (kind, number, first), *_ in passed if kind == DIFFERS}
 
 
 def _width(match: Match) -> int:
-    """Bytes of an element on both sides."""
+    """The bytes of an element of the master and of the weight together."""
     return sum(SIZES[entry.dtype] for entry in (match.a, match.b) if entry)

@@ -1,12 +1,12 @@
-"""The five steps of a conversion: shells, read them back, join, copy, seal and rename.
+"""The five steps of a conversion: shells, read back, join, copy, seal and rename.
 
     1. shells      the target's files, with their headers and with holes where tensors go
     2. read back   the target format's own reader says which bytes of the shells are which elements
     3. join        every element of the target gets its place in the source
-    4. copy        bytes move, and every one is hashed on the way
-    5. seal        checksums go into the files; then one rename makes the directory the target
+    4. copy        bytes are copied, and each is hashed on the way
+    5. seal        checksums are written into the files; one rename makes the directory the target
 
-This module knows no format: its caller passes the layout, the reader and the function that seals.
+This module names no format: its caller passes the layout, the reader and the function that seals.
 """
 
 from __future__ import annotations
@@ -43,19 +43,22 @@ HasDigests = Callable[[Manifest], bool]
 
 
 def files_of(layout: Layout) -> dict[str, int]:
-    """Names and sizes of all files that a layout writes. Builds every shell, so call it once."""
+    """The names and sizes of all files that a layout writes.
+
+    It builds every shell, so call it once.
+    """
     with uncollected():
         shells = {shell.name: shell.size for shell in layout.shells()}
     return shells | {name: sibling.size for name, sibling in layout.siblings}
 
 
 def chunk_size_of(source: Manifest, copying: Copying) -> int:
-    """Bytes that a conversion of `source` copies at a time."""
+    """The number of bytes that a conversion of `source` copies at a time."""
     return chunk_size(source.dp, copying.jobs, copying.memory)
 
 
 def memory_of(source: Manifest, copying: Copying) -> int:
-    """Bytes of all buffers that a conversion of `source` allocates."""
+    """The bytes of all buffers that a conversion of `source` allocates."""
     return 2 * copying.jobs * chunk_size_of(source, copying)
 
 
@@ -73,12 +76,11 @@ def convert(
 ) -> CopyOutcome | None:
     """Writes `source` as the target of `staging`, `size` bytes in the files of `layout`.
 
-    Masters are compared with their weights on the way, as `rounding` says.
-
-    The result is None if another part of the run will complete the target. If an error is raised,
-    there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have
-    the checksums that its files state, SourceChanged if one of its files is not as it was read,
-    MissingData, OSError, and what `Staging` raises.
+    Masters are compared with their weights on the way, as `rounding` says. The result is None if
+    another part of the run will complete the target. If an error is raised, there is no target.
+    Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have the checksums that
+    its files state, SourceChanged if one of its files changed since it was read, MissingData,
+    OSError, and the errors of `Staging`.
     """
     with (
         naming_full_disk(staging.target, size, staging.partial),
@@ -115,14 +117,14 @@ def convert(
             outcome.files[staging.put(name, sibling.path)] = copied
         staging.root.remove(waiting(staging.path, ""))
         seal(staging.root, shells, outcome)
-        for path in shells.files.paths:  # however long the copy took, they are of one save
+        for path in shells.files.paths:  # give all files one time, however long the copy took
             with staging.root.opened(path) as file:
                 os.utime(file)
     return outcome
 
 
 def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
-    """The files that are copied as they are, each as a tensor of bytes."""
+    """The files that are copied unchanged, each as a tensor of bytes."""
     for name, sibling in layout.siblings:
         source, target = (
             Entry(name, "file", "U8", (size,), solid(size, Extent(path, 0, size)))
@@ -134,9 +136,9 @@ def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
 
 @contextmanager
 def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
-    """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes.
+    """Raises NotEnoughSpace for an OSError of a full disk; `target` needs `size` bytes.
 
-    The hint says so if the directory `partial` is still there. That of a part always is.
+    The hint mentions the directory `partial` if it still exists. That of a part always does.
     """
     try:
         yield
@@ -164,9 +166,9 @@ def take_part(
     rounding: Rounding | None = None,
     has_digests: HasDigests = lambda _: True,
 ) -> None:
-    """Writes this process's portions of a target that another process lays and completes.
+    """Writes this process's portions of a target that another process lays out and completes.
 
-    Raises as `convert`, and Interrupted for a KeyboardInterrupt: the target has been begun.
+    Raises as `convert`, and Interrupted for a KeyboardInterrupt: the target was begun.
     """
     if (begun := sharing.begun()) is None:
         sharing.end()
@@ -193,7 +195,8 @@ def take_part(
 
 
 def _strictest_mode(source: Manifest) -> int:
-    """The permissions that all files of a source give: the target's files give no others."""
+    """The permissions that all files of a source have in common; the target's files get no others.
+    """
     mode = 0o666
     for file in source.files.paths:
         mode &= os.stat(file).st_mode

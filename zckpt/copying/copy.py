@@ -1,10 +1,11 @@
-"""How does a copy fill the files of a target from a source?
+"""Fills the files of a target from a source, chunk by chunk (2 MiB).
 
-Chunk by chunk (2 MiB): `assembling` puts the bytes into an aligned buffer, which is written. No
-more threads assemble than there are processors, or two, while others write. A region is some chunks
-that follow each other. When all of them are written, the file is synced, and the region goes into
-the journal with the CRC-32s of its parts. A later run takes these and skips the region.
-Files beside the tensors are pairs of bytes, and have regions too. So have masters that are compared
+`assembling` puts the bytes into an aligned buffer, which is written. At most as many threads
+assemble as there are processors, but at least two, while others write. A region consists of
+consecutive chunks. When all of them are written, the file is synced, and the region is noted in the
+journal with the CRC-32s of its parts. A later run reads these and skips the region.
+
+Files beside the tensors are pairs of bytes, and have regions too. So do masters that are compared
 with their weights (`comparing`).
 """
 
@@ -39,10 +40,11 @@ from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
 from .journal import Journal, Key, Passed, Region
 from .sharing import Portion, Sharing
 
-SLICES = 512 << 10  # bytes, at least, for slices of small tensors that a thread reads together
-UNSYNCED = 64  # small files that are open until they are synced together
+# bytes; the least working memory for slices of small tensors that a thread reads together
+SLICES = 512 << 10
+UNSYNCED = 64  # small files that are kept open until they are synced together
 CHECKED = "checked"
-"""Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
+"""The object of a CRC-32: a record of the source. `assembling` and `filling` have others."""
 
 Task = tuple[TargetFile, Chunk] | MasterPart
 
@@ -75,7 +77,7 @@ class _Copy(Struct, eq=False, dict=True):
         self.outcome = CopyOutcome()
         self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes
-        # of the pairs of which somebody asks for the CRC-32
+        # the pairs whose CRC-32 is needed
         self.numbers = {
             id(pair): number
             for number, pair in enumerate(pairs[: self.tensors])
@@ -90,7 +92,7 @@ class _Copy(Struct, eq=False, dict=True):
         }
         self.checking = counted(pairs, self.checker)
         self.lock = threading.Lock()
-        # each thread more would make handing over Python's lock dearer: of a copy into files of 64
+        # more threads would make handing over Python's lock slower: in a copy into files of 64
         # ranks, on two processors, four threads took a tenth longer
         self.assembling = threading.Semaphore(max(2, processors()))
         self.targets: dict[str, TargetFile] = {}
@@ -116,7 +118,7 @@ class _Copy(Struct, eq=False, dict=True):
         self._skip(name)
 
     def _skip(self, name: str) -> None:
-        """Takes the regions of a file that an earlier run has noted."""
+        """Reads the regions of a file that an earlier run has noted, and counts them as done."""
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
             if self.progress:
                 self.progress(region.stop - region.start)
@@ -146,9 +148,9 @@ class _Copy(Struct, eq=False, dict=True):
                 yield Portion(name, region.start, region.stop, is_complete)
 
     def take(self, regions: Iterable[Region]) -> list[Region]:
-        """Takes the CRC-32s of regions that an earlier run or another process has written.
+        """Adds the CRC-32s of regions that an earlier run or another process has written.
 
-        Gives those that it did not know yet.
+        Returns the regions that were not known before.
         """
         taken = []
         for region in regions:
@@ -164,13 +166,13 @@ class _Copy(Struct, eq=False, dict=True):
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Takes the CRC-32s of a region; the checker has those of source records already."""
+        """Adds the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
             own = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
             self.sums.add(own, self._cover_of)
 
     def _length_of(self, key: Key) -> int:
-        """The bytes that a key names."""
+        """The number of bytes that a key stands for."""
         kind, number, place = key
         if kind == TENSOR:
             return self.lengths[number]
@@ -187,7 +189,7 @@ class _Copy(Struct, eq=False, dict=True):
         return (Scattered if is_scattered else Cover)(self._length_of(key))
 
     def start(self, element_readers: Sequence[ElementReader]) -> Callable[[Task], None]:
-        """One thread's buffers, and the function that carries out a task."""
+        """Allocates one thread's buffers; returns the function that carries out a task."""
         (element_reader,) = element_readers
         element_reader.passed = [] if self.journal else None
         assembler = Assembler(element_reader, self.numbers, self.checking, self.cast)
@@ -210,7 +212,7 @@ class _Copy(Struct, eq=False, dict=True):
         return carry_out
 
     def _compare(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> None:
-        """Compares a part of the masters; notes its region if that lacks no other."""
+        """Compares a part of the masters; notes its region once it is complete."""
         assert self.masters is not None
         with self.assembling:
             first = self.masters.first(part, reader, buffers)
@@ -230,9 +232,9 @@ class _Copy(Struct, eq=False, dict=True):
         passed: Sequence[Passed],
         log: list[PassedRecord] | None,
     ) -> UnfinishedRegion | None:
-        """Counts a chunk that is written, and gives its region if that lacks no other.
+        """Counts a chunk that was written; returns its region once it is complete.
 
-        `log` has what was read of source records for it.
+        `log` has the parts of source records that were read for it.
         """
         region = target.regions[chunk.offset // target.width]
         with self.lock:
@@ -247,7 +249,7 @@ class _Copy(Struct, eq=False, dict=True):
         return region if is_complete else None
 
     def _complete(self, target: TargetFile, written: UnfinishedRegion) -> None:
-        """Syncs a region and notes it; small files are synced many at once."""
+        """Syncs a region and notes it; small files are collected and synced together."""
         region = Region(target.name, written.start, written.stop, written.sums.take())
         self._count(region.passed)
         if not is_small(target.size):
@@ -290,12 +292,13 @@ class _Copy(Struct, eq=False, dict=True):
         log.clear()
 
     def close(self, error: BaseException) -> None:
-        """Closes files after a failure, without a sync, whose own failure would hide the first."""
+        """Closes files after a failure, without a sync, whose own failure would hide the first one.
+        """
         for target in self.targets.values():
             target.stack.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> CopyOutcome:
-        """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
+        """Checks the remaining records and the source's digests; raises CorruptCheckpoint."""
         for target in self.targets.values():
             self.outcome.files[target.path] = target.size, self._crc((FILE, target.number, 0))
             for place, extent in enumerate(target.records):
@@ -332,9 +335,9 @@ def scattered(pairs: Sequence[Pair]) -> set[int]:
 def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
     """The pairs, by identity, whose bytes count for the records of the source.
 
-    One pair for the bytes of each source entry, which is known by them: each model rank may have
-    one of its name. The records of tensors that all targets cut along inner axes are read once more
-    in the end: `checker` requires them.
+    There is one pair for the bytes of each source entry. An entry is identified by its fragments,
+    since each model rank may have an entry of that name. Records of tensors that all targets cut
+    along inner axes are read once more in the end: `checker` requires them.
     """
     first: dict[int, int] = {}
     cut = scattered(pairs)
@@ -351,16 +354,17 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
 
 
 def _is_in_order(fragments: Fragments) -> bool:
-    """Whether they are single runs; False if a tensor is cut along inner axes."""
+    """Whether the fragments are single runs; False if a tensor is cut along inner axes."""
     return isinstance(fragments, (Runs, Slices))
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """Flat buffers of a source whose tensors other ranks of the target cut.
+    """The source's flat buffers whose tensors are cut differently over the ranks of the target.
 
     A slice may be read for two of these ranks, and padding for none.
     """
-    longest: dict[int, Slices] = {}  # by the identity of the flats: what reaches into most of them
+    # by the identity of the flat buffers: the slices that extend into most of them
+    longest: dict[int, Slices] = {}
     for pair in pairs:
         source, target = pair.source.fragments, pair.target.fragments
         if type(source) is Slices and type(target) is Slices:
@@ -386,12 +390,12 @@ def copy(
 ) -> CopyOutcome | None:
     """Fills the target's files in `root` from the source; they exist, with their final sizes.
 
-    `beside` are files that are copied as they are; they have no digest in the outcome. Without
-    `has_digests` that is so of all tensors but those whose digest the source states. The masters of
-    `rounding` are compared with their weights. Regions that `journal` lists are not written again,
-    and `sharing` may leave some to others. The result is None if another process, or another part,
-    will complete the target. Raises CorruptCheckpoint if bytes of the source do not have the CRC-32
-    that its files state, OSError (a full disk), and what `rounding` raises.
+    `beside` are files that are copied unchanged; they have no digest in the outcome. Without
+    `has_digests`, only tensors whose digest the source states have one. The masters of `rounding`
+    are compared with their weights. Regions that `journal` lists are not written again, and
+    `sharing` may leave some to others. The result is None if another process, or another part, will
+    complete the target. Raises CorruptCheckpoint if bytes of the source do not have the CRC-32 that
+    its files state, OSError (a full disk), and the errors of `rounding`.
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs

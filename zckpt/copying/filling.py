@@ -1,4 +1,4 @@
-"""Which regions of a target file lack chunks, and to what do its bytes belong?"""
+"""A target file while it is filled: its regions, and the checksums of its bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .journal import Key, Passed
 
 REGION = 256 << 20  # bytes
 FILE, RECORD = "file", "record"
-"""Of what a CRC-32 is: a target file, a record in it."""
+"""The object of a CRC-32: a target file, or a record in it."""
 
 
 CoverOf = Callable[[Key], Cover | Scattered]
@@ -27,14 +27,14 @@ CoverOf = Callable[[Key], Cover | Scattered]
 class Sums(Struct, eq=False):
     """CRC-32s by key, while their parts arrive in any order.
 
-    A key whose bytes came as one part, as those of a small tensor do, has no cover.
+    A key whose bytes arrived as one part, as those of a small tensor do, has no cover.
     """
 
     _alone: dict[Key, Passed] = field(default_factory=dict)
     _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
-        """Takes CRC-32s of parts; `cover_of` gives the empty cover of a key."""
+        """Adds the CRC-32s of parts; `cover_of` makes the empty cover of a key."""
         alone, covers = self._alone, self._covers
         for part in passed:
             key, start, stop, crc = part
@@ -48,7 +48,7 @@ class Sums(Struct, eq=False):
                 alone[key] = part
 
     def crc(self, key: Key, length: int) -> int | None:
-        """The CRC of all `length` bytes; None while some are missing."""
+        """The CRC-32 of all `length` bytes; None while some are missing."""
         if key in self._alone:
             _, start, stop, crc = self._alone[key]
             return crc if stop - start == length else None
@@ -57,7 +57,8 @@ class Sums(Struct, eq=False):
         return None if length else 0
 
     def take(self) -> list[Passed]:
-        """What was seen so far, which is forgotten; neighboring parts are one."""
+        """Returns the parts that were added so far, and forgets them; neighboring parts are merged.
+        """
         covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
         alone = self._alone.values()
         self._alone, self._covers = {}, {}
@@ -65,7 +66,10 @@ class Sums(Struct, eq=False):
 
 
 class UnfinishedRegion(Struct, eq=False):
-    """Bytes [start, stop) of a target file, how many chunks they lack, and what has passed."""
+    """Bytes [start, stop) of a target file, and the CRC-32s of its parts so far.
+
+    `left` chunks are still missing.
+    """
 
     start: int
     stop: int
@@ -95,11 +99,11 @@ class TargetFile(Struct, eq=False, dict=True):
         ]
         self.stack = ExitStack()
         self._lock = Lock()
-        self._open = 0  # regions that are being written
+        self._open = 0  # the number of regions that are being written
 
     @property
     def file(self) -> int:
-        """The descriptor of a file that is open."""
+        """The descriptor of the open file."""
         return self.writer.file
 
     def open(self, io: str) -> None:
@@ -110,7 +114,7 @@ class TargetFile(Struct, eq=False, dict=True):
             self._open += 1
 
     def close(self) -> None:
-        """Syncs the file after a region, and closes it after the last one that was open."""
+        """Syncs the file after a region, and closes it after the last open one."""
         with self._lock:
             self._open -= 1
             if not self._open:
@@ -119,9 +123,9 @@ class TargetFile(Struct, eq=False, dict=True):
         self.writer.sync()
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        """[start, stop) of the file, cut where records begin and end.
+        """Cuts [start, stop) of the file where records begin and end.
 
-        Each part comes with the place of the record in which it lies, which may be none.
+        Each part comes with the position of the record that contains it, or None.
         """
         offset = start
         for place in range(max(0, bisect_right(self._starts, start) - 1), len(self.records)):

@@ -1,12 +1,12 @@
-"""Which regions of an unfinished target are complete, so that another run need not repeat them?
+"""The journal of an unfinished target: which regions are complete and need not be repeated.
 
     DST.partial/journal           a line for the run, then a line for every region that is synced,
-                                  and for every file that a power loss has taken
-    DST.partial/journal-2-of-3    the same of one process, if several share the run
+                                  and for every file that a power loss has destroyed
+    DST.partial/journal-2-of-3    the journal of one process, if several share the run
     DST.partial/DST/              the files of the target
 
 The first line is the run's `Identity`. Every line begins with the CRC-32 of the rest of it. A power
-loss may leave a damaged line; that line and those behind it are ignored.
+loss may leave a damaged line; this line and all after it are ignored.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ SYNC_EVERY = 1.0  # seconds between two syncs of the journal
 ENDING = 5.0  # seconds that a process of an earlier run may need to end
 
 Key = tuple[str, int, int]
-"""Of what a CRC-32 is: its kind, the number of a file, a tensor or a record, and a second one."""
+"""The object of a CRC-32: its kind, the number of a file, tensor or record, and a second number."""
 Passed = tuple[Key, int, int, int]
-"""A key, the bytes [start, stop) of it, and their CRC-32."""
+"""A key, bytes [start, stop) of its object, and their CRC-32."""
 
 
 class Identity(Struct, frozen=True):
-    """What a conversion reads, what it was asked, and which files it writes.
+    """The source, the options and the target files of a conversion.
 
     `source` has size and mtime (ns) of every file by its name, and under "records" the CRC-32 of
-    all checksums that these files state. `options` are the user's, by flag. `files` are the
-    target's sizes by name. `version` is that of zckpt.
+    all checksums that these files state. `options` are the user's, by flag. `files` maps names to
+    the sizes of the target's files. `version` is that of zckpt.
     """
 
     version: str = ""
@@ -66,7 +66,7 @@ def _text(value: Any) -> bytes:
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """How an earlier run differs from this one, in words; None if it is the same run.
 
-    Both are documents of identities, or both are marks.
+    Both arguments are documents of identities, or both are marks.
     """
     for part, words in (
         ("version", "another version of zckpt"),
@@ -93,7 +93,7 @@ def _option(flag: str, options: Mapping[str, Any]) -> str:
 
 
 class Region(Struct, frozen=True):
-    """Bytes [start, stop) of a target file, which are synced, and the CRC-32s that they gave."""
+    """Bytes [start, stop) of a target file that are synced, and the CRC-32s of their parts."""
 
     file: str
     start: int
@@ -104,11 +104,13 @@ class Region(Struct, frozen=True):
 class Journal:
     """The journal of a run in the folder of an unfinished target; it is locked while it is open.
 
-    `regions` are those of an earlier run, by file; `is_new` is true if there was none. `chunk` are
-    the bytes that a run copies at a time: those of the earlier run, so that its regions fit.
-    What the processes of an earlier run have noted is taken over, and their journals are removed.
-    Raises TargetExists if another run has locked it, or if the earlier run was another one. Then
-    nothing of this one stays there.
+    `regions` are those of an earlier run, by file; `is_new` is True if there was no earlier run.
+    `chunk` is the number of bytes that a run copies at a time. It is that of the earlier run, whose
+    regions have the same limits then. Notes of the processes of an earlier run are copied, and
+    their journals are removed.
+
+    Raises TargetExists if another run has locked the journal, or if the earlier run has another
+    identity. Then nothing of this run stays there.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
@@ -154,7 +156,7 @@ class Journal:
             self.folder.unlink(self._path(name))
 
     def _take_back(self) -> None:
-        """Removes what this run has just begun; its lock is still there, and ends after that."""
+        """Removes what this run has just begun, while its lock still holds."""
         is_ours = self._is_locked and self._is_at(self._file, self.path)
         if is_ours and self.is_new and self.folder.names() == [JOURNAL]:
             self.folder.unlink(self.path)
@@ -163,7 +165,7 @@ class Journal:
         return os.path.join(self.folder.path, name)
 
     def _opened(self, name: str, more: int = os.O_CREAT) -> int:
-        """An open file of the folder, which `close` closes."""
+        """Opens a file of the folder; `close` closes it."""
         flags = os.O_RDWR | os.O_APPEND | more
         self._files.append(self.folder.open(self._path(name), flags, 0o600))
         return self._files[-1]
@@ -174,14 +176,14 @@ class Journal:
         return now is not None and os.path.samestat(os.fstat(file), now)
 
     def _names(self) -> list[str]:
-        """The journals of single processes."""
+        """The names of the journals of single processes."""
         return [name for name in self.folder.names() if name.startswith(f"{JOURNAL}-")]
 
     def _header(self) -> dict[str, Any]:
         return {"run": asdict(self._identity), "chunk": self.chunk}
 
     def _read(self, file: int) -> int:
-        """Takes the regions of a journal; gives the length of its intact lines."""
+        """Adds the regions of a journal; returns the length of its intact lines."""
         lines = lines_of(file)
         self._take(lines)
         return sum(map(len, lines))
@@ -196,7 +198,7 @@ class Journal:
             self.regions.setdefault(region.file, []).append(region)
 
     def _compared(self, header: bytes) -> dict[str, Any]:
-        """The first line of a journal; raises TargetExists if it is that of another run."""
+        """Parses the first line of a journal; raises TargetExists if it is that of another run."""
         document: dict[str, Any] = json.loads(header[9:])
         if reason := difference(document["run"], asdict(self._identity)):
             raise not_continued(self.folder.path, reason)
@@ -205,7 +207,7 @@ class Journal:
     def begin_again(self, name: str) -> None:
         """Drops the regions of a lost file, and syncs that before the file is created again.
 
-        Otherwise a later run would take the holes of the new file for those regions.
+        Otherwise a later run would mistake the holes of the new file for these regions.
         """
         del self.regions[name]
         self._append([name])
@@ -229,7 +231,7 @@ class Journal:
                 self._synced = time.monotonic()
 
     def synced(self) -> tuple[int, int]:
-        """Syncs the journal; gives its length and its CRC-32."""
+        """Syncs the journal; returns its length and its CRC-32."""
         with naming(self.path):
             sync_data(self._file)
             data = pread(self._file, os.fstat(self._file).st_size, 0)
@@ -242,13 +244,13 @@ class Journal:
         os.ftruncate(self._file, 0)
 
     def close(self) -> None:
-        """Closes the files, which gives the locks back."""
+        """Closes the files, which releases the locks."""
         while self._files:
             close(self._files.pop())
 
 
 def not_continued(folder: str, reason: str) -> TargetExists:
-    """The error of a target that another run has begun; `reason` says what it had."""
+    """The error for a target that another run has begun; `reason` names the difference."""
     return TargetExists(
         "target-not-resumable",
         f"{folder} cannot be continued: it was begun with {reason}",
@@ -271,7 +273,8 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
     regions: dict[str, list[Region]] = {}
     for line in lines[1:]:
         document = json.loads(line[9:])
-        if isinstance(document, dict):  # of a part on another node, whose lock was not seen here
+        # the header of a part on another node, whose lock is not visible here
+        if isinstance(document, dict):
             continue
         name, *rest = document
         if not rest:
@@ -284,7 +287,8 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
 
 
 def locked_in_time(file: int, seconds: float) -> bool:
-    """Locks a file whose process may be just ending; False if it is locked still."""
+    """Locks a file whose process may be just ending; False if it is still locked after `seconds`.
+    """
     end = time.monotonic() + seconds
     while not (is_locked := lock(file)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -314,11 +318,11 @@ def lines_of(file: int) -> list[bytes]:
 def set_mark(
     folder: Folder, above: Folder, target: str, identity: Identity, beside: bool = True
 ) -> bool:
-    """Notes of which run a directory is, which will be `target`; `above` will have it.
+    """Marks a directory that will become `target` below `above` with the identity of its run.
 
-    It is an extended attribute, or a hidden file beside the target where a filesystem has none or
-    Python cannot set one (macOS). There is none if what is at the path of that file is no mark, or
-    cannot be removed. Without `beside` there is no such file, and the result is False.
+    The mark is an extended attribute. If the filesystem has none, or Python cannot set one (macOS),
+    it is a hidden file beside the target. There is none if something else is at that path, or
+    cannot be removed. Without `beside` no such file is written, and the result is False.
     """
     try:
         os.setxattr(folder.file, MARK, _text(identity.mark()))
@@ -330,7 +334,7 @@ def set_mark(
 
 
 def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
-    """Marks a target by a file beside it, unless what is there is no mark, or stays."""
+    """Marks a target by a file beside it, unless something else is at that path."""
     path = mark_file(target)
     with suppress(PermissionError, IsADirectoryError, FileExistsError):
         with suppress(FileNotFoundError):

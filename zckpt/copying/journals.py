@@ -1,14 +1,14 @@
-"""How do several processes note which regions of one target are complete?
+"""Journals of several processes that write one target.
 
-Each process has a journal of its own beside `journal`, so that none waits for another.
+Each process has a journal beside `journal`, so that none waits for another.
 
-The lock of `journal` says who is at work. A process that leads others has it for itself. Parts of a
-run, which know nothing of each other, share it. A part that has written its regions asks for it
-alone: only the last one gets it, and completes the target.
+The lock of `journal` shows who is at work. A process that leads others holds it exclusively. Parts
+of a run, which do not communicate, share it. A part that has written its regions asks for the
+exclusive lock: only the last part gets it, and completes the target.
 
-The first line of `journal` says which run it is. Whoever finds `journal` without it, and is alone
-there, writes it: that fixes the run. Only then has a part a journal of its own, so that no part of
-another run leaves anything there, wherever it is killed.
+The first line of `journal` identifies the run. A part that finds `journal` without this line, and
+is alone there, writes it. Only then does a part create a journal. So a part of another run leaves
+nothing there, whenever it is killed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .journal import (
 )
 
 VISIBLE = 30.0  # seconds in which a network filesystem shows what another node has synced
-COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
-LOOKING = 0.5  # seconds in which a command that only looks at the lock gives it back
+COMPLETING = 60.0  # seconds that a new part waits for a part that completes the target
+LOOKING = 0.5  # seconds within which a command that only tests the lock releases it
 
 
 class PartJournal(Journal):
-    """The journal of one part of a run whose parts know nothing of each other.
+    """The journal of one part of a run whose parts do not communicate.
 
     `regions` are those that any part has noted so far. `chunk` becomes a power of two: then all
     parts cut files into the same regions, however much memory each one has.
@@ -55,23 +55,24 @@ class PartJournal(Journal):
         super().__init__(folder, identity, min(power, filling.REGION))
 
     def _begin(self) -> None:
-        with suppress(FileNotFoundError):  # takes no lock: a part that ends must not see it
+        with suppress(FileNotFoundError):  # without a lock, which would disturb a part that ends
             self._compare(JOURNAL)
         self._file = self._locked()
         self._whole = self._shared()
         self._write_header(self._file)
-        # where another node does not see locks, it sees this journal by now, or is seen here
+        # if another node does not see locks, it sees this journal by now, or is seen here
         for file in (self._whole, *self._opened_parts()):
             self._read(file)
 
     def _compare(self, name: str) -> None:
-        """Raises TargetExists if a journal is that of another run, FileNotFoundError without it."""
+        """Raises TargetExists if a journal is that of another run, FileNotFoundError without one.
+        """
         with self.folder.opened(self._path(name)) as file:
             for header in lines_of(file)[:1]:
                 self._compared(header)
 
     def _locked(self) -> int:
-        """This part's journal, which no other process has."""
+        """This part's journal, locked against all other processes."""
         while True:
             file = self._opened(self._name)
             if not lock(file):
@@ -84,7 +85,7 @@ class PartJournal(Journal):
             if self._is_at(file, self._path(self._name)):
                 self._is_new_part = not lines_of(file)
                 return file
-            close(self._files.pop())  # a process that has stopped took it back
+            close(self._files.pop())  # a process that stopped has removed it
 
     def _shared(self) -> int:
         """The file `journal` of this run with a shared lock.
@@ -96,7 +97,7 @@ class PartJournal(Journal):
             file = self._opened(JOURNAL)
             if lock(file) and self._is_at(file, self.path):
                 self._fix(file)
-            # flock gives the first lock back before it takes the second one
+            # flock releases the first lock before it takes the second one
             if lock(file, fcntl.LOCK_SH) and self._is_at(file, self.path):
                 for header in lines_of(file)[:1]:
                     self._compared(header)
@@ -107,14 +108,20 @@ class PartJournal(Journal):
             time.sleep(0.1)
 
     def _fix(self, file: int) -> None:
-        """Writes into `journal` which run this is, if it has no other one; nobody else is there."""
+        """Writes the identity of this run into `journal`, unless it has another one.
+
+        No other process is there.
+        """
         for name in self._names():
             with suppress(FileNotFoundError):
                 self._compare(name)
         self._write_header(file)
 
     def _write_header(self, file: int) -> None:
-        """Completes a journal whose process was stopped while it began; syncs a new header."""
+        """Removes a damaged end of a journal; writes and syncs a header if it has none.
+
+        Such a journal was left by a process that was stopped while it began.
+        """
         lines = lines_of(file)
         for header in lines[:1]:
             self._compared(header)
@@ -124,7 +131,7 @@ class PartJournal(Journal):
             sync_data(file)
 
     def _opened_parts(self) -> list[int]:
-        """The journals of single parts, without those that are taken back now."""
+        """The journals of single parts, except those that are just being removed."""
         files = []
         for name in self._names():
             with suppress(FileNotFoundError):
@@ -141,7 +148,8 @@ class PartJournal(Journal):
         with naming(self.path):
             sync_data(self._file)
         with suppress(OSError):
-            fcntl.flock(self._whole, fcntl.LOCK_UN)  # two parts that end now must not wait
+            # two parts that end now must not wait for each other
+            fcntl.flock(self._whole, fcntl.LOCK_UN)
         if not locked_in_time(self._whole, LOOKING) or not self._is_at(self._whole, self.path):
             return None
         files = [self._whole, *self._opened_parts()]
@@ -149,10 +157,10 @@ class PartJournal(Journal):
 
 
 class ProcessJournal(Journal):
-    """The journal of one process of a run that another process leads; that one has the lock.
+    """The journal of one process of a run that another process leads and locks.
 
-    `begun` are length and CRC-32 of the run's journal when the others join. `regions` and `chunk`
-    are those that it has.
+    `begun` are length and CRC-32 of the leader's journal when the others join. `regions` and
+    `chunk` are read from it.
     """
 
     def __init__(
@@ -175,9 +183,9 @@ def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]
 
 
 def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
-    """What another process has synced of its journal: a network filesystem may show it later.
+    """Reads what another process has synced of its journal; a network filesystem may show it late.
 
-    Raises ProcessLost if it never does.
+    Raises ProcessLost if it does not appear within VISIBLE seconds.
     """
     path = os.path.join(folder.path, name)
     end = time.monotonic() + VISIBLE

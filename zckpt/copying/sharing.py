@@ -1,10 +1,10 @@
-"""Which regions of a target does this process write, if several processes share one conversion?
+"""Divides the regions of a target among processes that share one conversion.
 
-A copy shows all portions of its target to a `Sharing`, and writes those that it gets back:
+A copy passes all portions of its target to a `Sharing`, and writes those that it gets back:
 
     Sharing      one process writes everything
     Part         process K of N writes a share that follows from the sizes; the last one completes
-    Processes    processes that can talk (processes/sharing.py): each takes what is next
+    Processes    processes that communicate (processes/sharing.py): each takes the next portion
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .journal import Identity, Journal, Region
 from .journals import PartJournal
 
 Begun = tuple[int, int] | tuple[int, int, str]
-"""Length and CRC-32 of a journal; without locks also the writer in the name of its directory."""
+"""The length and CRC-32 of a journal; without locks also the writer in the directory's name."""
 
 
 class Portion(Struct, frozen=True):
-    """Bytes [start, stop) of a target file, to be written by one process: a region to be."""
+    """Bytes [start, stop) of a target file that one process writes; they become a region."""
 
     file: str
     start: int
@@ -39,11 +39,11 @@ class Portion(Struct, frozen=True):
 
 
 class Sharing:
-    """This process's side of a conversion: here it writes everything, in the order of the files.
+    """This process's share of a conversion. In this class it writes everything, file by file.
 
-    Processes that can talk call `agree_on`, then rank 0 `begin` where the others call `begun`, then
-    all `mine`, `others` and `end`. `rank` is 0 unless another process lays the target's files, and
-    completes it.
+    Processes that communicate call `agree_on`, then rank 0 calls `begin` while the others call
+    `begun`, then all call `mine`, `others` and `end`. `rank` is 0 unless another process lays out
+    the target's files and completes it.
     """
 
     rank = 0
@@ -58,10 +58,10 @@ class Sharing:
         """Raises WrongOption if another process was started for another conversion."""
 
     def begin(self, journal: Journal) -> None:
-        """The target's files are there, with holes: others may write into them from now on."""
+        """The target's files exist, with holes: others may write into them from now on."""
 
     def begun(self) -> Begun | None:
-        """Rank 0's journal at `begin`; None if it writes nothing."""
+        """The state of rank 0's journal at `begin`; None if rank 0 writes nothing."""
         return None
 
     def mine(
@@ -70,7 +70,7 @@ class Sharing:
         """Of all portions of a target, those that this process shall write.
 
         They come in groups of neighbors in one file. Several groups are written at a time.
-        `progress` gets the bytes that others write.
+        `progress` is called with the bytes that others write.
         """
         return by_file(portions)
 
@@ -78,9 +78,9 @@ class Sharing:
         """Raises if this process must not write any more. It is called before every write."""
 
     def others(self, journal: Journal) -> Iterable[Region] | None:
-        """The regions that others have written; None if a process that goes on will complete all.
+        """The regions that others have written; None if another process will complete the target.
 
-        It is called when this process has written its own portions.
+        It is called after this process has written its portions.
         """
         return ()
 
@@ -93,13 +93,16 @@ ALONE = Sharing()
 
 @contextmanager
 def ended(sharing: Sharing) -> Iterator[None]:
-    """All processes leave the block together, unless one fails."""
+    """Makes all processes leave the block together, unless one fails."""
     yield
     sharing.end()
 
 
 class Part(Sharing, Struct, frozen=True):
-    """Part `number` of `count`, counted from 1: processes that share a filesystem and no more."""
+    """Part `number` of `count`, counted from 1.
+
+    Parts share a filesystem, and do not communicate.
+    """
 
     number: int
     count: int
@@ -132,19 +135,21 @@ class Part(Sharing, Struct, frozen=True):
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:
-    """The portions that nobody has written, file by file."""
+    """The incomplete portions, file by file."""
     left = (portion for portion in portions if not portion.is_complete)
     for _, same in groupby(left, key=lambda portion: portion.file):
         yield list(same)
 
 
 def largest_first(portions: Iterable[Portion]) -> list[Portion]:
-    """The order in which portions are handed out: small ones in the end even out the load."""
+    """Sorts portions by size, in which order they are assigned: small ones at the end even out the
+    load.
+    """
     return sorted(portions, key=lambda portion: -portion.length)
 
 
 def shares(portions: Iterable[Portion], count: int) -> list[list[Portion]]:
-    """All portions as `count` shares of about the same number of bytes, the same in all processes.
+    """Divides all portions into `count` shares of similar size, the same in all processes.
 
     The largest portion goes to the smallest share so far. Shares keep the order of the files.
     """

@@ -1,10 +1,10 @@
-"""How does a target directory appear whole or not at all?
+"""Makes a target directory appear completely or not at all.
 
 Everything is written into a folder within `<target>.partial` and synced to the disk. One rename
-makes that folder the target. Files that are copied as they are wait in its `.zckpt`, where readers
-find none: the shells are read back while these have holes. A run that fails removes what it wrote.
-A run that is killed, or is interrupted after some work, leaves `.partial` with its journal behind,
-and can be continued.
+makes that folder the target. Files that are copied unchanged are first written to its `.zckpt`,
+where readers find none: the shells are read back while these files have holes. A run that fails
+removes what it wrote. A run that is killed, or is interrupted after some work, leaves `.partial`
+with its journal, and can be continued.
 """
 
 from __future__ import annotations
@@ -33,27 +33,32 @@ from .targets import refuse_existing, refuse_strange, remove_empty, stopped
 from .without_locks import LonelyJournal, clear, new_writer, refusal
 
 WORTH_KEEPING = 10.0  # seconds of work
-NEAR = 4 << 10  # bytes; what is nearer to each other is written at once
+NEAR = 4 << 10  # bytes; parts nearer to each other are written together
 AT_ONCE = 256 << 10  # bytes
-ATTEMPTS = 20  # to begin in a folder that runs which stop remove meanwhile
+ATTEMPTS = 20  # attempts to begin in a folder that ending runs remove meanwhile
 
 
 class Staging:
     """`with Staging(target) as staging:` write below `staging.root`; the end of the block renames.
 
-    `identity` is of the run, and `chunk` the bytes that it copies at a time. With `resume` it
-    continues what an earlier run of the same identity left in `<target>.partial`: `journal.regions`
-    are complete. `before_rename` is called before the last check.
-    `sharing` says who else writes there. What others have written is never removed, and `postpone`
-    leaves the target to another part.
+    `identity` is that of the run, and `chunk` the bytes that it copies at a time. With `resume` it
+    continues `<target>.partial` of an earlier run with the same identity: `journal.regions` are
+    complete. `before_rename` is called before the last check.
+
+    `sharing` says which other processes write there. What others have written is never removed, and
+    `postpone` leaves the target to another part.
+
     `above` is the directory of the target, if that is itself a part of an unfinished target.
+
     Without locks, `partial` is a directory of this run alone. Nothing is continued there: `resume`
     begins anew if `begins_anew`, and otherwise raises WrongOption, as a part does.
-    `warnings` are about what failed after the target existed, and what others have left.
-    Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already; with
-    `resume` also if another run is writing there, if the earlier run had another identity, or if
-    something there is not ours.
-    Raises Interrupted for a KeyboardInterrupt after some work, which is kept.
+
+    `warnings` are about failures after the target existed, and about remains of other runs.
+
+    Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already. With
+    `resume`, it is also raised if another run is writing there, if the earlier run had another
+    identity, or if something there is not ours. Raises Interrupted for a KeyboardInterrupt after
+    some work, which is kept.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Staging:
                     raise
 
     def _go_alone(self) -> None:
-        """Chooses a folder for this run alone, because no lock keeps others from a common one."""
+        """Chooses a folder for this run alone, because no lock protects a common one."""
         if self.sharing.part or (self.resume and not self._begins_anew):
             raise refusal(self.target, self.sharing.part)
         self.resume = False
@@ -128,7 +133,7 @@ class Staging:
         self.warnings += clear(self.above, os.path.basename(self.target)).warnings()
 
     def _begin(self, stack: ExitStack) -> None:
-        # others must not put anything there; the target in it gets the usual permissions
+        # others must not put files there; the target inside gets the usual permissions
         is_ours = self.above.make(self.partial, 0o700)
         try:
             self.folder = stack.enter_context(self.above.own(self.partial))
@@ -140,7 +145,7 @@ class Staging:
             self._refuse_meanwhile()
         except BaseException:
             if is_ours:
-                with suppress(OSError, TargetExists):  # if it is empty: another run may have it
+                with suppress(OSError, TargetExists):  # only if it is empty: another run may use it
                     self.above.rmdir(self.partial)
             raise
 
@@ -151,7 +156,7 @@ class Staging:
         return Journal(*about) if self.has_locks else LonelyJournal(*about)
 
     def _refuse_meanwhile(self) -> None:
-        """Raises TargetExists if another run has completed the target, or was killed meanwhile."""
+        """Raises TargetExists if another run has completed the target, or was killed, meanwhile."""
         try:
             refuse_existing(self.target, partial=False)
             if not (self.resume or self.journal.is_new):
@@ -163,7 +168,7 @@ class Staging:
             raise
 
     def _prepare(self, stack: ExitStack) -> None:
-        """Removes what an earlier run left without a journal; forgets regions of lost files.
+        """Removes files that an earlier run left without a journal; forgets regions of lost files.
 
         After a power loss the folder has a journal, or nothing else.
         """
@@ -185,7 +190,7 @@ class Staging:
 
     @property
     def resumed(self) -> int:
-        """Bytes that an earlier run has written."""
+        """The number of bytes that an earlier run has written."""
         regions = chain.from_iterable(self.journal.regions.values())
         return sum(each.stop - each.start for each in regions if each.file != MASTERS)
 
@@ -195,13 +200,14 @@ class Staging:
 
     def _lay(self, shells: Iterable[Shell], mode: int) -> None:
         for shell in shells:
-            # of a run that is continued, tensors may be there already
+            # if the run is continued, tensors may be there already
             near = 0 if self.resume else NEAR
             with self._created(shell.name, mode) as file:
                 os.ftruncate(file, shell.size)
                 for offset, data in with_neighbors(shell.parts, near):
                     write_all(file, memoryview(data), offset)
-        if not self.sharing.is_alone:  # no process must find a file lost that has its regions
+        # no process may find a file missing whose regions it has noted
+        if not self.sharing.is_alone:
             for path, now in self.root.walk():
                 if stat.S_ISDIR(now.st_mode):
                     self.root.sync(path)
@@ -213,36 +219,37 @@ class Staging:
         self.sharing.begin(self.journal)
 
     def postpone(self) -> None:
-        """The end of the block leaves everything as it is: another process completes the target."""
+        """Makes the end of the block leave everything: another process completes the target."""
         self._is_postponed = True
 
     def _created(self, name: str, mode: int) -> AbstractContextManager[int]:
-        """A new file; of a run that is continued, the file that is there. OSErrors name it."""
+        """Opens a new file, or in a run that is continued the existing one. OSErrors name it."""
         path = os.path.normpath(path_inside(self.path, name, "the source"))
         flags = os.O_RDWR | os.O_CREAT | (0 if self.resume else os.O_EXCL)
         return self.root.opened(path, flags, mode)
 
     def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
-        """Creates files that are copied as they are, with holes, where no reader finds them yet."""
+        """Creates the files that are copied unchanged, with holes, where no reader finds them yet.
+        """
         for name, _ in siblings:
             path_inside(self.path, name, "the source")
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
 
     def put(self, name: str, source: str) -> str:
-        """Moves such a file to its place, with the mode of `source`; gives its path there."""
+        """Moves such a file to its place, with the mode of `source`; returns its path there."""
         path, place = waiting(self.path, name), os.path.join(self.path, name)
         with self.root.opened(path) as file:
             self.root.move(path, self.root, place, makes=True)
-            os.utime(file)  # however long the copy took, all files are of one save
-            os.fchmod(file, os.stat(source).st_mode & 0o777)  # the last: it may forbid to write
+            os.utime(file)  # give all files one time, however long the copy took
+            os.fchmod(file, os.stat(source).st_mode & 0o777)  # last, since it may forbid writing
         return place
 
     def _take_back(self) -> None:
-        """Undoes what a run before had `put`, so that readers of shells do not find holes."""
+        """Undoes `put` calls of an earlier run, so readers of shells do not find holes."""
         for name in self.journal.regions:
             place = os.path.join(self.path, name.removeprefix(waiting("", "")))
             if name.startswith(waiting("", "")) and self.root.status(place):
-                with suppress(FileNotFoundError):  # another part does the same
+                with suppress(FileNotFoundError):  # another part may do the same
                     with self.root.opened(place) as file:
                         os.fchmod(file, 0o600)
                     self.root.move(place, self.root, os.path.join(self.path, name), makes=True)
@@ -286,10 +293,10 @@ class Staging:
         self.root.close()  # some network filesystems rename no directory that is open
         try:
             self.folder.move(self.path, self.above, self.target)
-        except OSError:  # a network filesystem may have done it, and lost the answer
+        except OSError:  # a network filesystem may have renamed it and lost the answer
             now = self.above.status(self.target)
             if now is None or not os.path.samestat(own, now):
-                refuse_existing(self.target, partial=False)  # another run was faster
+                refuse_existing(self.target, partial=False)  # another run may have been faster
                 raise
 
     def _leave(self, is_marked: bool) -> None:
@@ -317,7 +324,8 @@ class Staging:
             self.warnings.append(warning("target-not-synced", message, file=self.partial))
 
     def _is_worth_keeping(self) -> bool:
-        """Whether this run, or the one that it continues, did so much that it may be continued."""
+        """Whether so much work was done, by this run or the continued one, that it should be kept.
+        """
         if not self.has_locks:
             return False
         worked = time.monotonic() - self._started
@@ -325,7 +333,10 @@ class Staging:
         return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
 
     def _remove(self) -> None:
-        """Removes what was written; first the journal forgets it, since a kill may end this."""
+        """Removes what was written.
+
+        The journal is emptied first, since a kill may interrupt this.
+        """
         if self.sharing.part or (self._is_shared and self.has_locks):
             return
         with suppress(OSError):
@@ -338,7 +349,9 @@ class Staging:
 def with_neighbors(
     parts: Iterable[tuple[int, bytes]], near: int
 ) -> Iterator[tuple[int, bytearray]]:
-    """Parts of a file; those with a hole below `near` bytes between them are one, with zeros."""
+    """Merges parts of a file with holes below `near` bytes between them, and fills these with
+    zeros.
+    """
     start, joined = 0, bytearray()
     for offset, data in parts:
         hole = offset - start - len(joined)
@@ -351,7 +364,7 @@ def with_neighbors(
 
 
 def waiting(root: str, name: str) -> str:
-    """Where a file that is copied as it is lies until the copy has ended."""
+    """The path of a file that is copied unchanged, until the copy has ended."""
     return os.path.join(root, BESIDE, name)
 
 
@@ -359,7 +372,7 @@ def waiting(root: str, name: str) -> str:
 def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
     """The `.partial` of a target that another process has begun, and the directory of its files.
 
-    Without locks, that process is the `writer` in the name.
+    Without locks, `writer` identifies that process in the name.
     """
     target = os.path.abspath(target)
     path = f"{target}.{writer}.partial" if writer else f"{target}.partial"
@@ -372,7 +385,7 @@ def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
 
 
 def make_folders(path: str) -> None:
-    """Creates a directory and those above it; a power loss leaves all of them or the first ones."""
+    """Creates a directory and those above it, outermost first, each synced before the next."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)

@@ -1,4 +1,4 @@
-"""May a target be written at a path, and does it fit there?"""
+"""Checks whether a target may be written at a path, and whether it fits there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..errors import (
 )
 from .journal import Identity, difference, in_use, is_locked, lines_of, mark_of, not_continued
 
-MARKING = 5.0  # seconds between a rename and the mark of what was renamed
+MARKING = 5.0  # seconds that may pass between the rename of a target and its mark
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
@@ -46,7 +46,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
         with Folder.at(os.path.dirname(path)) as above:
             folder = above.inner(path)
             with suppress(PermissionError):
-                if not has_locks(above):  # there this run will have one of its own
+                if not has_locks(above):  # without locks, this run will use a separate one
                     folder.close()
                     return
     except (NotADirectoryError, TargetExists):
@@ -72,7 +72,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
 
 
 def stopped(path: str) -> TargetExists:
-    """The error of a run that does not continue what another one has begun at its `.partial`."""
+    """The error for a run that finds an unfinished `.partial` and does not continue it."""
     return TargetExists(
         "target-unfinished",
         f"{path} exists: a run was stopped there",
@@ -82,9 +82,9 @@ def stopped(path: str) -> TargetExists:
 
 
 def refuse_other_begun(target: str, identity: Identity) -> None:
-    """Raises TargetExists if what an earlier run has begun there cannot be continued as this one.
+    """Raises TargetExists if an unfinished target at the path cannot be continued by this run.
 
-    It looks only, and takes no lock.
+    It only looks, and takes no lock.
     """
     path = f"{os.path.abspath(target)}.partial"
     if not os.path.lexists(path):
@@ -104,8 +104,7 @@ def refuse_other_begun(target: str, identity: Identity) -> None:
 def is_complete(target: str, identity: Identity) -> bool:
     """Whether an earlier run of this identity has completed the target; reads no tensor.
 
-    Raises TargetExists if the target is of another run or another user, or does not say of which
-    run it is.
+    Raises TargetExists if the target belongs to another run or user, or does not state its run.
     """
     target = os.path.abspath(target)
     if not is_taken(target):
@@ -119,7 +118,7 @@ def is_complete(target: str, identity: Identity) -> bool:
         if not os.path.isfile(os.path.join(target, name)):
             raise of_another_run(target, f"but {name} is missing there")
     _refuse_foreign(target, identity.files)
-    path = f"{target}.partial"  # of a run that was stopped after the rename
+    path = f"{target}.partial"  # left by a run that was stopped after the rename
     if os.path.lexists(path):
         with (
             suppress(OSError, TargetExists),
@@ -127,7 +126,8 @@ def is_complete(target: str, identity: Identity) -> bool:
             above.own(path) as folder,
         ):
             is_ours = is_begun(folder, os.path.basename(target))
-            if is_ours and JOURNAL not in folder.names():  # it was removed, and then came a kill
+            # it was removed before the run was killed
+            if is_ours and JOURNAL not in folder.names():
                 remove_empty(folder, above)
             with folder.opened(os.path.join(path, JOURNAL), os.O_RDWR) as file:
                 if is_ours and lock(file, where_there_are_none=False):
@@ -136,7 +136,10 @@ def is_complete(target: str, identity: Identity) -> bool:
 
 
 def _shown_mark(target: str) -> dict[str, str]:
-    """The mark of a target. Without locks, another run may have renamed it, and mark it next."""
+    """The mark of a target.
+
+    Without locks, another run may have renamed it and not marked it yet.
+    """
     if (mark := mark_of(target)) or has_locks_at(target):
         return mark
     end = time.monotonic() + MARKING
@@ -155,7 +158,7 @@ def has_locks_at(target: str) -> bool:
 
 
 def _nearest_folder(target: str) -> str:
-    """The directory above a target, of those that exist."""
+    """The nearest existing directory above a target."""
     folder = os.path.dirname(os.path.abspath(target))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -163,7 +166,7 @@ def _nearest_folder(target: str) -> str:
 
 
 def _refuse_foreign(target: str, names: Iterable[str]) -> None:
-    """Raises TargetExists unless a complete target, and these files in it, are the user's own."""
+    """Raises TargetExists unless a complete target, and these files in it, belong to the user."""
     below = (name.split(os.sep) for name in names)
     paths = {os.path.join(target, *parts[:end]) for parts in below for end in range(len(parts) + 1)}
     owners = {path: os.stat(path).st_uid for path in sorted(paths)}
@@ -171,7 +174,7 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
     if {*owners.values()} <= {owner}:
         return
     with suppress(OSError), Folder.at(os.path.dirname(target)) as above:
-        owner = above.owner_of_new_files()  # of a network filesystem that gives files away
+        owner = above.owner_of_new_files()  # a network filesystem may give files to another user
     for path, user in owners.items():
         if user != owner:
             what = path.removeprefix(target).strip(os.sep) or "it"
@@ -181,28 +184,28 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
 
 
 def of_another_run(target: str, reason: str) -> TargetExists:
-    """The error of a target that this run has not written; `reason` goes on after "exists,"."""
+    """The error for a target that this run has not written; `reason` continues "exists,"."""
     hint = f"choose another name, or remove it: {removal(target)}"
     return TargetExists("target-exists", f"{target} exists, {reason}", hint, file=target)
 
 
 def remove_empty(folder: Folder, above: Folder) -> None:
-    """Removes the folder of a target that has been renamed, and its journals; `above` has it.
+    """Removes the folder of a target that was renamed, and its journals, from the folder `above`.
 
-    Raises OSError, with everything still there if the folder has more than journals.
+    Raises OSError, with everything still there, if the folder contains anything but journals.
     """
     contents = folder.names()
     if others := [name for name in contents if not is_journal(name)]:
         path = os.path.join(folder.path, others[0])
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-    for name in reversed(contents):  # `journal` is the last one: it has the lock
+    for name in reversed(contents):  # `journal` comes last: it has the lock
         with suppress(FileNotFoundError):
             folder.unlink(os.path.join(folder.path, name))
     above.rmdir(folder.path)
 
 
 def refuse_strange(folder: Folder, name: str) -> None:
-    """Raises TargetExists if no run of zckpt for a target `name` can have left this folder."""
+    """Raises TargetExists if this folder cannot be left by a run of zckpt for a target `name`."""
     if not is_begun(folder, name):
         raise _strange(folder.path)
 
@@ -227,7 +230,7 @@ def is_taken(target: str) -> bool:
 def refuse_inside(source: str, target: str) -> None:
     """Raises WrongOption if the target is the source, or would become a part of it.
 
-    What is in the source's `.zckpt` is no part of it.
+    The folder `.zckpt` of the source does not count as a part of it.
     """
     outer, inner = os.path.realpath(source), os.path.realpath(target)
     if outer == inner and os.path.lexists(outer):
@@ -247,13 +250,14 @@ def refuse_inside(source: str, target: str) -> None:
 
 
 def free_space(target: str) -> int:
-    """The free bytes of the filesystem that `target` would be on."""
+    """The free bytes of the filesystem on which `target` would be."""
     return shutil.disk_usage(_nearest_folder(target)).free
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The bytes that a run can have for `target`: free ones, and with `resume` those of its files
-    that are there already.
+    """The bytes that a run can use for `target`.
+
+    These are the free bytes, and with `resume` those of its files that exist already.
     """
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun
@@ -272,11 +276,11 @@ def need_space(target: str, size: int, resume: bool) -> None:
 
 
 def allocated(folder: str) -> int:
-    """The bytes that the files of a folder take on the disk; 0 if there is no folder."""
+    """The bytes on the disk that the files of a folder take; 0 if there is no folder."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         return 0
     try:
         entries = [*sources.walk(folder)]
-    except PermissionError:  # of another user: `Staging` refuses it
+    except PermissionError:  # another user's, which `Staging` refuses
         return 0
     return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)

@@ -1,10 +1,11 @@
-"""Where does a run write if the filesystem has no locks, and who has left something there?
+"""Where a run writes if the filesystem has no locks, and what other runs have left there.
 
     DST.node7-4711-9f2c8a1b.partial/journal     host, process and a random word: only this run's
     DST.node7-4711-9f2c8a1b.partial/DST/        the files of the target
 
-No run knows there what others do. So none continues another one's work, and of several that end the
-first rename wins. The journal notes the process, so that what a dead one has left can be removed.
+Without locks, no run can see which others are active. So none continues another one's work, and of
+several that end, the first rename wins. The journal names the process, so that the remains of a
+dead one can be removed.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from .journal import Journal, lines_of
 from .targets import has_locks_at, remove_empty
 
 WRITER = re.compile(r"([A-Za-z0-9_]*)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
-"""Host, process and word, as names have them."""
+"""The host, process and word in a name."""
 OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
 
 
 class Process(Struct, frozen=True):
     """A process of this machine, or of another one.
 
-    `boot` names one start of a machine, `namespace` is that of process numbers, and `started` tells
-    a process from an earlier one of its number. They are empty where a system does not say so.
+    `boot` identifies one start of a machine, `namespace` that of process numbers. `started`
+    distinguishes a process from an earlier one with its number. They are empty where the system
+    does not state them.
     """
 
     boot: str
@@ -43,7 +45,7 @@ class Process(Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was a process of this machine, and is none any more."""
+        """Whether it was a process of this machine that has ended."""
         here = this_process()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False
@@ -54,7 +56,7 @@ class Process(Struct, frozen=True):
 
 
 class LonelyJournal(Journal):
-    """The journal of a run without locks; nobody else opens its folder."""
+    """The journal of a run without locks; no other process opens its folder."""
 
     def _begin(self) -> None:
         self._file = self._opened(JOURNAL, os.O_CREAT | os.O_EXCL)
@@ -65,14 +67,14 @@ def this_process() -> Process:
     number = os.getpid()
     namespace = ""
     with suppress(OSError):
-        if os.readlink("/proc/self") == str(number):  # else /proc shows another namespace
+        if os.readlink("/proc/self") == str(number):  # otherwise /proc shows another namespace
             namespace = os.readlink("/proc/self/ns/pid")
     boot = _text("/proc/sys/kernel/random/boot_id").strip() if namespace else ""
     return Process(boot, namespace, number, _started(number))
 
 
 def is_alive(number: int) -> bool:
-    """Whether this machine has a process of this number, of whatever user."""
+    """Whether this machine has a process of this number, of any user."""
     try:
         os.kill(number, 0)
     except ProcessLookupError:
@@ -112,7 +114,7 @@ def writer_of(partial: str) -> str:
 
 
 def refusal(target: str, part: str) -> WrongOption:
-    """The error of a `part`, or without one of a run that shall continue another one."""
+    """The error for a `part`, or if `part` is empty for a run that should continue another one."""
     option = "--part" if part else "--resume"
     return WrongOption(
         "option-not-applicable",
@@ -124,7 +126,7 @@ def refusal(target: str, part: str) -> WrongOption:
 
 
 def refuse(target: str, part: str) -> None:
-    """Raises the error where it is due, before a large source is read."""
+    """Raises that error if the target's filesystem has no locks, before a large source is read."""
     if not has_locks_at(target):
         raise refusal(target, part)
 
@@ -133,7 +135,7 @@ def refuse(target: str, part: str) -> None:
 
 
 class Left(Struct, frozen=True):
-    """Unfinished targets of other runs: those that are `removed`, and those that stay."""
+    """Unfinished targets of other runs: those that were `removed`, and those that stay."""
 
     removed: list[str]
     staying: list[str]
@@ -159,13 +161,13 @@ class Left(Struct, frozen=True):
 
 
 def clear(above: Folder, name: str) -> Left:
-    """Removes from a directory what dead processes of this machine have begun without locks.
+    """Removes from a directory the unfinished targets of dead processes of this machine.
 
-    `name` is the target's: what a run with locks has left of it is named too. What a living process
-    of this machine writes is left out of the result.
+    These were begun without locks. `name` is the target's: remains of a run with locks are listed
+    too. Targets that a living process of this machine writes are not listed.
     """
     left = Left([], [])
-    with suppress(PermissionError):  # one may write into a directory that one may not list
+    with suppress(PermissionError):  # a directory may be writable and not listable
         for item in above.names():
             path = os.path.join(above.path, item)
             if item == f"{name}.partial":
@@ -180,7 +182,7 @@ def clear(above: Folder, name: str) -> Left:
 
 
 def _noted(above: Folder, path: str) -> Process | None:
-    """The process that a journal names."""
+    """The process that a journal names; None if there is no such journal."""
     try:
         with above.inner(path) as folder, folder.opened(os.path.join(path, JOURNAL)) as file:
             return msgspec.convert(json.loads(lines_of(file)[0][9:])["process"], Process)
@@ -189,7 +191,7 @@ def _noted(above: Folder, path: str) -> Process | None:
 
 
 def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
-    """Whether a process of this machine is writing; before it has a journal, its name says so."""
+    """Whether a process of this machine is writing; before it has a journal, its name shows it."""
     if process is not None:
         here = this_process()
         return (process.boot, process.namespace) == (here.boot, here.namespace)
@@ -200,8 +202,8 @@ def _remove(above: Folder, path: str, target: str) -> bool:
     try:
         with above.own(path) as folder:
             folder.remove(os.path.join(path, target))
-            remove_empty(folder, above)  # the journal is the last one: a kill may end this
-    except FileNotFoundError:  # another run removes it too
+            remove_empty(folder, above)  # the journal comes last, since a kill may interrupt this
+    except FileNotFoundError:  # another run may remove it too
         return True
     except (OSError, TargetExists):
         return False

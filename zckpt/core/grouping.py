@@ -18,9 +18,7 @@ def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def neighbors(items: Sequence[V], most: int) -> list[Sequence[V]]:
-    """Cuts `items` into at most `most` parts of consecutive items, equal in length but for the
-    last.
-    """
+    """Cuts `items` into at most `most` lists of consecutive items; only the last may be shorter."""
     each = max(-(-len(items) // most), 1)
     return [items[place : place + each] for place in range(0, len(items), each)]
 

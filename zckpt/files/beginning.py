@@ -1,8 +1,8 @@
-"""Which number does the dictionary in a file of torch.save have under a key?
+"""Reads one number from the dictionary in a file of torch.save, without reading the complete file.
 
-The file is read from its beginning, and only as far as the number: a program states its counter in
-front of its tensors, or behind them in the same pickle. No tensor is made, and no directory of the
-zip is read, so that hundreds of files take less than a second.
+A program states its counter before its tensors, or after them in the same pickle. The file is read
+from its beginning, and only as far as this number. No tensor is made, and no directory of the zip
+is read. So hundreds of files take less than a second.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 from .torchfile import MAX_PICKLE, MOST_CONTAINERS, MOST_VALUES, ZIP, TorchFile
 from .unpickle import Unpickler
 
-FIRST, TIMES = 1 << 16, 16  # bytes of the first look, and how many times more each further one has
-MARGIN = 1 << 12  # bytes: where a text ends early, the parser stands this near to its end
+# bytes of the first read, and the factor by which each further read is longer
+FIRST, TIMES = 1 << 16, 16
+MARGIN = 1 << 12  # bytes; if the text ends early, the parser stops this near to its end
 HEADER, PICKLE = 30, b"/data.pkl"
-LAST = 64  # keys and values in front of a container that are looked at; all of them in the end
+LAST = 64  # keys and values before a container that are examined each time; in the end all are
 TENSORS = "torch._utils._rebuild_"
 PUT, INTEGER = rb"(?:q.|r.{4}|\x94)?", rb"(?:K(.)|M(.{2})|J(.{4}))"  # opcodes: see unpickle.py
 
 
 def number_in(path: str, keys: Collection[str], pair: tuple[str, str] | None = None) -> int | None:
-    """The first whole number of the saved dictionary whose key is one of `keys`; None without it.
+    """The first integer in the saved dictionary whose key is one of `keys`; None if there is none.
 
-    `pair` are a key and the next one, if a program always writes both in turn: where these bytes
-    stand, nothing else needs to be parsed, however many tensors are in front of them. None also for
-    a file that cannot be parsed. Raises OSError.
+    `pair` are a key and the next one, if a program always writes them in this order. Their bytes
+    are searched for, so nothing else has to be parsed, however many tensors precede them. None also
+    for a file that cannot be parsed. Raises OSError.
     """
     sign = pair and re.compile(_text(pair[0]) + INTEGER + _text(pair[1]), re.DOTALL)
     try:
@@ -62,7 +63,7 @@ def _text(key: str) -> bytes:
 
 
 def _pickle_in(head: bytes) -> int | None:
-    """Where the pickle of a zip begins; None if it is not the first member, as of old torch."""
+    """The offset of the pickle in a zip; None if it is not the first member, as in old torch."""
     if not head.startswith(ZIP) or len(head) < HEADER:
         return None
     length, extra = struct.unpack_from("<HH", head, 26)
@@ -94,22 +95,23 @@ class _Search(Unpickler):
         self.keys = keys
 
     def search(self) -> int | None:
-        """The number; raises CorruptCheckpoint if the text ends before it, or is no pickle."""
+        """The number; raises CorruptCheckpoint if the text ends before it, or is not a pickle."""
         try:
             return _number(self.load(), self.keys)
         except _Enough as enough:
             return enough.number
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """As the unpickler, but no tensor is made."""
+        """As in the unpickler, but tensors become None."""
         if isinstance(function, Global) and function.name.startswith(TENSORS):
             return None
         return super().call(function, arguments)
 
     def spend(self, work: int) -> None:
-        """Before each container and call, looks at the pairs that the dictionary has so far."""
+        """Before each container and call, examines the pairs that the dictionary has so far."""
         super().spend(work)
-        if len(self.marked) > 2 or not self.marked:  # within a dictionary in the outermost one
+        # inside of a dictionary within the outermost one
+        if len(self.marked) > 2 or not self.marked:
             return
         if len(self.marked[0]) != 1 or type(self.marked[0][0]) is not dict:
             return

@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint keeps the items of a directory, by what `.metadata` says.
+"""Reads the `.metadata` of torch.distributed.checkpoint, which says where items lie.
 
     <dir>/.metadata      one pickle, written last: the shape, boxes and location of every item
     <dir>/__R.metadata   instead of it, one per rank with that rank's items, if ranks saved without
@@ -8,14 +8,14 @@
 
 An item is a tensor or any other value under a key. A tensor is saved in boxes: a rank's local part
 is one box. The fields are those of torch 2.1 to 2.13; only their classes moved. torch reads
-`.metadata` with plain pickle. This module imports no class that a pickle names, and it does not
-know what keys mean.
+`.metadata` with plain pickle. This module imports no class that a pickle names, and does not
+interpret keys.
 
-`.metadata` has no checksum, and it says most things twice: the keys of items and the paths that
+`.metadata` has no checksum, but it states most things twice: the keys of items and the paths that
 lead to them, the boxes of tensors and their locations in files. One changed bit in a key would
-otherwise turn a moment of the optimizer into a value that nobody asks for: so its parts are
-compared. zckpt writes a CRC-32 behind the pickle. torch (2.13) reads no further than the end of the
-pickle, so it loads such a file as any other.
+otherwise turn a moment of the optimizer into a value that nobody reads. So these statements are
+compared. zckpt writes a CRC-32 after the pickle. torch (2.13) reads only to the end of the pickle,
+so it loads such a file like any other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from .dcptable import (
 from .unpickle import Unpickler
 
 ITEMS = ".distcp"
-MEMORY = 3  # bytes of it that a byte of metadata takes; a box has about 130, and takes 300
+MEMORY = 3  # bytes of memory for each byte of metadata; a box has about 130 bytes, and takes 300
 AT_ONCE = 1 << 20  # bytes
 SEAL = re.compile(rb"\nzckpt-crc32 ([0-9a-f]{8})\n\Z")
 OF_RANK = role("metadata", r"__(\d+)\.metadata", "dp")
@@ -72,16 +72,17 @@ MAX_AXES = 64  # of a torch.Tensor
 MAX_NUMBER = 1 << 60  # elements or bytes
 MAX_PATH = 100  # keys that lead to one item
 MAX_TEXT = 4096  # characters of a key or a file's name
-MOST_LAID = 4  # folders of one target, at most two, and of one that is laid out meanwhile
-_laid: dict[str, ItemTable] = {}  # by folder: those that are laid out, and not sealed yet
+# the folders of one target, at most two, and of another one that is laid out meanwhile
+MOST_LAID = 4
+_laid: dict[str, ItemTable] = {}  # tables of folders that are laid out and not sealed yet
 
 # -- the pickle
 
 
 def names_any(folder: str, texts: Sequence[bytes]) -> bool:
-    """Whether the `.metadata` of a folder has one of the texts, which are parts of keys.
+    """Whether the `.metadata` of a folder contains one of the texts, which are parts of keys.
 
-    It is not unpickled: keys stand in it as they are. One that is too large to be read has none.
+    It is not unpickled, since keys are plain text in it. False if it is too large to be read.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():
@@ -97,35 +98,35 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
 
 
 def most_metadata() -> int:
-    """The most bytes of metadata for which there is memory."""
+    """The largest size of metadata in bytes for which there is memory."""
     return free_memory() // MEMORY
 
 
 def sealed(text: bytes) -> bytes:
-    """A pickle with its CRC-32 behind it."""
+    """Appends the CRC-32 to a pickle."""
     return text + b"\nzckpt-crc32 %08x\n" % crc32(text)
 
 
 def check_seal(text: bytes) -> None:
-    """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
+    """Raises CorruptCheckpoint if a CRC-32 after the pickle is wrong; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
     if match and crc32(text[: match.start()]) != int(match[1], 16):
         raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 behind them")
 
 
 def laid_table(folder: str) -> ItemTable:
-    """The table of a folder that was just laid out, and read as such; it is not kept any longer."""
+    """Returns and forgets the table of a folder that zckpt has just laid out; else reads it."""
     return _laid.pop(os.path.normpath(folder), None) or read_table(folder)
 
 
 def read_table(folder: str, is_laid: bool = False) -> ItemTable:
     """The metadata of a folder: one `.metadata`, or those of all ranks combined.
 
-    One that zckpt has just laid out is no hostile one, and whoever seals it asks for it again.
-
-    Raises CorruptCheckpoint (values of wrong types, parts that contradict each other),
-    IncompleteCheckpoint (no metadata, or none of some rank; an item without a location),
-    UnsupportedCheckpoint (items that are compressed or encrypted; more than there is memory for).
+    With `is_laid`, zckpt has just laid out the folder: it is trusted, and the table is remembered
+    for the function that seals it. Raises CorruptCheckpoint (values of wrong types, parts that
+    contradict each other), IncompleteCheckpoint (no metadata, or none of some rank; an item without
+    a location), UnsupportedCheckpoint (items that are compressed or encrypted; more than there is
+    memory for).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
@@ -134,7 +135,7 @@ def read_table(folder: str, is_laid: bool = False) -> ItemTable:
         table = _read_one(folder, tuple(files), name, is_laid)
         need_agreement(table, name)
         if is_laid:
-            if len(_laid) >= MOST_LAID:  # of conversions that failed
+            if len(_laid) >= MOST_LAID:  # left by conversions that failed
                 _laid.clear()
             _laid[os.path.normpath(folder)] = table
         return table
@@ -166,7 +167,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str, is_laid: bool = Fa
 
 
 def _unpickled(name: str, is_laid: bool) -> tuple[Any, Rows]:
-    """What a file of metadata has; its bytes are not kept."""
+    """The contents of a metadata file; its bytes are not kept."""
     with sources.opened(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > (most := most_metadata()):
@@ -244,7 +245,7 @@ def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
 
 
 def _item(key: str, record: Any, most: int, columns: _Columns) -> TensorItem | None:
-    """What is described under a key; `most` is the number of boxes that it may have."""
+    """Reads the description of an item; `most` is the number of boxes that it may have."""
     fields = attributes(record)
     if not fields:  # BytesStorageMetadata
         return None
@@ -285,10 +286,11 @@ class _Columns:
         self.rows = rows
         self.shapes = Shapes()
         self.boxes = BoxColumns(self.shapes)
-        self._numbers: dict[int, int] = {}  # of the shapes that rows have
+        # by the number of a shape in the rows: its number in the columns
+        self._numbers: dict[int, int] = {}
 
     def _number(self, of_rows: int, key: str) -> int:
-        """The number of a shape in the columns, by that in the rows."""
+        """The number of a shape in the columns, given its number in the rows."""
         number = self._numbers.get(of_rows)
         if number is None:
             number = self.shapes.number(_numbers(self.rows.shapes[of_rows], key))
@@ -296,7 +298,7 @@ class _Columns:
         return number
 
     def boxes_of(self, key: str, chunks: Sequence[Any]) -> Sequence[ItemBox]:
-        """Enters the boxes of a tensor."""
+        """Enters the boxes of a tensor; returns them."""
         boxes, start = self.boxes, len(self.boxes.sizes)
         for chunk in chunks:
             if type(chunk) is Run:
@@ -310,9 +312,9 @@ class _Columns:
         return boxes.since(start)
 
     def locations(self, folder: str, storage: Mapping[Any, Any]) -> Places:
-        """Enters where every item lies."""
+        """Enters the place of every item; returns all places."""
         places = EnteredPlaces(self.shapes)
-        paths: dict[str, str] = {}  # of files, by the names that the metadata has
+        paths: dict[str, str] = {}  # paths of files, by their names in the metadata
         for key, offsets, name, offset, length in self._stated(storage):
             if name not in paths:
                 if not name.isprintable():
@@ -322,7 +324,7 @@ class _Columns:
         return places.in_order()
 
     def _stated(self, storage: Mapping[Any, Any]) -> Iterator[tuple[str, int, str, int, int]]:
-        """Of each item its key, the number of its offsets or -1; its file, offset and length."""
+        """For each item: its key, the number of its offsets or -1, its file, offset and length."""
         for index, info in storage.items():
             if type(index) is Run:
                 for key, number, name, offset, length in self.rows.places(index):
@@ -349,7 +351,7 @@ class _Columns:
 
 
 def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:
-    """The path of every key; empty if the writer kept none, or something of its own instead."""
+    """The path of every key; empty if the writer kept no paths, or other values instead."""
     if not isinstance(planner_data, dict) or planner_data.keys().isdisjoint(items):
         return {}
     return {_text(key, "a key"): _path(key, path) for key, path in planner_data.items()}
@@ -366,7 +368,7 @@ def _path(key: str, path: Any) -> KeyPath:
         raise CorruptCheckpoint(
             "file-damaged", f"the path of {safe(key)} is not a list of up to {MAX_PATH} keys"
         )
-    # the lengths first, since many paths may refer to one long text
+    # first compare lengths, since many paths may refer to one long text
     length = len(path) - 1 + sum(len(step) for step in path if isinstance(step, str))
     if length > len(key) or ".".join(map(str, path)) != key:
         raise CorruptCheckpoint("file-damaged", f"the path of {safe(key)} leads to another item")
@@ -382,7 +384,7 @@ def _text(value: Any, what: str) -> str:
 
 
 def _numbers(values: Any, key: str) -> tuple[int, ...]:
-    """Sizes, offsets or lengths."""
+    """Checks sizes, offsets or lengths."""
     if isinstance(values, (tuple, list)) and len(values) <= MAX_AXES:
         for value in values:
             if type(value) is not int or not 0 <= value < MAX_NUMBER:
@@ -396,14 +398,14 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
 
 
 def _texts(values: Any) -> str:
-    """A list of texts for a message; the type of anything else."""
+    """A list of texts for a message; for another value its type."""
     if isinstance(values, (list, tuple)):
         return listed([str(value)[:80] for value in values[:9] if isinstance(value, str)])
     return type(values).__name__
 
 
 def attributes(record: Any) -> dict[str, Any]:
-    """The attributes of a pickled dataclass; raises CorruptCheckpoint for anything else."""
+    """The attributes of a pickled dataclass; raises CorruptCheckpoint for any other value."""
     state = record.state if isinstance(record, Foreign) else record
     if state is None:  # BytesStorageMetadata has none
         return {}
@@ -412,7 +414,7 @@ def attributes(record: Any) -> dict[str, Any]:
     return state
 
 
-# -- what it says twice
+# statements that are made twice
 
 
 def need_agreement(table: ItemTable, name: str) -> None:
@@ -454,7 +456,7 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Itera
                 f"{name}: a piece of {_all_shown([key])} has another number of axes than its shape "
                 f"{list(item.shape)}",
             )
-        if box.is_empty:  # several ranks may have none of its rows
+        if box.is_empty:  # several ranks may have an empty box
             row = table.locations.row(key, box.offsets)
             if row is not None:
                 yield row
@@ -471,14 +473,14 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Itera
 
 
 def _all_shown(keys: list[str]) -> str:
-    """The first keys, in one line."""
+    """Lists the first keys in one line."""
     return listed([*map(safe, keys)], 4)
 
 
 def _need_separate(table: ItemTable, name: str) -> None:
-    """Raises InconsistentCheckpoint if items share bytes, but for tensors of one safetensors file.
+    """Raises InconsistentCheckpoint if items share bytes, except tensors of one safetensors file.
 
-    All of these state where the file begins (torch 2.13, filesystem.py).
+    The locations of these all state where the file begins (torch 2.13, filesystem.py).
     """
     for file, items in table.by_file():
         stop = begin = 0

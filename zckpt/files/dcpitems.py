@@ -1,14 +1,14 @@
-"""What is in the item files of a directory of torch.distributed.checkpoint, and what is not?
+"""Reads the item files of a directory of torch.distributed.checkpoint.
 
-An item is a file of torch.save inside of its file, or a tensor of the safetensors file that ends
-it. `.metadata` says where it begins; here its bytes are looked at.
+An item is a file of torch.save inside of its file, or a tensor of the safetensors file at its end.
+`.metadata` states where the item begins; this module reads its bytes.
 
     item of one tensor    [ head: pickle | data | padding, directory: place, length and CRC-32 ]
                                          704 in all genuine files here (torch 2.13, Megatron-Core)
 
-Opening an item costs more than torch's whole reading of its description. Items of one kind have one
-form: so a few of each are opened, and the others are planned. Whoever reads the data of a planned
-item opens it (`Record.crc`), and what it says must be what was planned.
+Opening an item costs more than torch's complete reading of its description. Items of one kind have
+the same form. So a few of each kind are opened, and the places of the others are planned. Before
+the data of a planned item are read, the item is opened (`Record.crc`) and compared with the plan.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from .safefile import SavedTensor, read_with_metadata
 from .torchfile import Parsed, Tensor, TorchFile
 from .zipdirectory import read_directory
 
-ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which are longer
-AT_ONCE = 8 << 10  # bytes of an item that are read together
-SERIALIZATION_ID = "/.data/serialization_id"  # random, of each file of torch >= 2.1
-UNOPENED, WITHOUT = -1, -2  # for the checksum of an item that is not opened, or states none
+ALIGNMENT = 64  # bytes; in the files that zckpt writes, items are aligned to it, and are longer
+AT_ONCE = 8 << 10  # bytes; a shorter item is read at a time
+SERIALIZATION_ID = "/.data/serialization_id"  # random bytes in each file of torch >= 2.1
+UNOPENED, WITHOUT = -1, -2  # stand for the checksum of an item that is not opened, or states none
 NUMBER = re.compile(r"\d+")
 
 
@@ -53,9 +53,10 @@ class ItemFiles:
 
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
-    the process may have open. `sizes` are the bytes of every file that was opened, by path,
-    `records` those of all items that were read as files of torch.save. With `plans`, tensors whose
-    form is known are not opened, and later neither if zckpt has just laid them out (`is_laid`).
+    the process may have open. `sizes` are the bytes of every file that was opened, by path.
+    `records` are the records of all items that were read as files of torch.save. With `plans`,
+    tensors whose form is known are not opened when the structure is read. With `is_laid`, zckpt has
+    just laid them out, and they are not opened later either.
     """
 
     def __init__(self, keeps_open: bool = True, plans: bool = False, is_laid: bool = False) -> None:
@@ -64,7 +65,7 @@ class ItemFiles:
         self.plans, self.is_laid = plans, is_laid
         self.forms = _Forms()
         self.outlines: dict[tuple[str, tuple[int, ...], int], _Outline] = {}
-        self.lock = Lock()  # of those who open planned items while they copy
+        self.lock = Lock()  # for threads that open planned items while they copy
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, SavedTensor]] = {}
         self._open: dict[str, tuple[int, Fingerprint]] = {}
@@ -74,7 +75,7 @@ class ItemFiles:
     def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
-        """The tensor of an item whose file is lost, so that another one stands in for it."""
+        """The tensor of an item whose file is lost, if another file stands in for it; else None."""
         if not sources.is_stand_in(location.file):
             return None
         self.sizes.setdefault(location.file, 0)
@@ -82,7 +83,7 @@ class ItemFiles:
         return SavedTensor(key, dtype, sizes, extent)
 
     def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
-        """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
+        """The tensor `key`, if a safetensors file begins at the location; else None."""
         begin = location.file, location.offset
         if begin not in self._tensors:
             self._require(location.file, location.offset, 1)
@@ -101,7 +102,7 @@ class ItemFiles:
         return self._tensors[begin][key]
 
     def torch_file(self, location: ItemLocation) -> TorchFile:
-        """The item as a file of torch.save, which it is in full."""
+        """The item as a complete file of torch.save."""
         if location.shared:
             raise InconsistentCheckpoint(
                 "elements-overlap",
@@ -115,7 +116,7 @@ class ItemFiles:
         return item
 
     def open(self, location: ItemLocation) -> TorchFile:
-        """The item as a file of torch.save, if it is as long as its file needs."""
+        """The item as a file of torch.save, without a check of its location."""
         with self._opened(location.file) as file:
             return TorchFile(location.file, self._parsed, location.extent, file)
 
@@ -124,7 +125,8 @@ class ItemFiles:
     ) -> Record | None:
         """The data of a tensor, or of a box of it, in an item that is not opened.
 
-        It is row-major. None if the item must be opened: the first of each file, and of each form.
+        They are row-major. None if the item must be opened: the first item of each file, and the
+        first of each form.
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -140,7 +142,7 @@ class ItemFiles:
         return record
 
     def planned_boxes(self, table: ItemTable, key: str, dtype: str) -> PlannedBoxes | None:
-        """All boxes of a tensor that are not empty, if none of their items must be opened."""
+        """All boxes of a tensor that are not empty; None if one of their items must be opened."""
         item, places = table.items[key], table.locations
         if item is None or not self.plans:
             return None
@@ -169,7 +171,10 @@ class ItemFiles:
     def tensor_file(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> TorchFile:
-        """The same item, opened: it may have anything else. Raises as `torch_file`."""
+        """Opens the item of a tensor, and notes its form for other items. Raises as `torch_file`.
+
+        The item may hold anything else than the expected tensor.
+        """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):
             self._note_outline(file, location)
@@ -185,7 +190,10 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """A planned item as a file; only its CRC-32 if its bytes are those of another such item."""
+        """Opens a planned item.
+
+        If its bytes equal those of a known item, returns only its CRC-32.
+        """
         outline = self.outlines.get((dtype, sizes, location.length))
         if outline is not None and outline.data == data.offset - location.offset:
             with self._opened(location.file) as number:
@@ -197,9 +205,10 @@ class ItemFiles:
     def boxes(
         self, table: ItemTable, key: str, dtype: str | None = None
     ) -> Iterator[tuple[ItemBox, TorchFile]]:
-        """The boxes of a tensor that are not empty, each with the file whose value it is.
+        """The boxes of a tensor that are not empty, each with the file that holds it.
 
-        Without `dtype` it is of the type that the metadata states. Raises InconsistentCheckpoint.
+        `dtype` is the expected type; None means the type that the metadata states. Raises
+        InconsistentCheckpoint.
         """
         item = table.items[key]
         if item is None:
@@ -226,9 +235,9 @@ class ItemFiles:
             yield box, file
 
     def unused(self, table: ItemTable) -> list[Extent]:
-        """Bytes of the item files that no item covers: something is lost, or left of another save.
+        """Bytes of the item files that no item covers: a loss, or remains of another save.
 
-        zckpt aligns items, so a gap before an aligned one is no finding if no item fits into it.
+        zckpt aligns items, so a gap before an aligned item is not reported if no item fits into it.
         """
         locations = dict(table.by_file())
         with os.scandir(table.folder) as entries:
@@ -239,13 +248,13 @@ class ItemFiles:
                 continue
             of_file = locations.get(file, [])
             for offset, _ in of_file:
-                self._require(file, offset, 0)  # also if nothing was read of it
+                self._require(file, offset, 0)  # also if nothing of the file was read
             size, reached = sources.size(file), 0
             for start, length in of_file:
                 if start > reached and (start - reached >= ALIGNMENT or start % ALIGNMENT):
                     unused.append(Extent(file, reached, start - reached))
                 reached = max(reached, start + length)
-                # a safetensors file reaches to the end; its empty tensors were not asked for
+                # a safetensors file extends to the end; its empty tensors were not read
                 if (file, start) in self._tensors or not length:
                     reached = size
             if size > reached:
@@ -254,7 +263,7 @@ class ItemFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        """The descriptor of a file, as it is at the path now; raises as `sources.open_file`."""
+        """The descriptor of the file that is at the path now; raises as `sources.open_file`."""
         with sources.naming(path):
             now = Fingerprint.of(os.stat(path))
             if path in self._open and self._open[path][1] != now:
@@ -286,26 +295,27 @@ class ItemFiles:
 
 @lru_cache(64)
 def kind_of(key: str) -> str:
-    """What keys have in common that differ in numbers alone."""
+    """The kind of a key: keys of one kind differ only in numbers."""
     return NUMBER.sub("#", key)
 
 
 class _Forms:
-    """Where the data of items lie, as those show that were opened.
+    """Where the data of items lie, learned from the items that were opened.
 
-    A kind of items are those of one type whose keys differ in numbers alone: those of all layers.
-    If one of a kind is no row-major tensor that has its storage for itself, none is planned.
-
-    Where data begin follows from an item's length. torch and zckpt align data to 64 bytes, and put
-    the same bytes behind all data that end alike: only the pickle before them has any length.
+    Items of one kind have the same dtype, and keys that differ only in numbers, as those of all
+    layers do. Items of a kind are planned only if all opened ones are row-major tensors with a
+    storage of their own. The beginning of the data follows from an item's length. torch and zckpt
+    align data to 64 bytes, and put equal numbers of bytes after data whose ends are aligned alike:
+    only the pickle before them has a variable length.
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[str, str], bool] = {}  # whether items of a kind are planned
+        # by kind and dtype: whether these items are planned
+        self._kinds: dict[tuple[str, str], bool] = {}
         self._places: dict[tuple[int, int], int | None] = {}
 
     def place(self, key: str, dtype: str, length: int, item_length: int) -> int | None:
-        """Where `length` bytes of data begin in an item; None if it must be opened."""
+        """Where `length` bytes of data begin in an item; None if the item must be opened."""
         return self.begin(length, item_length) if length and self.kind(key, dtype) else None
 
     def kind(self, key: str, dtype: str) -> bool:
@@ -313,13 +323,13 @@ class _Forms:
         return self._kinds.get((kind_of(key), dtype), False)
 
     def begin(self, length: int, item_length: int) -> int | None:
-        """The same of an item whose kind is planned."""
+        """As `place`, for an item whose kind is planned."""
         return self._places.get((item_length - length, length % ALIGNMENT))
 
     def note(
         self, file: TorchFile, key: str, dtype: str, sizes: tuple[int, ...], location: ItemLocation
     ) -> bool:
-        """Learns of an item that was opened; says whether others may be like it."""
+        """Learns from an item that was opened; returns whether it is a plain tensor."""
         tensor, records = file.value, [*file.records.values()]
         kind, length = (kind_of(key), dtype), prod(sizes) * SIZES[dtype]
         is_plain = (
@@ -338,11 +348,11 @@ class _Forms:
 
 
 class _Outline(Struct, frozen=True):
-    """All bytes of an item but its data, and those that differ in each save: checksums, ids.
+    """All bytes of an item, except its data and what differs in each save: checksums, ids.
 
-    Another item with the same bytes says the same of its data, except for the CRC-32, which is at
-    `crc_at` in the directory. `data` and `behind` are where the data begin and end, `head` and
-    `tail` the bytes before and behind them, with zeros in the `gaps`.
+    Another item with the same bytes describes its data in the same way, except for the CRC-32,
+    which is at `crc_at` in the directory. `data` and `behind` are where the data begin and end.
+    `head` and `tail` are the bytes before and after the data, with zeros in the `gaps`.
     """
 
     data: int
@@ -354,14 +364,14 @@ class _Outline(Struct, frozen=True):
 
     @classmethod
     def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
-        """That of an item that was opened, with its data."""
+        """The outline of an item that was opened, and of its data."""
         start, gaps, crc_at = item.offset, list[tuple[int, int]](), 0
         for name, member in read_directory(file, item).items():
             stop = member.offset + member.length
             is_data = member.offset == data.offset
             if not is_data and not name.endswith(SERIALIZATION_ID):
                 continue
-            # in the local header, in the directory, and in a descriptor behind the bytes
+            # in the local header, in the directory, and in a descriptor after the data
             places = [member.header + 14, member.entry + 16]
             if sources.pread(file, 4, stop) == b"PK\7\10":
                 places.append(stop + 4)
@@ -376,7 +386,7 @@ class _Outline(Struct, frozen=True):
         return replace(outline, head=outline.blank(head, 0), tail=outline.blank(tail, behind))
 
     def bytes_of(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
-        """Those of an item before its data, and behind them."""
+        """The bytes of an item before its data, and after them."""
         if length <= AT_ONCE:
             data = sources.pread(file, length, offset)
             return data[: self.data], data[self.behind :]
@@ -384,7 +394,7 @@ class _Outline(Struct, frozen=True):
         return sources.pread(file, self.data, offset), tail
 
     def blank(self, data: bytes, start: int) -> bytes:
-        """Bytes from `start` on with zeros in the gaps."""
+        """Replaces the gaps by zeros in bytes that begin at `start`."""
         blank = bytearray(data)
         for begin, stop in self.gaps:
             if start <= begin and stop <= start + len(data):
@@ -392,7 +402,7 @@ class _Outline(Struct, frozen=True):
         return bytes(blank)
 
     def crc(self, file: int, location: ItemLocation) -> int | None:
-        """The CRC-32 that another item states; None if it has not the same bytes."""
+        """The CRC-32 that another item states; None if its other bytes differ."""
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
             return None
@@ -401,7 +411,7 @@ class _Outline(Struct, frozen=True):
 
 
 class _Planned(Struct, eq=False):
-    """The CRC-32 of a planned item, which is opened when it is asked for."""
+    """The CRC-32 of a planned item, which is opened when the object is called."""
 
     files: ItemFiles
     location: ItemLocation
@@ -413,7 +423,7 @@ class _Planned(Struct, eq=False):
     crc: int | None = None
 
     def __call__(self) -> int | None:
-        """Raises as `torch_file`, and UnsupportedCheckpoint if the data lie otherwise."""
+        """Raises as `torch_file`, and UnsupportedCheckpoint if the data are not where planned."""
         if not self.is_open:
             with self.files.lock:
                 self.crc = self.opened()
@@ -421,7 +431,7 @@ class _Planned(Struct, eq=False):
         return self.crc
 
     def opened(self) -> int | None:
-        """The CRC-32 that the item states, whose form is compared with the planned one."""
+        """The CRC-32 that the item states; compares the item's form with the plan."""
         file = self.files.reopened(self.location, self.dtype, self.sizes, self.extent)
         if isinstance(file, int):
             return file
@@ -442,8 +452,8 @@ class _Planned(Struct, eq=False):
 class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
     """The boxes of a tensor, each with its data in an item that is not opened.
 
-    Of each box there are its number in `boxes`, the row of its place, and the byte of the item at
-    which its data begin. All else is made when it is asked for.
+    For each box, three numbers are stored: its number in `boxes`, the row of its place, and the
+    byte of the item at which its data begin. All else is made when it is read.
     """
 
     def __init__(
@@ -460,7 +470,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
         self.files, self.places = files, places
         self.key, self.dtype, self._boxes = key, dtype, boxes
         self._numbers, self._rows, self._begins = numbers, rows, begins
-        self._crcs = array("q")  # of items that were opened; none until the first one is
+        self._crcs = array("q")  # CRC-32s of items that were opened; empty until the first one is
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -481,7 +491,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
     @property
     def extents(self) -> Sequence[Extent]:
-        """Where the data of each box are."""
+        """The places of all boxes' data."""
         return Made(self._extent, range(len(self)))
 
     def is_open(self, place: int) -> bool:
@@ -515,7 +525,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
 
 class _OfBox(Struct, frozen=True):
-    """The CRC-32 of the item of a box, which is opened when it is asked for."""
+    """The CRC-32 of a box's item, which is opened when the object is called."""
 
     planned: PlannedBoxes
     place: int
@@ -529,7 +539,7 @@ class _OfBox(Struct, frozen=True):
 
 
 def described(file: TorchFile) -> tuple[str, tuple[int, ...]] | None:
-    """The type and the shape of a file's tensor; None if it has something else."""
+    """The dtype and the shape of a file's tensor; None if it holds another value."""
     tensor = file.value
     return (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
 
@@ -545,7 +555,7 @@ def require_same(
     stored: tuple[str, tuple[int, ...]] | None,
     stated: tuple[str, tuple[int, ...]],
 ) -> None:
-    """Raises InconsistentCheckpoint unless a stored dtype and shape are those of the metadata.
+    """Raises InconsistentCheckpoint unless the stored dtype and shape are those of the metadata.
 
     `stored` is None for an item that is not a tensor.
     """

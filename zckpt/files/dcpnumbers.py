@@ -1,10 +1,10 @@
-"""Which numbers do a few items of a directory have? For the many directories of one run.
+"""Reads the numbers of a few items in each of many directories of one run.
 
     .metadata    [ frames | items, paths, locations | path and random id of the save, version ]
                             the same in all of them
 
-So it is parsed once for all of them, and only compared after that (torch 2.1 to 2.13). Items of
-equal numbers are equal files, byte by byte: each is parsed once.
+So `.metadata` is parsed once for all directories, and then only compared (torch 2.1 to 2.13). Items
+with equal numbers are equal files, byte by byte, and each is parsed once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .torchfile import Parsed, TorchFile
 
 BEHIND_ITEMS = b"storage_meta"  # the first field of `.metadata` that describes no item
 FRAME = b"\x95"
-LAYOUTS = 16  # of runs and numbers of ranks, as a folder has them
+LAYOUTS = 16  # remembered layouts; a folder has some for several runs and numbers of ranks
 
 Choice = Callable[[Collection[str]], Sequence[str]]
-"""The wanted ones of all keys."""
+"""Selects the wanted keys from all keys."""
 Places = dict[str, list[tuple[int, int]]]
-"""By the name of a file, the offsets and lengths of items."""
+"""Maps the name of a file to the offsets and lengths of items."""
 
 
 def numbers_in(folder: str, choice: Choice) -> list[float]:
-    """The different numbers of the chosen items, which are files of torch.save; [] without any.
+    """The different numbers in the chosen items, which are files of torch.save; [] without any.
 
     Raises as `read_table` and `TorchFile`, and OSError.
     """
@@ -45,7 +45,7 @@ def numbers_in(folder: str, choice: Choice) -> list[float]:
 
 
 class _Metadata:
-    """What one `.metadata` says of items; equal to any other that says the same."""
+    """What one `.metadata` states about items; equal to another one with the same statements."""
 
     def __init__(self, path: str) -> None:
         from hashlib import sha256
@@ -64,7 +64,7 @@ class _Metadata:
 
 
 def _without_frames(text: bytes) -> bytes:
-    """A pickle without the lengths of its frames, of which the last changes with the path's."""
+    """A pickle without the lengths of its frames: the last length depends on the path's."""
     parts, start = [text[:2]], 2
     while text[start : start + 1] == FRAME and start + 9 <= len(text):
         stop = start + 9 + int(struct.unpack_from("<Q", text, start + 1)[0])
@@ -75,7 +75,7 @@ def _without_frames(text: bytes) -> bytes:
 
 @lru_cache(LAYOUTS)
 def _places(metadata: _Metadata, choice: Choice) -> Places:
-    """Where the chosen items lie; none if one is a tensor of a safetensors file."""
+    """The places of the chosen items; empty if one is a tensor of a safetensors file."""
     table = read_table(metadata.folder)
     locations = [
         table.location(key, box)

@@ -1,17 +1,17 @@
-"""What a pickle of `.metadata` has millions of, as columns: boxes of tensors, and places of items.
+"""Reads the boxes of tensors and the places of items from the pickle of `.metadata`, as columns.
 
     chunk            offsets, sizes                      of a tensor's box
     index -> info    key, offsets -> file, offset, length    of an item
 
-Pickle has 25 instructions for each of the three, always the same ones. Here a form of them is
-recognized as a whole, and becomes a row: a few numbers instead of four to six objects, which take
-2 to 4 KB. What is written in any other way is left to the unpickler, instruction by instruction:
-both give the same. So a form ends where its object does, a row stands for just that object, and it
-goes into a column only when the pickle puts it into a list or a dictionary.
+There may be millions of them. Pickle writes each with 25 instructions, always the same ones. Here
+such a sequence, a form, is recognized as one, and becomes a row: a few numbers instead of four to
+six objects, which take 2 to 4 KB. Anything else is left to the unpickler, instruction by
+instruction. Both ways give the same result. So a form ends where its object ends, a row stands for
+just this object, and it enters a column only when the pickle puts it into a list or a dictionary.
 
-Values that the pickle numbers within a form can be referred to later. Boxes, indices, and the sizes
-and texts in them are known by their numbers. If a pickle refers to another part, or numbers values
-in its own way, `Unusual` is raised, and whoever reads it begins anew without rows.
+The pickle may number values within a form, and refer to them later. Boxes, indices, and the sizes
+and texts in them can be recalled by their numbers. If a pickle refers to another part, or numbers
+values in another way, `Unusual` is raised. The caller then begins again without rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK = f"{METADATA_MODULE}.ChunkStorageMetadata"
 INDEX = f"{METADATA_MODULE}.MetadataIndex"
 PROPERTIES = f"{METADATA_MODULE}.TensorProperties"
 INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-MOST_KNOWN = 1 << 20  # texts of sizes that are remembered
+MOST_KNOWN = 1 << 20  # sizes in their pickled form that are remembered
 
 # instructions: a reference to a numbered value, and an integer
 _REF = rb"(?:h.|j....)"
@@ -47,9 +47,9 @@ _INTEGERS = _form(_INT)
 
 
 class _Forms:
-    """The forms, with `number` behind each value that can be referred to.
+    """The forms, with the instruction `number` after each value that can be referred to.
 
-    pickle numbers all of them in protocol 4 (MEMOIZE), and zckpt's own writer none.
+    In protocol 4, pickle numbers all of these values (MEMOIZE). zckpt's own writer numbers none.
     """
 
     def __init__(self, number: bytes) -> None:
@@ -57,7 +57,7 @@ class _Forms:
             b"REF": _REF, b"INT": _INT, b"#": number,
             b"SHAPE": rb"(?:(REF)(TUPLE)ONE#R#|(TUPLE)|(REF))",
             b"TUPLE": rb"(?:\)|INT\x85#|INTINT\x86#|INTINTINT\x87#|\((?:INT){4,64}t#)",
-            b"OBJECT": rb"\)\x81#\}#\(",  # with a dictionary, and the first of its items
+            b"OBJECT": rb"\)\x81#\}#\(",  # with a dictionary, and the beginning of its items
             b"ONE": rb"\x85",
         }  # fmt: skip
 
@@ -75,11 +75,11 @@ class _Forms:
 
 
 NUMBERED, UNNUMBERED = _Forms(b"\x94"), _Forms(b"")
-PROTOCOL = 4  # that of pickles whose values are numbered
+PROTOCOL = 4  # the protocol of pickles whose values are numbered
 
 
 class Unusual(Exception):
-    """A pickle does what the forms do not foresee; it is read without them."""
+    """A pickle has a structure that the forms do not cover; it must be read without them."""
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):
@@ -90,7 +90,7 @@ class IndexRow(Struct, frozen=True, gc=False, eq=False):
 
 
 class InfoRow(Struct, frozen=True, gc=False):
-    """Where an item lies."""
+    """The place of an item."""
 
     file: str
     offset: int
@@ -107,9 +107,10 @@ class Run(Struct, frozen=True, eq=False):
 class Rows:
     """The columns of one pickle, and the forms that fill them.
 
-    `shapes` are the different offsets and sizes. `box_offsets` and `box_sizes` are the numbers of
-    those of boxes. `keys` are the different keys of items; those of places are the numbers in
-    `place_keys`, with `place_offsets`, and their files, offsets in these, and lengths.
+    `shapes` are all different offsets and sizes. `box_offsets` and `box_sizes` refer to them by
+    number, for each box. `names` are all different keys and files. For each place, `place_keys` and
+    `place_files` refer to them by number, `place_offsets` refers to `shapes`, and `offsets` and
+    `lengths` are bytes in the file.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -120,14 +121,15 @@ class Rows:
         self.names: list[str] = []
         self.place_keys, self.place_offsets, self.place_files = array("i"), array("i"), array("i")
         self.offsets, self.lengths = array("q"), array("q")
-        self.skipped = 0  # values of forms that the pickle has numbered
+        self.skipped = 0  # the count of values within forms that the pickle has numbered
         self._known_shapes: dict[bytes, int] = {}
         self._number_of: dict[str, int] = {}
-        self._recalled, self._values = array("q"), array("q")  # numbers, and what they are of
+        # the pickle's numbers, and the values that they stand for
+        self._recalled, self._values = array("q"), array("q")
         self._box_numbers = array("q")
         self._index_numbers, self._index_keys = array("q"), array("i")
         self._index_offsets = array("i")
-        self._words: dict[bytes, Any] = {}  # what references mean that are always the same
+        self._words: dict[bytes, Any] = {}  # values of references that many forms contain
         self._forms = {
             CHUNK: self._chunk,
             INDEX: self._index,
@@ -137,17 +139,17 @@ class Rows:
         }
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """The row of a form behind the class, and where it ends; None if there is no such form."""
+        """The row of the form after a class, and where it ends; None if there is no such form."""
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
 
     def _count(self, count: int) -> None:
-        """The pickle numbers so many values, which are not kept."""
+        """Counts values that the pickle numbers and that are not kept."""
         if self.is_numbered:
             self.skipped += count
 
     def recall(self, number: int) -> Any:
-        """A value of a form by the number that the pickle gave it; raises Unusual."""
+        """A value of a form, by the number that the pickle gave it; raises Unusual."""
         if (place := _place(self._recalled, number)) is not None:
             value = self._values[place]
             return self.shapes[value] if value >= 0 else self.names[-1 - value]
@@ -158,7 +160,7 @@ class Rows:
         raise Unusual
 
     def forget_numbers(self) -> None:
-        """The pickle is read, so that nothing is referred to any more."""
+        """Frees the pickle's numbers after it was read, since nothing refers to them any more."""
         for numbers in (self._recalled, self._values, self._box_numbers, self._index_numbers):
             del numbers[:]
         del self._index_keys[:], self._index_offsets[:]
@@ -178,7 +180,7 @@ class Rows:
             yield key, self.place_offsets[row], file, self.offsets[row], self.lengths[row]
 
     def extend(self, target: list[Any], items: list[Any]) -> None:
-        """Puts values into a list; boxes that follow each other become one run."""
+        """Appends values to a list; consecutive boxes become one run."""
         for item in items:
             if type(item) is Run and target:
                 last = target[-1]
@@ -188,7 +190,7 @@ class Rows:
             target.append(item)
 
     def set_items(self, target: dict[Any, Any], flat: list[Any]) -> list[Any]:
-        """Puts places into a dictionary, as a run of the columns; gives the other items."""
+        """Puts places into a dictionary, as one run of the columns; returns the other items."""
         start, number_of = len(self.offsets), self._number_of
         rest: list[Any] = []
         for key, info in zip(flat[::2], flat[1::2], strict=False):
@@ -208,7 +210,7 @@ class Rows:
         return [*rest, *flat[len(flat) & ~1 :]]
 
     def _as_object(self, value: Any) -> Any:
-        """A row as the record that the unpickler would have made of it."""
+        """The record that the unpickler would have made instead of a row."""
         if type(value) is IndexRow:
             offsets = {} if value.offsets < 0 else {"offset": self.shapes[value.offsets]}
             return Foreign.instance(INDEX, fqn=value.key, **offsets)
@@ -330,7 +332,7 @@ class Rows:
         ref: bytes,
         memo: dict[int, Any],
     ) -> int | None:
-        """The number of offsets or sizes in `shapes`; None for anything else.
+        """The number of offsets or sizes in `shapes`; None for any other value.
 
         They are a new torch.Size, whose tuple is `text`, or a `plain` tuple, or a reference.
         """
@@ -362,7 +364,10 @@ class Rows:
         text: bytes | None,
         plain: bytes | None,
     ) -> None:
-        """The pickle numbers a tuple, the tuple around it and the Size; () has no number."""
+        """Counts the numbers that the pickle gives to a tuple, the tuple around it and the Size.
+
+        The empty tuple has no number.
+        """
         if not self.is_numbered:
             return
         if plain is not None:
@@ -386,7 +391,7 @@ class Rows:
         return known
 
     def _word(self, ref: bytes | None, memo: dict[int, Any]) -> Any:
-        """The value of a reference that many forms have."""
+        """The value of a reference, cached for references that many forms contain."""
         if ref is None:
             return None
         known = self._words.get(ref)
@@ -401,18 +406,18 @@ class Rows:
 
 
 def _place(numbers: array[int], number: int) -> int | None:
-    """Where a number is in a column that grows."""
+    """The position of a number in a sorted column; None if it is not there."""
     place = bisect_left(numbers, number)
     return place if place < len(numbers) and numbers[place] == number else None
 
 
 def _integers(text: bytes) -> tuple[int, ...]:
-    """Those of a tuple."""
+    """The integers of a pickled tuple."""
     return tuple(map(_integer, _INTEGERS.findall(text)))
 
 
 def _integer(text: bytes) -> int:
-    """The number that an instruction puts on the stack."""
+    """The integer that an instruction puts on the stack."""
     code = text[:1]
     if code in b"KM":
         return int.from_bytes(text[1:], "little")
@@ -420,4 +425,4 @@ def _integer(text: bytes) -> int:
 
 
 ROWS = frozenset({IndexRow, InfoRow})
-"""What stands in a dictionary for an object."""
+"""The types that stand for an object in a dictionary."""

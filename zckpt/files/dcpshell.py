@@ -1,4 +1,4 @@
-"""What does zckpt write as a directory of torch.distributed.checkpoint: item files, `.metadata`.
+"""Writes a directory of torch.distributed.checkpoint: item files and `.metadata`.
 
 An item file is a sequence of aligned items. `.metadata` is the object that torch pickles.
 """
@@ -28,12 +28,12 @@ from .pickling import Record, Repeated
 from .torchshell import ALIGNMENT, Storages, checksums_of, shell
 from .zipdirectory import read_directory
 
-BATCH = 128  # checksums that one thread writes
-NEAR = 4 << 10  # bytes; what is nearer to each other is written at once
+BATCH = 128  # checksums in one task of a thread
+NEAR = 4 << 10  # bytes; checksums nearer to each other are written together
 
 
 class ItemShell(Struct, frozen=True):
-    """What is saved under a key: one box of a tensor, or a value without a box; and its shell."""
+    """One item and its shell: a box of a tensor, or a value, for which `box` is None."""
 
     key: str
     box: ItemBox | None
@@ -41,39 +41,39 @@ class ItemShell(Struct, frozen=True):
 
 
 class SavedItem(Struct, frozen=True):
-    """An item and where it lies; the file is relative to the folder of `.metadata`."""
+    """An item and its location; the file is relative to the folder of `.metadata`."""
 
     item: ItemShell
     location: ItemLocation
 
     @property
     def key(self) -> ItemKey:
-        """What `.metadata` calls it."""
+        """The item's key in `.metadata`."""
         box = self.item.box
         return self.item.key, None if box is None else box.offsets
 
 
 @lru_cache(1 << 12)
 def tensor_shell(dtype: str, sizes: tuple[int, ...]) -> Shell:
-    """The shell of a tensor; equal tensors have the same one."""
+    """The shell of a tensor, cached for tensors of equal dtype and sizes."""
     storages = Storages()
     return shell("archive", storages.tensor(dtype, sizes), storages)
 
 
 @lru_cache(1 << 12)
 def scalar_shell(value: Scalar, _text: str) -> Shell:
-    """The item of a number; equal steps have the same one. The text tells 0.0 from -0.0."""
+    """The shell of a number, cached for equal numbers. `_text` distinguishes 0.0 from -0.0."""
     storages = Storages()
     return shell("archive", storages.scalar(value), storages)
 
 
 def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:
-    """The items of every file; a file of several items has `limit` bytes at most."""
+    """Distributes the items over files; a file of several items has at most `limit` bytes."""
     return portions(items, lambda item: align(item.shell.size, ALIGNMENT), limit)
 
 
 def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedItem]]:
-    """The file `name` with these items, and where each of them lies."""
+    """The file `name` with these items, and the location of each."""
     size, parts, saved = 0, [], []
     for item in items:
         start = align(size, ALIGNMENT)
@@ -84,10 +84,11 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
 
 
 def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]]) -> None:
-    """Writes the CRC-32 of every record into the zip directory of its item; `root` has `folder`.
+    """Writes the CRC-32 of every record into the zip directory of its item.
 
-    `crcs` go by the path of a file, then by the offset of the record's data. Items were just laid
-    out: those of one length, whose data begin alike, have their checksums at the same places.
+    `root` contains `folder`. `crcs` are by the path of a file, then by the offset of the record's
+    data. The items were just laid out. So items of one length whose data begin alike have their
+    checksums at the same places.
     """
     locations = by_key((item.file, item) for item in laid_table(folder).locations.values())
     places: dict[tuple[int, ...], list[int]] = {}
@@ -106,7 +107,7 @@ def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]])
                 twice = [crc_of[start] for start in data for _ in range(2)]
                 at = (item.offset + place for place in places[form])
                 patches += zip(at, twice, strict=True)
-            # what was written past the page cache is read from the disk
+            # bytes that were written past the page cache are read from the disk
             carry_out_all([*portions(sorted(patches), lambda _: 1, BATCH)], partial(_write, file))
 
 
@@ -117,7 +118,7 @@ def _places(file: int, item: Extent, data: Collection[int]) -> list[int]:
 
 
 def _write(file: int, patches: Sequence[tuple[int, int]]) -> None:
-    """Writes checksums at their places, in order; those that are near to each other at once."""
+    """Writes checksums at their places, in order; those near to each other in one write."""
     near: list[tuple[int, int]] = []
     for patch in patches:
         if near and patch[0] - near[-1][0] >= NEAR:
@@ -214,4 +215,4 @@ TENSOR, CHUNK, INDEX, LOCATION = (
         ("filesystem._StorageInfo", ("relative_path", "offset", "length")),
     )
 )
-"""The classes of records of which there are many, and the names of their attributes."""
+"""The classes of the many records, and the names of their attributes."""

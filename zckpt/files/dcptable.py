@@ -1,8 +1,8 @@
-"""What `.metadata` says of items, once it is read: tensors, their boxes, and where they lie.
+"""The contents of `.metadata`: tensors, their boxes, and where they lie.
 
 A checkpoint of many ranks has millions of boxes, and an object for each takes hundreds of bytes. So
-boxes and places are columns of numbers. A tensor's boxes, and the place of one, are made of them
-when they are asked for:
+boxes and places are columns of numbers. The objects for a tensor's boxes, and for the place of one,
+are made when they are read:
 
     boxes     offsets, sizes                              each the number of a tuple (`Shapes`)
     places    key and offsets as one number, in order; file, offset, length
@@ -25,10 +25,10 @@ from ..errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpo
 METADATA = ".metadata"
 
 KeyPath = tuple[str | int, ...]
-"""Keys that lead to an item in the program's state dict."""
+"""The keys that lead to an item in the program's state dict."""
 
 ItemKey = tuple[str, tuple[int, ...] | None]
-"""A key with the offsets of one of its boxes; without offsets for a value."""
+"""A key with the offsets of one of its boxes; None instead of offsets for a value."""
 
 
 class ItemBox(Struct, frozen=True):
@@ -43,14 +43,14 @@ class ItemBox(Struct, frozen=True):
 
 
 class Shapes:
-    """Offsets and sizes, each of which is kept once; they are known by their numbers."""
+    """Offsets and sizes, each stored once and identified by its number."""
 
     def __init__(self) -> None:
         self.values: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, values: tuple[int, ...]) -> int:
-        """The number of offsets or sizes, which get one if they are new."""
+        """The number of offsets or sizes; new ones get a number."""
         number = self._numbers.setdefault(values, len(self.values))
         if number == len(self.values):
             self.values.append(values)
@@ -69,7 +69,7 @@ class BoxColumns:
         self.offsets, self.sizes = array("i"), array("i")
 
     def since(self, start: int) -> BoxRows:
-        """Those that were entered from row `start` on."""
+        """The boxes that were entered from row `start` on."""
         return BoxRows(self, start, len(self.sizes))
 
 
@@ -101,7 +101,10 @@ class BoxRows(Sequence[ItemBox]):
 
 
 class TensorItem(Struct, frozen=True):
-    """A tensor under a key; `torch_dtype` is torch's name of its type, which zckpt may not know."""
+    """A tensor under a key.
+
+    `torch_dtype` is torch's name of its type, which zckpt may not support.
+    """
 
     torch_dtype: str
     shape: tuple[int, ...]
@@ -130,7 +133,7 @@ class ItemLocation(Struct, frozen=True):
     file: str
     offset: int
     length: int
-    shared: bool = False  # other tensors begin there too: it is one safetensors file
+    shared: bool = False  # other tensors begin there too: the bytes are one safetensors file
 
     @property
     def extent(self) -> Extent:
@@ -138,21 +141,22 @@ class ItemLocation(Struct, frozen=True):
 
 
 class Places(Mapping[ItemKey, ItemLocation]):
-    """Where each item lies. Rows are in the order of keys, as `key_numbers` has them, and offsets.
+    """The location of each item.
 
-    `paths` are the files; `files` are their numbers, by row, with `offsets` and `lengths` in them.
+    Rows are in the order of keys, as numbered in `key_numbers`, and offsets. `paths` are the files.
+    For each row, `files` has the number of a file, and `offsets` and `lengths` the bytes in it.
     """
 
     def __init__(self, shapes: Shapes, keys: dict[str, int], paths: list[str]) -> None:
         self.shapes, self.key_numbers, self.paths = shapes, keys, paths
-        self.base = 0  # of the numbers that stand for a key and offsets
+        self.base = 0  # a code is the number of a key times the base, plus that of offsets
         self.codes, self.files = array("q"), array("i")
         self.offsets, self.lengths = array("q"), array("q")
         self.shared = bytearray()
 
     @classmethod
     def of(cls, locations: Mapping[ItemKey, ItemLocation]) -> Places:
-        """The same as columns."""
+        """Makes the columns from a dictionary."""
         entered = EnteredPlaces(Shapes())
         for (key, offsets), location in locations.items():
             number = -1 if offsets is None else entered.shapes.number(offsets)
@@ -189,7 +193,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
         return repr(dict(self))
 
     def named(self, rows: Sequence[int]) -> Iterator[ItemKey]:
-        """The items in some rows."""
+        """The keys of the items in these rows."""
         names, values = [*self.key_numbers], self.shapes.values
         for row in rows:
             key, offsets = divmod(self.codes[row], self.base)
@@ -205,7 +209,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
 
 class EnteredPlaces:
-    """Places in the order in which the metadata state them."""
+    """Places in the order in which the metadata states them."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -223,7 +227,7 @@ class EnteredPlaces:
         self._lengths.append(length)
 
     def in_order(self) -> Places:
-        """All of them; raises CorruptCheckpoint if one item has two."""
+        """All places, sorted; raises CorruptCheckpoint if one item has two."""
         places = Places(self.shapes, self._keys, [*self._paths])
         base = places.base = len(self.shapes.values) + 1
         pairs = zip(self._of_keys, self._of_offsets, strict=True)
@@ -246,12 +250,12 @@ class EnteredPlaces:
 
 
 class ItemTable(Struct, frozen=True):
-    """What the metadata of one folder says; `files` are the metadata files themselves.
+    """The metadata of one folder; `files` are the metadata files themselves.
 
     `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the
     writer did not keep them. `copies` are further locations of items that several ranks saved.
-    `unsaved` are keys with a path of which no rank saved an item. `others` are the fields that
-    describe no item: `planner_data`, `version`, `storage_meta`, and what a writer has added.
+    `unsaved` are keys that have a path, but no item from any rank. `others` are the fields that
+    describe no item: `planner_data`, `version`, `storage_meta`, and those that a writer has added.
     """
 
     folder: str
@@ -267,11 +271,11 @@ class ItemTable(Struct, frozen=True):
         return [key for key in self.paths if key not in self.items]
 
     def location(self, key: str, box: ItemBox | None = None) -> ItemLocation:
-        """Where a value or one box of a tensor lies; raises IncompleteCheckpoint."""
+        """The location of a value or of one box of a tensor; raises IncompleteCheckpoint."""
         return self.locations.at(self.row(key, None if box is None else box.offsets))
 
     def row(self, key: str, offsets: tuple[int, ...] | None) -> int:
-        """The row of its place; raises as `location`."""
+        """The row of an item's place; raises as `location`."""
         row = self.locations.row(key, offsets)
         if row is None:
             raise IncompleteCheckpoint(
@@ -282,7 +286,7 @@ class ItemTable(Struct, frozen=True):
         return row
 
     def by_file(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Where items begin in each file, and how long they are; in the order of their bytes."""
+        """For each file, the offsets and lengths of items, in the order of their bytes."""
         places, copies = self.locations, dict[str, list[tuple[int, int]]]()
         for copy in chain.from_iterable(self.copies.values()):
             copies.setdefault(copy.file, []).append((copy.offset, copy.length))
@@ -295,5 +299,5 @@ class ItemTable(Struct, frozen=True):
 
 
 def called(key: str, offsets: tuple[int, ...] | None) -> str:
-    """An item's name in a message."""
+    """An item's name in messages."""
     return safe(key) if offsets is None else f"{safe(key)} at {list(offsets)}"

@@ -1,15 +1,15 @@
-"""Do the parts of an HDF5 file agree that has no checksums?
+"""Checks that the parts of an HDF5 file without checksums agree.
 
 Files of the old kind, which h5py writes by default, have addresses in superblock, headers, B-trees
 and heaps (HDF5 file format specification 3.0, II.A, III.A to III.E, IV.A). A flipped bit in one of
-them can lead to other bytes, or empty a group, and the library reports nothing. Three rules show
+them can lead to other bytes, or empty a group, and the library reports nothing. Three rules reveal
 it:
 
-- a group has the names that its heap lists. A link that was deleted leaves a free block in the
-  heap, or its name if that has less than 16 bytes: which looks like damage. Engines delete none.
-- nothing shares bytes.
-- bytes beside a dataset that belong to nothing are zero. They are not where a dataset lay whose
-  address has changed, or one that was deleted.
+- A group has the names that its heap lists. A link that was deleted leaves a free block in the
+  heap, or its name if that has less than 16 bytes, which looks like damage. Engines delete none.
+- No two blocks share bytes. - Bytes beside a dataset that belong to no block are zero. They are not
+zero where a dataset lay
+  whose address has changed, or one that was deleted.
 
 Objects of the new kind have checksums.
 """
@@ -31,12 +31,12 @@ SUPERBLOCK = 96  # bytes, with 8 for an address and 8 for a length
 CONTINUATION, SYMBOL_TABLE = 0x10, 0x11  # types of messages in a header
 MAX_HEADER = 1 << 20  # bytes; a message has at most 65,535
 MAX_HEAP = 64 << 20  # bytes; names of a million links
-MAX_GAPS = 64 << 20  # bytes beside datasets that are read
+MAX_GAPS = 64 << 20  # the most bytes beside datasets that are read
 END_OF_LIST = 1
 
 
 class FileBlock(Struct, frozen=True):
-    """Bytes [start, stop) of a file, and whose they are."""
+    """Bytes [start, stop) of a file, and the object that owns them."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class FileBlock(Struct, frozen=True):
 
 
 class Blocks(Struct, eq=False, dict=True):
-    """Every block of a file, as far as it is of the old kind.
+    """Every block of a file, if the file is of the old kind.
 
     Every method raises CorruptCheckpoint, OSError.
     """
@@ -63,18 +63,18 @@ class Blocks(Struct, eq=False, dict=True):
         self.blocks = {FileBlock(0, SUPERBLOCK, "the superblock")}
 
     def add_dataset(self, name: str, header: int, extent: Extent) -> None:
-        """A dataset whose object header has this address."""
+        """Adds a dataset, given the address of its object header and its data."""
         if self.is_old:
             for _ in self._messages(header, name):
                 pass
             self._add(extent.offset, extent.length, name, is_data=True)
 
     def add_texts(self, start: int, stop: int) -> None:
-        """A global heap."""
+        """Adds a global heap, which holds texts."""
         self._add(start, stop - start, "texts")
 
     def add_group(self, name: str, header: int, names: set[bytes]) -> None:
-        """A group with the names of its links, which are compared with those in its heap."""
+        """Adds a group, and compares the names of its links with those in its heap."""
         if not self.is_old:
             return
         name = name or "/"
@@ -85,7 +85,7 @@ class Blocks(Struct, eq=False, dict=True):
                 self._check_names(heap, name, names)
 
     def require_apart(self) -> None:
-        """Refuses blocks that share bytes."""
+        """Raises CorruptCheckpoint if blocks share bytes."""
         for before, block in pairwise(self._in_order()):
             if block.start < before.stop:
                 raise CorruptCheckpoint(
@@ -95,7 +95,7 @@ class Blocks(Struct, eq=False, dict=True):
                 )
 
     def orphans(self) -> list[Extent]:
-        """Runs of bytes beside a dataset that belong to nothing and are not zero."""
+        """Runs of bytes beside a dataset that belong to no block and are not zero."""
         orphans, left = [], MAX_GAPS
         before = FileBlock(0, 0, "")
         last = FileBlock(self.size, self.size, "")
@@ -117,7 +117,7 @@ class Blocks(Struct, eq=False, dict=True):
             self.blocks.add(FileBlock(start, start + length, owner, is_data))
 
     def _messages(self, address: int, name: str) -> Iterator[tuple[int, bytes]]:
-        """The messages of an object header, by type."""
+        """The messages of an object header, with their types."""
         head = self._read(16, address, name)
         if head[:1] != b"\1":
             self.is_old = False
@@ -145,7 +145,7 @@ class Blocks(Struct, eq=False, dict=True):
                 at = stop
 
     def _add_tree(self, root: int, name: str) -> None:
-        """The B-tree of a group's links, and its leaves."""
+        """Adds the B-tree of a group's links, and its leaves."""
         waiting, nodes = [root], {root}
         while waiting:
             node = waiting.pop()
@@ -199,12 +199,12 @@ class Blocks(Struct, eq=False, dict=True):
 
 
 def _names(data: bytes, free: int) -> set[bytes]:
-    """The names in a local heap's bytes; `free` is where its first free block lies."""
+    """The names in a local heap's bytes; `free` is the offset of its first free block."""
     blocks: dict[int, int] = {}
     while free != END_OF_LIST and free + 16 <= len(data) and free not in blocks:
         following, blocks[free] = struct.unpack_from("<QQ", data, free)
         free = following
-    names, at = set(), 8  # behind the empty name
+    names, at = set(), 8  # after the empty name
     while at < len(data):
         if at in blocks and blocks[at] > 0:
             at += blocks[at]

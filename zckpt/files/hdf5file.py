@@ -1,7 +1,7 @@
-"""HDF5 files: where the bytes of each tensor lie, and the values of small datasets.
+"""Reads HDF5 files: where the bytes of each tensor lie, and the values of small datasets.
 
-h5py says where a dataset's bytes lie; they are then read from the file itself. Only datasets that
-are one contiguous run of bytes are read, and only inside the file itself.
+h5py gives the place of a dataset's bytes, which are then read from the file itself. Only datasets
+that are one contiguous run of bytes are read, and only inside the file itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..errors import MALFORMED, OF_SYSTEM, CorruptCheckpoint, MissingExtra, Unsu
 from .hdf5blocks import Blocks
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
-MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
+MAX_ELEMENTS = 1 << 16  # the most elements of a dataset that is read as a value
 MAX_DEPTH = 64
-MAX_STEPS = 500_000  # past texts in heaps; a heap of 4096 bytes has at most 256
+MAX_STEPS = 500_000  # steps from text to text in heaps; a heap of 4096 bytes has at most 256 texts
 REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
 DTYPES = {name: dtype for name, dtype in FROM_TORCH.items() if dtype in NUMBERS - {"BF16"}}
-"""By numpy's names, which are torch's."""
+"""The dtypes by numpy's names, which are torch's."""
 
 
 class Dataset(Struct, frozen=True):
@@ -43,7 +43,7 @@ class Dataset(Struct, frozen=True):
 class HDF5Contents(Struct, frozen=True):
     """A file's tensors and values (numbers, lists of them, text) by their paths inside it.
 
-    `orphans` are bytes beside datasets that belong to nothing, though they are not zero.
+    `orphans` are bytes beside datasets that belong to no object, though they are not zero.
     """
 
     tensors: Mapping[str, Dataset]
@@ -65,15 +65,15 @@ def import_h5py() -> Any:
 
 
 def is_hdf5(path: str) -> bool:
-    """Whether a file begins as one of HDF5."""
+    """Whether a file begins as an HDF5 file."""
     with sources.opened(path) as file:
         return file.read(8) == MAGIC
 
 
 def root_names(path: str) -> set[bytes]:
-    """The names in the root group; none if the file is not HDF5 or is damaged.
+    """The names in the root group; empty if the file is not HDF5 or is damaged.
 
-    Raises MissingExtra for an HDF5 file.
+    Raises MissingExtra if the file is HDF5 and h5py is missing.
     """
     if not is_hdf5(path):
         return set()
@@ -88,16 +88,16 @@ def root_names(path: str) -> set[bytes]:
 
 @contextmanager
 def _opened(h5py: Any, path: str) -> Iterator[tuple[int, Any]]:
-    """The number of an open file, and the file as h5py sees it."""
+    """The descriptor of an open file, and h5py's object for it."""
     with sources.opened(path) as file:
-        # a path that h5py opens by itself is faster, but has no bytes if these lie elsewhere
+        # h5py is faster if it opens a path itself, but that file may have no bytes of its own
         given = file if byte_sources.of(file.fileno()) else path
         with h5py.File(given, "r", locking=False) as opened:
             yield file.fileno(), opened
 
 
 def _raise_if_system(path: str, error: Exception) -> None:
-    """Raises OSError if h5py failed because the operating system did, not because of the bytes.
+    """Raises OSError if h5py failed because of the operating system, not because of the bytes.
 
     h5py (3.16) puts the number into `errno`, or only into the text: "... errno = 5, error ...".
     """
@@ -109,7 +109,7 @@ def _raise_if_system(path: str, error: Exception) -> None:
 
 
 def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
-    """What is in a file; `is_tensor` decides by a dataset's path, and tensors are not read.
+    """The contents of a file. `is_tensor` decides by a dataset's path; tensors are not read.
 
     Raises CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
     MissingExtra.
@@ -152,9 +152,9 @@ def _contents(
 
 
 class _Bounds:
-    """How much of a file is left for datasets: they lie beside each other.
+    """Limits the bytes of all datasets together to the size of the file, since they do not overlap.
 
-    Datasets that share their bytes could have any size together. So could texts, which a heap lists
+    Datasets that share their bytes could have any total size. So could texts, which a heap lists
     one after another.
     """
 
@@ -184,7 +184,7 @@ class _Bounds:
 
 
 def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple[str, Any]]:
-    """Every dataset by its path; links to elsewhere and circles of groups are refused.
+    """Every dataset by its path; refuses links to elsewhere and circles of groups.
 
     Uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
     objects take 4 times as long.
@@ -238,7 +238,7 @@ def _tensor(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> D
 def _location(
     h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any, size: int
 ) -> tuple[tuple[int, ...], Extent]:
-    """Shape and bytes of a dataset whose elements take `size` bytes each."""
+    """The shape and the bytes of a dataset whose elements have `size` bytes each."""
     shape = tuple(map(int, dataset.shape or ()))
     properties = dataset.get_create_plist()
     plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
@@ -273,7 +273,7 @@ def _location(
 def _value(
     h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any, blocks: Blocks
 ) -> tuple[Any, Extent]:
-    """A number, a list of numbers, or text; and its bytes.
+    """A number, a list of numbers, or a text, and its bytes.
 
     The bytes are read here, not by h5py: in a damaged file the library trusts what it reads, and
     crashes.
@@ -309,7 +309,7 @@ def _text(
 ) -> str:
     """A string: an object in a global heap, found there by its number.
 
-    HDF5 2.0 never ends here if a bit of an object's size is flipped.
+    HDF5 2.0 would loop for ever here if a bit of an object's size is flipped.
     """
     file_size = bounds.file_size
     length, address, number = REFERENCE.unpack(reference)

@@ -1,11 +1,11 @@
-"""Write HDF5 files without their tensors: shells, whose tensors are filled in afterwards.
+"""Writes HDF5 files without their tensors: shells, whose tensors are filled in afterwards.
 
 h5py makes a file of groups, headers and numbers, in which no tensor has a place yet. Each tensor
-then gets its place behind them, and its header the address. So neither memory nor disk space grows
-with the size of the tensors.
+then gets its place after them, and its header gets the address. So neither memory nor disk space
+grows with the size of the tensors.
 
 Turned down: writing the format by hand, as torchshell.py does for zips. HDF5's B-trees and heaps
-are not worth a second implementation. Turned down too: its alignment, with which HDF5 2.0 looks at
+are not worth a second implementation. Turned down too: its alignment, with which HDF5 2.0 examines
 every gap in the file for each new object.
 """
 
@@ -29,8 +29,9 @@ NUMPY = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes; a copy's chunks never cut an element
 # HDF5 file format specification 3.0, II.A and IV.A.2.i; files of libver "earliest" lack checksums
 ADDRESS = struct.Struct("<Q")
-END_OF_FILE = 40  # where the superblock of version 0 states it
-LAYOUT = b"\x03\x01"  # a contiguous dataset, by the message of version 3: address, then length
+END_OF_FILE = 40  # the offset of the end of file in the superblock of version 0
+# the layout message, version 3, of a contiguous dataset; address and length follow
+LAYOUT = b"\x03\x01"
 NOWHERE = b"\xff" * ADDRESS.size
 
 
@@ -42,7 +43,7 @@ class EmptyDataset(Struct, frozen=True):
 
 
 def shell(name: str, tree: Mapping[str, Any]) -> Shell:
-    """The file `name`: dictionaries in `tree` become groups, other values become datasets."""
+    """The shell of the file `name`: dictionaries in `tree` become groups, other values datasets."""
     h5py = import_h5py()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "shell")
@@ -60,7 +61,7 @@ def shell(name: str, tree: Mapping[str, Any]) -> Shell:
 
 
 def _fill(h5py: Any, group: Any, tree: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Writes `tree` into `group`; gives the header's address and the bytes of every tensor."""
+    """Writes `tree` into `group`; yields the header's address and the bytes of every tensor."""
     import numpy as np  # h5py has imported it
 
     for key, value in tree.items():

@@ -1,8 +1,8 @@
 """Writes plain data and inert records as a pickle of protocol 2: the reverse of unpickle.py.
 
 The standard Pickler would import every class that it names. This one writes a `Global` by its name,
-and a `Foreign` record as the call that it was read from. Only names and texts are shared by memo;
-tensors share memory by the key of their storage.
+and a `Foreign` record as the call that it was read from. The memo shares only names and texts.
+Tensors share memory by the key of their storage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from msgspec import Struct, field
 
 from ..core.checkpoint.inert import Foreign, Global, Size, known_global, types_in
 
-_PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # names of modules in protocol 2
-LONG = 10_000  # integers that are worth another way to write them
+# protocol 2 uses these names of modules
+_PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}
+LONG = 10_000  # from this number on, integers are written in a faster way
 
 
 def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
@@ -41,15 +42,15 @@ class Persistent(Struct, frozen=True):
 
 
 class Repeated(Struct, frozen=True, eq=False):
-    """A value that a large one has again and again: from the second time on its bytes are known."""
+    """A value that occurs many times; its bytes are reused from the second time on."""
 
     value: Any
 
 
 class Record(Struct, frozen=True, eq=False):
-    """An object of a class, as `Foreign.instance` makes it, of which there are many.
+    """One of many objects of a class, as `Foreign.instance` makes them.
 
-    `form` is the class and the names of the attributes: equal ones are one object.
+    `form` is the class and the names of the attributes; equal forms must be one object.
     """
 
     form: tuple[Global, tuple[str, ...]]
@@ -59,7 +60,8 @@ class Record(Struct, frozen=True, eq=False):
 class _Writer(Struct, eq=False):
     emit: Callable[[bytes], None]
     special: Callable[[Any], Any]
-    memo: dict[str | Global, bytes] = field(default_factory=dict)  # how each is written again
+    # the bytes of the reference to each
+    memo: dict[str | Global, bytes] = field(default_factory=dict)
     repeated: dict[int, bytes | None] = field(default_factory=dict)  # by identity
     forms: dict[int, list[bytes]] = field(default_factory=dict)  # bytes between values
 
@@ -74,7 +76,11 @@ class _Writer(Struct, eq=False):
         self.write(replacement)
 
     def again(self, value: Repeated) -> None:
-        """Texts and globals are numbered the first time, and are references ever after."""
+        """Writes a repeated value.
+
+        The first time, its texts and globals are numbered. After that they are references, so its
+        bytes stay the same.
+        """
         known = self.repeated.get(id(value))
         if known is None and id(value) in self.repeated:
             emit, parts = self.emit, list[bytes]()
@@ -89,7 +95,10 @@ class _Writer(Struct, eq=False):
         self.write(value.value)
 
     def record(self, value: Record) -> None:
-        """The first one numbers its class and names; then the bytes between values are known."""
+        """Writes a record. The first one of a form numbers its class and names.
+
+        After that the bytes between values are known.
+        """
         function, names = value.form
         known = self.forms.get(id(value.form))
         if known is None:
@@ -124,7 +133,7 @@ class _Writer(Struct, eq=False):
             self.emit(b"e")
 
     def _integers(self, items: list[int]) -> None:
-        """A long list of integers, all with the same opcode if they are small."""
+        """Writes a long list of integers, all with the same opcode if they have 32 bits."""
         try:
             numbers = array("i", items)
         except OverflowError:
@@ -163,7 +172,8 @@ class _Writer(Struct, eq=False):
     def foreign(self, value: Foreign) -> None:
         self.write(value.function)
         self.write(tuple(value.arguments))
-        if value.keywords:  # NEWOBJ_EX is of protocol 4, but readers of any protocol know it
+        # NEWOBJ_EX belongs to protocol 4, but readers of any protocol support it
+        if value.keywords:
             self.write(value.keywords)
             self.emit(b"\x92")
         else:
@@ -181,7 +191,7 @@ class _Writer(Struct, eq=False):
             self._remember(value)
 
     def _recall(self, value: str | Global) -> bool:
-        """Writes the memo's number of a value that was written before; else returns False."""
+        """Writes a reference to a value that was written before; returns False if it was not."""
         again = self.memo.get(value)
         if again is not None:
             self.emit(again)

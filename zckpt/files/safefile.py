@@ -1,4 +1,4 @@
-"""Where the tensors of a safetensors file are: reads and writes its header.
+"""Reads and writes the header of a safetensors file, which says where the tensors are.
 
     8 bytes     length of the header, little-endian
     header      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
@@ -42,7 +42,7 @@ class SavedTensor(Struct, frozen=True):
 
 
 class _Stated(Struct):
-    """A tensor as the header has it: its bytes are counted from the header's end."""
+    """A tensor as the header states it: its bytes are counted from the header's end."""
 
     dtype: Dtype
     shape: Sizes
@@ -64,7 +64,7 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
 
     `begin` is the first byte of the safetensors data in the file. Raises CorruptCheckpoint if the
     header is too long, is malformed or names a tensor twice, and if its offsets leave holes,
-    overlap or pass the end of the file.
+    overlap or exceed the end of the file.
     """
     with sources.opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -123,7 +123,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def split(
     stem: str, tensors: Iterable[T], length: Callable[[T], int], most: int
 ) -> list[tuple[str, list[T]]]:
-    """Files of at most `most` bytes each, by their names; a larger tensor has one of its own."""
+    """Distributes tensors over files of at most `most` bytes; returns them with the files' names.
+
+    A tensor that is larger than `most` gets a file of its own.
+    """
     parts = [*portions(tensors, length, most)] or [[]]
     if len(parts) == 1:
         return [(f"{stem}.safetensors", parts[0])]
@@ -132,7 +135,7 @@ def split(
 
 
 def shell(name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shell:
-    """A file with consecutive tensors `(name, dtype, shape)`."""
+    """The shell of a file with consecutive tensors `(name, dtype, shape)`."""
     head, size = header(tensors)
     return Shell(name, size, ((0, head),))
 
@@ -142,7 +145,7 @@ def header(
 ) -> tuple[bytes, int]:
     """The header of a file with consecutive tensors `(name, dtype, shape)`, and the file's size.
 
-    The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
+    The data begin at a multiple of 4096 bytes, so direct reads need no copy.
     """
     start, items = 0, {"__metadata__": dict[str, Any](metadata)}
     for name, dtype, shape in tensors:

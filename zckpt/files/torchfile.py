@@ -5,11 +5,8 @@ and one member `<folder>/data/<key>` per storage. Before 1.6 it is several pickl
 storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage, and a `TorchFile`
 says which bytes of the file are that storage. torch is not imported.
 
-Over 600 lines: the two layouts share what a pickle may say, and each refusal says why.
-
-Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
-
-Over 600 lines: both layouts end in the same tensors, whose bounds are checked beside them.
+Over 600 lines: both layouts share the limits of a pickle and the checks of tensors' bounds. Equal
+pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
 """
 
 from __future__ import annotations
@@ -41,18 +38,20 @@ from .torchtensors import Tensor as Tensor
 from .unpickle import BUILTINS, Unpickler
 from .zipdirectory import Directories, ZipMember, read_directory
 
-# Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
-# weights and states of a million parameters fit in.
+# The most bytes of a file's pickle, which is parsed in memory. A tensor takes 100 to 300, so the
+# weights and states of a million parameters fit.
 MAX_PICKLE = 1 << 30
 FIRST_READ = 1 << 24  # bytes of a file of torch before 1.6, whose pickles are at the beginning
-# As in unpickle.py. Long files of engines have a value for 10 bytes and a container for 45 at most.
+# As in unpickle.py. Long files of engines have at most one value for 10 bytes, and one container
+# for 45 bytes.
 MOST_VALUES, MOST_CONTAINERS = 1_200_000, 270_000
 # Tensors of one file may share memory: tied weights, views of a flat buffer, and masks that were
-# expanded to a batch (stride 0). These bounds leave room for all of them. Without bounds a tensor
-# with stride 0 has any size, and whoever reads it never ends.
-SPARE_BYTES, COPIES = 64 << 20, 8  # of all tensors: a fixed number, and times the file's size
-SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that do not follow each other
-ZIP, PROTOCOLS = b"PK\3\4", (b"\2", b"\3", b"\4", b"\5")  # how files and pickles begin
+# expanded to a batch (stride 0). These bounds leave room for all of them. Without bounds, a tensor
+# with stride 0 could have any size, and reading it would never end.
+# bytes of all tensors: a fixed number, and a multiple of the file's size
+SPARE_BYTES, COPIES = 64 << 20, 8
+SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that are not contiguous
+ZIP, PROTOCOLS = b"PK\3\4", (b"\2", b"\3", b"\4", b"\5")  # the first bytes of files and pickles
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
 FUNCTIONS = {**BUILTINS, **TENSORS}
 _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
@@ -60,10 +59,11 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 
 
 class _Loaded(Struct, frozen=True, eq=False):
-    """What a pickle is: its value, and how much its tensors have, each view counted once.
+    """A parsed pickle: its value, and the totals of its tensors, with each view counted once.
 
-    `bytes` is the sum of their elements' bytes, `runs` how many reads those need whose elements are
-    apart in the file. `names` are the classes and functions that the pickle names.
+    `bytes` is the sum of their elements' bytes. `runs` is the number of separate runs in the file
+    that tensors which are not contiguous need. `names` are the classes and functions that the
+    pickle names.
     """
 
     value: Any
@@ -73,17 +73,17 @@ class _Loaded(Struct, frozen=True, eq=False):
 
 
 class Parsed(dict[tuple[int, int, int], _Loaded]):
-    """What is parsed once for the files of all ranks.
+    """A cache of what is parsed once for the files of all ranks.
 
-    These are pickles, by length, CRC-32 and hash. `files` are opened ones by path, for readers that
-    come to a file twice. `directories` are those of zips.
+    It maps length, CRC-32 and hash of a pickle to its contents. `files` are opened files by path,
+    for readers that open a file twice. `directories` are those of zips.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, TorchFile] = {}
         self.directories: Directories = {}
-        self.lock = Lock()  # what one thread parses, the others wait for
+        self.lock = Lock()  # while one thread parses, the others wait
 
 
 _peeked: dict[tuple[int, int, int], _Loaded] = {}
@@ -93,8 +93,8 @@ _peeked: dict[tuple[int, int, int], _Loaded] = {}
 class TorchFile:
     """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
-    If a file contains several consecutive ones, `within` are the bytes of this one, and `file` is
-    its descriptor if it is open. Raises CorruptCheckpoint (truncated, flipped bits in the pickle,
+    If a file contains several consecutive ones, `within` are the bytes of this one. `file` is its
+    descriptor if it is open. Raises CorruptCheckpoint (truncated, flipped bits in the pickle,
     overlapping members) and UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
     """
 
@@ -106,7 +106,8 @@ class TorchFile:
         file: int | None = None,
     ) -> None:
         self.path = path
-        self.saved_as: str | None = None  # the folder in the zip: the name that torch.save got
+        # the folder in the zip, which torch.save names after the file
+        self.saved_as: str | None = None
         self.records: dict[str, Record] = {}
         cache = Parsed() if parsed is None else parsed
         if file is None:
@@ -134,9 +135,9 @@ class TorchFile:
 
     @classmethod
     def of(cls, record: Record, dtype: str, shape: tuple[int, ...]) -> TorchFile:
-        """The file of one row-major tensor in `record`, which is not opened.
+        """A TorchFile for one row-major tensor in `record`, without opening the file.
 
-        The file is lost, and nothing of it can be read; or the record is planned.
+        It is used if the file is lost and cannot be read, and for planned records.
         """
         file, extent = cls.__new__(cls), record.extent
         file.path, file.saved_as, file.size = extent.file, None, extent.length
@@ -181,7 +182,7 @@ class TorchFile:
         return record.extent.part(start, start + tensor.numel * size)
 
     def reach(self, tensor: Tensor) -> tuple[Extent, tuple[int, ...] | None]:
-        """The bytes from its first element to its last, and its strides if it is not contiguous."""
+        """The bytes from a tensor's first element to its last; its strides, unless contiguous."""
         if tensor.contiguous:
             return self.extent(tensor), None
         pairs = zip(tensor.shape, tensor.strides, strict=True)
@@ -224,7 +225,7 @@ class TorchFile:
         return data[start : start + extent.length]
 
     def scalar(self, tensor: Tensor) -> Scalar:
-        """A 0-d or one-element tensor by value."""
+        """The value of a 0-d or one-element tensor."""
         try:
             return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype, tensor.shape)
         except KeyError as error:
@@ -235,12 +236,15 @@ class TorchFile:
             ) from error
 
     def number(self, value: Any) -> Any:
-        """A tensor of one element by value; anything else as it is."""
+        """The value of a tensor of one element; any other value is returned unchanged."""
         is_number = isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS
         return self.scalar(value) if is_number else value
 
     def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
-        """A value with its tensors as entries of slot `state`; 0-d ones by value."""
+        """Moves the tensors of a value to `entries`, with the slot `state`.
+
+        The result has their names instead, and the values of 0-d tensors.
+        """
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
                 return self.scalar(value)
@@ -250,14 +254,14 @@ class TorchFile:
         return map_values(value, lambda item, key: self.kept(item, inside(path, key), entries))
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
-        """Length and stated CRC-32 of the record with the tensor's storage."""
+        """The length and the stated CRC-32 of the record with the tensor's storage."""
         record = self._record(tensor)
         return record.extent.length, record.crc
 
     def summary(self, value: Any) -> Any:
-        """A value as JSON, its tensors by type, shape and CRC-32: equal for equal values.
+        """A value as JSON, equal for equal values. Tensors are given by type, shape and CRC-32.
 
-        Reads a tensor if it is a part of its storage, or if the file states no checksum.
+        It reads a tensor if it is a part of its storage, or if the file states no checksum.
         """
         return to_json(self._summary(value, None))
 
@@ -271,7 +275,7 @@ class TorchFile:
         return f"{value.dtype} {list(value.shape)} {crc:08x}"
 
     def crc_of_elements(self, tensor: Tensor) -> int:
-        """CRC-32 of the row-major elements; reads their bytes."""
+        """The CRC-32 of the row-major elements; reads their bytes."""
         runs = [
             run for fragment in self.fragments(tensor) for run in fragment.runs(0, tensor.numel)
         ]
@@ -339,12 +343,13 @@ class TorchFile:
                     Extent(self.path, member.offset, member.length), member.crc
                 )
         loaded = self._parsed(_member(file, stated, self.path), stated.crc, parsed)
-        sources.note_objects(loaded.names)  # `peek` may have parsed it before the reader
+        sources.note_objects(loaded.names)  # `peek` may have parsed it before the reader started
         return loaded
 
     def _parsed(self, text: bytes, crc: int | None, parsed: Parsed) -> _Loaded:
-        """The pickle of a zip, which may have been parsed for another file."""
-        # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
+        """The parsed pickle of a zip, which may have been parsed for another file."""
+        # with CRC-32 alone, one of 10,000 checkpoints of 1,000 ranks would have two equal keys by
+        # chance
         key = (len(text), crc32(text) if crc is None else crc, hash(text))
         with parsed.lock:
             if key not in parsed:
@@ -353,7 +358,7 @@ class TorchFile:
             return parsed[key]
 
     def _parse(self, text: bytes, key: tuple[int, int, int]) -> _Loaded:
-        """The pickle of a zip. Several formats may look at a file: an error is raised again."""
+        """Parses the pickle of a zip. Several formats may try a file: its error is remembered."""
         known = _refused.get((self.path, key))
         if known is not None:
             raise known
@@ -367,7 +372,7 @@ class TorchFile:
     # -- torch < 1.6
 
     def _read_legacy(self, file: int) -> _Loaded:
-        """The pickles at the beginning, and where the storages behind them lie."""
+        """The pickles at the beginning; records the places of the storages after them."""
         most = FIRST_READ
         while True:
             text = sources.pread(file, min(most, self.size, MAX_PICKLE), 0)
@@ -377,7 +382,7 @@ class TorchFile:
             except CorruptCheckpoint:
                 if len(text) < most or most >= MAX_PICKLE:
                     raise
-            most <<= 4  # perhaps it ends in the middle of a pickle
+            most <<= 4  # the text may end in the middle of a pickle
         for storage in storages:
             head = sources.pread(file, 8, offset)
             length = int.from_bytes(head, "little", signed=True) * SIZES[storage.dtype]
@@ -393,7 +398,7 @@ class TorchFile:
         return loaded
 
     def _legacy_pickles(self, data: bytes) -> tuple[_Loaded, list[Storage], int]:
-        """The value, its storages in the order of the file, and where they begin."""
+        """The value, its storages in the order of the file, and the offset where they begin."""
         magic = _Parser(data, self.path)
         if magic.load() != 0x1950A86A20F9469CFC6C:
             raise NotACheckpoint(
@@ -430,7 +435,7 @@ class TorchFile:
 
 
 def is_torch(path: str) -> bool:
-    """Whether a file begins as one of torch.save."""
+    """Whether a file begins as a file of torch.save."""
     if not sources.is_file(path):
         return False
     with sources.opened(path) as file:
@@ -439,17 +444,17 @@ def is_torch(path: str) -> bool:
 
 
 def _is_legacy(head: bytes) -> bool:
-    """Whether bytes are the beginning of a file of torch before 1.6: of a pickle."""
+    """Whether bytes are the beginning of a pickle, and so of a file of torch before 1.6."""
     return head[:1] == b"\x80" and head[1:2] in PROTOCOLS
 
 
 def peek(path: str) -> Any:
     """The saved value of a file whose format is in question; raises as `TorchFile` does.
 
-    Several formats may look at a file before one of them reads it. The parsed pickle is kept for
-    the next one, so that it is parsed once. It is known by its bytes, which are read every time: a
-    file that changed is parsed again. Only the last one is kept. The reader's TorchFile takes it,
-    so that it does not stay in memory during a copy. A file of torch before 1.6 is parsed every
+    Several formats may try a file before one of them reads it. The parsed pickle is kept for the
+    next one, so it is parsed only once. It is recognized by its bytes, which are read every time: a
+    file that changed is parsed again. Only the last pickle is kept. The reader's TorchFile takes
+    it, so it does not stay in memory during a copy. A file of torch before 1.6 is parsed every
     time, since only a parser finds the end of its pickle.
     """
     parsed = Parsed()
@@ -476,7 +481,7 @@ class _Parser(Unpickler):
         self.storages: dict[str, Storage] = {}
 
     def loaded(self) -> _Loaded:
-        """The value of the pickle, and how much its tensors have."""
+        """The value of the pickle, and the totals of its tensors."""
         value = self.load()
         views = {
             (tensor.storage.key, tensor.offset, tensor.shape, tensor.strides): tensor

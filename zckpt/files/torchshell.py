@@ -1,7 +1,7 @@
 """Writes files of torch.save without their data: shells, whose holes are filled later.
 
 A shell has the form that torch.save writes: a zip of STORED members, 64-byte aligned, whose
-`data.pkl` names storages. Small tensors (steps) are written at once. For the others the CRC-32
+`data.pkl` names storages. Small tensors (steps) are written immediately. For the others the CRC-32
 fields stay zero until `state_checksums` fills them in. torch is not imported.
 
 Turned down: torch.serialization.skip_data with FakeTensorMode. It writes such files too, but needs
@@ -58,7 +58,7 @@ class Storages(Struct, eq=False):
 
 
 def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
-    """`value` of a manifest's state, with tensors instead of their names and values."""
+    """A value of a manifest's state, with tensors in place of their names and numbers."""
     if isinstance(value, Scalar):
         return storages.scalar(value)
     if isinstance(value, TensorName):
@@ -68,15 +68,15 @@ def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
 
 
 def shell(name: str, value: Any, storages: Storages) -> Shell:
-    """The file `name` with `value`, whose tensors are in `storages`."""
+    """The shell of the file `name` with `value`, whose tensors are in `storages`."""
     return Contents(value, storages).shell(name)
 
 
 class Contents:
-    """What one file contains, or several that differ in their names and tensors alone.
+    """The contents of a file, or of several files that differ only in their names and tensors.
 
-    torch.save gives the folder in a zip the name of the file, which says whose it is. Under names
-    of one length everything keeps its place: the zip is laid out once for all of them.
+    torch.save names the folder in a zip after the file, which identifies the rank. If the names
+    have one length, all bytes keep their places: the zip is laid out once for all of them.
     """
 
     def __init__(self, value: Any, storages: Storages) -> None:
@@ -94,7 +94,7 @@ class Contents:
         self._zips: dict[int, _Zip] = {}
 
     def shell(self, name: str) -> Shell:
-        """The file `name` with these contents."""
+        """The shell of the file `name` with these contents."""
         folder = os.path.basename(name).removesuffix(".pt").encode()
         if len(folder) not in self._zips:
             self._zips[len(folder)] = _zip(len(folder), self._members)
@@ -162,7 +162,7 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
         size, name = min(length, 0xFFFFFFFF), folder + len(inside)
         start = header + 30 + name + len(wide) + 4
         padding = -start % ALIGNMENT
-        extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # "FB", as torch pads
+        extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # "FB": torch's padding
         head = struct.pack(
             "<IHHHHHIIIHH",
             *(0x04034B50, 20, 0x800, 0, 0, 0x21, crc, size, size, name, len(extra)),
@@ -186,22 +186,22 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
 
 
 def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
-    """The part that goes on at `offset`: the last one, unless there is a hole after its `stop`."""
+    """The part that continues at `offset`: the last one, or a new one after a hole."""
     if stop < offset:
         parts.append((offset, [bytearray()]))
     return parts[-1][1]
 
 
 def _add(pieces: list[bytearray], *added: bytes | bytearray) -> None:
-    """Adds pieces, between which the name of the folder stands, to those that are there."""
+    """Appends pieces, between which the name of the folder belongs."""
     pieces[-1] += added[0]
     pieces += map(bytearray, added[1:])
 
 
 def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tuple[bytes, bytes]:
-    """One entry of the directory, before and after the name of the folder.
+    """One entry of the directory: the bytes before and after the name of the folder.
 
-    `name` is the length of the member's whole name. Values beyond 32 bits go to the zip64 field.
+    `name` is the length of the member's full name. Values beyond 32 bits go to the zip64 field.
     """
     wide = b"".join(
         struct.pack("<Q", value) for value in (length, length, offset) if value >= 0xFFFFFFFF
@@ -222,10 +222,11 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
     for record in manifest.files.records:
         extent = record.extent
         crc = outcome.records.get(extent)
-        if crc is None:  # no tensor was written there: the record is known, or it is padding
+        # no tensor was written there: the record's bytes are known, or it is padding
+        if crc is None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
-    # the headers were written past the page cache: each is read from the disk
+    # the headers were written past the page cache, so each is read from the disk
     known: Directories = {}
     carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item, known))
 
@@ -239,14 +240,14 @@ def seal_whole(
 
 
 def checksums_of(member: ZipMember) -> tuple[int, int]:
-    """Where a zip states the CRC-32 of a member: in its local header, and in the directory."""
+    """The offsets of a member's CRC-32 in its zip: in the local header, and in the directory."""
     return member.header + 14, member.entry + 16
 
 
 def state_checksums(
     file: int, within: Extent, crcs: Mapping[int, int], known: Directories | None = None
 ) -> None:
-    """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset.
+    """Writes the CRC-32 of a zip's members into a filled file; `crcs` are by the data's offset.
 
     `known` are the directories of other files (see `read_directory`).
     """

@@ -1,7 +1,7 @@
 """Tensors in the pickles of torch.save: what torch's functions would build, as plain records.
 
-A `Tensor` has a dtype, a shape, strides and its `Storage`; `TENSORS` is the table of the functions
-that build one. A tensor of a class of its own stays a record that names the class.
+A `Tensor` has a dtype, a shape, strides and its `Storage`. `TENSORS` is the table of the functions
+that build one. A tensor subclass stays a record that names the class.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Tensor(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where its bytes begin: equal for tensors that share memory (tied weights)."""
+        """Where the bytes begin: equal for tensors that share memory (tied weights)."""
         return self.storage.key, self.storage.start + self.offset * SIZES[self.dtype]
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a contiguous tensor, flat."""
+        """Elements [start, stop) of a contiguous tensor, as a flat tensor."""
         return Tensor(self.storage, self.dtype, self.offset + start, (stop - start,), (1,))
 
 
@@ -101,7 +101,7 @@ CONTIGUOUS = ((), (1,))
 
 
 def runs_of(tensor: Tensor) -> int:
-    """How many runs of elements a tensor is, as its strides give them; 0 if it is contiguous."""
+    """The number of runs of elements, by the tensor's strides; 0 if it is contiguous."""
     if tensor.contiguous:
         return 0
     inner = [size for size, stride in zip(tensor.shape, tensor.strides, strict=True) if stride == 1]
@@ -118,7 +118,7 @@ def _typed_tensor(
     dtype: Any,
     lazy: Any = None,
 ) -> Tensor:
-    # dtypes without a storage class of their own: float8, uint16... (torch >= 2.0)
+    # dtypes that have no storage class: float8, uint16... (torch >= 2.0)
     name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if name is None:
         raise UnsupportedCheckpoint(
@@ -131,7 +131,7 @@ def _typed_tensor(
 
 
 def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
-    # a tensor with attributes, such as ZeRO-3's fp32 groups (`ds_id`); others stay records
+    # a tensor with attributes, such as ZeRO-3's fp32 groups (`ds_id`); other classes stay records
     plain = isinstance(function, Global) and function.name in TENSORS
     if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
         return TENSORS[function.name](*arguments)
@@ -139,7 +139,7 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
 
 
 def class_of(value: Any) -> str:
-    """The class of a tensor that stayed a record, as it has a class of its own; else empty."""
+    """The class of a tensor that stayed a record, as it has a class of its own; else ""."""
     if not isinstance(value, Foreign) or value.name != REBUILD or len(value.arguments) != 4:
         return ""
     cls = value.arguments[1]

@@ -1,6 +1,6 @@
 """Reads a pickle as plain data: imports nothing, calls nothing that the pickle names.
 
-Over 600 lines: one closed table of opcodes, which a reader should see whole.
+Over 600 lines: one closed table of opcodes, which should be visible in one file.
 
 The standard Unpickler with a guarded `find_class` would be half as long. But it calls the classes
 that it resolves and sets attributes on them, and a hostile memo index or nested key can exhaust
@@ -34,16 +34,17 @@ from .dcprows import ROWS, Rows, Unusual
 Build = Callable[..., Any]
 MAX_KEY_DEPTH = 16
 MAX_KEY_ITEMS = 1000
-MAX_MEMO = 1 << 32  # a memo's numbers; BINPUT has four bytes for them
-# Values that a pickle builds, each as often as others refer to it, and containers among them. One
-# more is allowed for every BYTES_FOR_ONE bytes beyond SMALL: a file of 10 MB should take less than
-# 5 seconds, a larger one may take more. A short one may have as many: a reference takes two bytes.
-# The metadata of torch.distributed.checkpoint has a value for 4 bytes and a container for 12.
+MAX_MEMO = 1 << 32  # the limit of memo numbers; LONG_BINPUT has four bytes for them
+# The most values that a pickle may build, counted at every reference, and the most containers among
+# them. One more is allowed for every BYTES_FOR_ONE bytes beyond SMALL: a file of 10 MB should take
+# less than 5 seconds, a larger one may take more. A short pickle may have as many: a reference
+# takes two bytes. The metadata of torch.distributed.checkpoint has a value for 4 bytes and a
+# container for 12.
 MOST_VALUES, MOST_CONTAINERS = 4_000_000, 1_500_000
 SMALL, BYTES_FOR_ONE = 10_000_000, 3
-# Work that a pickle may be: a fixed number, and more for each of its bytes. To copy a value is one,
-# and to compare a key with another. A box in `.metadata` has three calls and five containers in 35
-# bytes, a tensor as many in 60.
+# The most work that a pickle may need: a fixed number, and more for each of its bytes. Copying a
+# value counts as one, and so does comparing a key with another. In `.metadata`, a box has three
+# calls and five containers in 35 bytes, a tensor as many in 60.
 SPARE_WORK, WORK_PER_BYTE, CALL, CONTAINER = 2_000_000, 4, 20, 13
 
 
@@ -71,7 +72,7 @@ BUILTINS: dict[str, Build] = {
 
 
 def _octets(data: Any) -> bytes | list[int] | tuple[int, ...]:
-    if not isinstance(data, (bytes, list, tuple)):  # bytes(number) would allocate that many
+    if not isinstance(data, (bytes, list, tuple)):  # bytes(number) would allocate `number` bytes
         raise CorruptCheckpoint("file-damaged", "a pickle builds bytes from a value that has none")
     return data
 
@@ -89,7 +90,7 @@ def _keys(values: Any) -> list[Hashable]:
 
 
 def _key(value: Any) -> Hashable:
-    """`value`, if it can be hashed and compared without deep recursion, in little time."""
+    """Returns `value` if it can be hashed and compared without deep recursion, in little time."""
     _parts_of_key(value)
     if not isinstance(value, Hashable):
         raise CorruptCheckpoint("file-damaged", "a pickle uses a list or dictionary as a key")
@@ -97,7 +98,7 @@ def _key(value: Any) -> Hashable:
 
 
 def _parts_of_key(value: Any) -> int:
-    """How many values are in a key that is a tuple, and in those within it; 0 for other keys."""
+    """The number of values in a key that is a tuple, including nested tuples; 0 for other keys."""
     nested, depth, total = [value] if isinstance(value, (tuple, frozenset)) else [], 0, 0
     while nested:
         depth += 1
@@ -114,12 +115,11 @@ def _parts_of_key(value: Any) -> int:
 class Unpickler:
     """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
-    If it `is_trusted`, since zckpt has just written it, nobody asks whether its value is too much
-    work for those who walk over it. With `rows`, forms of objects become rows of columns, and
-    Unusual may be raised. `persistent` turns a persistent id (torch: a storage) into a value.
-    `collects` is a type: its values, as functions of the table build them, are put into
-    `collected`. Raises CorruptCheckpoint if the pickle is not well-formed, or if it is more work
-    than one of its length ever needs.
+    With `is_trusted`, zckpt has just written the pickle, and its value is not checked by
+    `require_tree`. With `rows`, forms of objects become rows of columns, and Unusual may be raised.
+    `persistent` turns a persistent id (torch: a storage) into a value. `collects` is a type: its
+    values, as functions of the table build them, are put into `collected`. Raises CorruptCheckpoint
+    if the pickle is not well-formed, or needs more work than one of its length ever needs.
     """
 
     def __init__(
@@ -146,18 +146,19 @@ class Unpickler:
         self.position = start
         self.table = table
         self.persistent = persistent
-        self.stack: list[Any] = []  # above the topmost mark
+        self.stack: list[Any] = []  # the values above the topmost mark
         self.marked: list[list[Any]] = []  # the stacks below each mark
         self.start = start
         self.work = 0
-        self.hashes: Counter[tuple[int, int]] = Counter()  # of keys that are no texts
+        # how often a container has keys with one hash; texts are not counted
+        self.hashes: Counter[tuple[int, int]] = Counter()
         self.memo: dict[int, Any] = {}
         self.globals: dict[str, Global] = {}
 
     def load(self) -> Any:
-        """The value of the pickle; the garbage collector, which finds nothing here, is stopped.
+        """The value of the pickle. The garbage collector, which finds nothing here, is stopped.
 
-        Names of classes and functions are noted, since a pickle may drop what they give.
+        Names of classes and functions are noted, since a pickle may drop their results.
         """
         with uncollected():
             try:
@@ -165,7 +166,7 @@ class Unpickler:
                 sources.note_objects(self.globals)
                 return value
             finally:
-                self.memo, self.persistent = {}, None  # it may be a method of this very object
+                self.memo, self.persistent = {}, None  # `persistent` may be a method of this object
 
     def _load(self) -> Any:
         try:
@@ -191,7 +192,8 @@ class Unpickler:
     def _operate(self) -> None:
         """Carries out opcodes up to the last one.
 
-        Those that a tensor has most of are carried out here, in a third of the time of a call.
+        The opcodes that are frequent in tensors are carried out here, in a third of the time of a
+        call.
         """
         data, memo, marked, position = self.data, self.memo, self.marked, self.position
         rows = self.rows
@@ -294,7 +296,7 @@ class Unpickler:
     # -- the stack
 
     def pop_mark(self) -> list[Any]:
-        """Everything above the topmost mark, removing both."""
+        """Removes the topmost mark and everything above it; returns the values above it."""
         items = self.stack
         if not self.marked:
             raise CorruptCheckpoint(
@@ -343,12 +345,12 @@ class Unpickler:
         return Foreign(cls, arguments, None, "new", keywords or {})
 
     def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
-        # each may copy an argument that the memo supplies repeatedly
+        # a function may copy an argument that the memo supplies repeatedly
         copied = len(arguments)
         for item in arguments:
             if type(item) in _SIZED:
                 copied += len(item)
-        if build in _KEYED:  # of keys, or of pairs with keys
+        if build in _KEYED:  # its arguments are keys, or pairs with keys
             sized = [item for item in arguments if type(item) in _SIZED]
             copied += sum([_nested(part) for item in sized for part in item if type(part) in _KEYS])
         self.spend(copied)
@@ -358,7 +360,7 @@ class Unpickler:
         return value
 
     def spend(self, work: int) -> None:
-        """Counts what was done; raises CorruptCheckpoint if no pickle of this length needs it."""
+        """Counts work; raises CorruptCheckpoint if no pickle of this length needs as much."""
         self.work += work
         if self.work > SPARE_WORK + WORK_PER_BYTE * (self.position - self.start):
             raise CorruptCheckpoint(
@@ -366,7 +368,7 @@ class Unpickler:
             )
 
     def key(self, value: Any, container: Any) -> Hashable:
-        """`value` as a key of a dictionary or set; raises CorruptCheckpoint."""
+        """Checks `value` as a key of a dictionary or set; raises CorruptCheckpoint."""
         if type(value) is str or (type(value) is int and -OWN_HASH < value < OWN_HASH):
             return value
         key = _key(value)
@@ -374,7 +376,7 @@ class Unpickler:
         if type(value) in (Global, Foreign):
             return key
         place = id(container), hash(key)
-        self.spend(self.hashes[place])  # all of these are compared with it
+        self.spend(self.hashes[place])  # the key is compared with all of these
         self.hashes[place] += 1
         return key
 
@@ -387,7 +389,7 @@ _KEYED = frozenset(
 
 
 def _nested(part: Any) -> int:
-    """The parts of a value that may become a key, or a pair of a key and a value."""
+    """The number of values in a part that may become a key, or a pair of a key and a value."""
     return sum([_parts_of_key(item) for item in part if type(item) in _KEYS]) if part else 0
 
 
@@ -577,7 +579,7 @@ def _build(self: Unpickler) -> None:
         target.state = state
     elif isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
         target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # of a module's state_dict
-    # else: attributes of a plain value, which zckpt does not keep
+    # attributes of any other value are dropped
 
 
 def _newobj(self: Unpickler) -> None:

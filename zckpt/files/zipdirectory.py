@@ -1,6 +1,6 @@
-"""Where do the members of a zip lie, according to its directory?
+"""Reads the directory of a zip: where its members lie.
 
-Members must be STORED and lie inside the zip, apart from each other.
+Members must be STORED, lie inside the zip, and not overlap.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from ..core.storage import byte_sources, sources
 from ..core.storage.fragments import Extent
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 
-# Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
-# a model's parameters. There are 50,000 in the largest models; a million fit in.
+# The most bytes of a zip's directory. A storage takes 100 to 150, and a rank of stage 3 has one for
+# each of a model's parameters. The largest models have 50,000 parameters; a million fit.
 MAX_DIRECTORY = 1 << 28
-LOCATOR = 20  # bytes in front of END: where the record of zip64 is
-# Bytes at the end of a zip that are read at once: LOCATOR, the record of END, the longest comment.
-# Less is read at first of a zip inside of a larger file, which may have thousands of them.
+LOCATOR = 20  # bytes before END, with the offset of the zip64 record
+# Bytes at the end of a zip that are read together: LOCATOR, the record of END, the longest comment.
+# For a zip inside of a larger file, which may have thousands of them, fewer are read first.
 TAIL, SHORT_TAIL = LOCATOR + 22 + 65535, 4096
-WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
-ALIGNMENT, DESCRIPTORS = 64, (0, 16, 24)  # bytes: of data, and of what stands behind it
-END = b"PK\5\6"  # begins the record at the end of a zip
-LOCATING, WIDE_END = b"PK\6\7", b"PK\6\6"  # of zip64, which torch always writes
-MANY = 1000  # members, from which a directory is worth keeping
+WIDE = 0xFFFFFFFF  # the value is in the zip64 field instead
+# bytes: the alignment of data, and the lengths of what may follow data
+ALIGNMENT, DESCRIPTORS = 64, (0, 16, 24)
+END = b"PK\5\6"  # the beginning of the record at the end of a zip
+LOCATING, WIDE_END = b"PK\6\7", b"PK\6\6"  # zip64, which torch always writes
+MANY = 1000  # members; a directory with at least as many is kept
 _FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
 
@@ -58,12 +59,15 @@ class _Entry(Struct, frozen=True, gc=False):
 
     @property
     def stop(self) -> int:
-        """Where the member ends at the earliest: a local header may have fields of its own."""
+        """The earliest end of the member: a local header may have further fields."""
         return self.header + 30 + len(self.name) + self.length
 
 
 class _Known(Struct, frozen=True, eq=False):
-    """A directory that has `folder` in front of each name alone, with its members' offsets."""
+    """A directory in which `folder` occurs only at the beginning of each name.
+
+    Members have offsets.
+    """
 
     folder: bytes
     directory: bytes
@@ -72,17 +76,17 @@ class _Known(Struct, frozen=True, eq=False):
 
 
 Directories = dict[tuple[int, int, int], _Known]
-"""Long directories that were read, by what must be equal first."""
+"""Long directories that were read, by properties that must be equal first."""
 
 
 def read_directory(
     file: int, within: Extent, known: Directories | None = None
 ) -> dict[str, ZipMember]:
-    """The members of a zip that have bytes, by name; the zip is found from its end.
+    """The members of a zip that are not empty, by name; the zip is found from its end.
 
-    All ranks of ZeRO-3 have equal directories, but for the name of the file in them: one that is in
-    `known` is not parsed again. Raises CorruptCheckpoint, and UnsupportedCheckpoint for members
-    that are not STORED.
+    All ranks of ZeRO-3 have equal directories, except for the name of the file in them. If `known`
+    has such a directory, it is not parsed again. Raises CorruptCheckpoint, and
+    UnsupportedCheckpoint for members that are not STORED.
     """
     zip_ = _Zip(file, within)
     known = {} if known is None else known
@@ -100,7 +104,7 @@ def read_directory(
     followed = zip_.followed(entries) if byte_sources.of(file) else {}
     for entry in entries:
         stop = entry.stop
-        if entry.length:  # ZeRO-3 leaves empty storages on every rank, which are not worth a read
+        if entry.length:  # ZeRO-3 leaves empty storages on every rank, whose headers are not read
             offset = followed.get(entry) or zip_.data_offset(entry)
             found.append((entry, offset))
             stop = offset + entry.length
@@ -113,10 +117,10 @@ def read_directory(
 
 
 def zips_in(file: int, within: Extent) -> list[Extent]:
-    """The zips that follow each other in these bytes of a file, the last one first.
+    """The consecutive zips in these bytes of a file, the last one first.
 
-    Each ends with its directory, which states how far behind its own beginning that lies. There may
-    be padding between them. Raises CorruptCheckpoint.
+    Each ends with its directory, which states its distance from the zip's beginning. There may be
+    padding between the zips. Raises CorruptCheckpoint.
     """
     zips, stop = [], within.offset + within.length
     while stop > within.offset:
@@ -142,7 +146,7 @@ def zips_in(file: int, within: Extent) -> list[Extent]:
 
 
 def _members_as(known: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
-    """The members of a zip whose directory differs from a known one in the folder's name alone.
+    """The members of a zip whose directory differs from a known one only in the folder's name.
 
     None if it differs elsewhere, or if data begin elsewhere.
     """
@@ -173,12 +177,12 @@ class _Zip(Struct, eq=False, dict=True):
 
     @property
     def folder(self) -> bytes:
-        """The folder of the first name, with its slash; empty if it is in none."""
+        """The folder of the first name, with its slash; empty if the name has no folder."""
         name = self.directory[46 : 46 + int.from_bytes(self.directory[28:30], "little")]
         return name[: name.find(b"/") + 1]
 
     def members(self, found: Iterable[tuple[_Entry, int]], has_crcs: bool) -> dict[str, ZipMember]:
-        """Entries whose data begin at these offsets of the zip, by name."""
+        """The members by name, given entries and the offsets of their data in the zip."""
         members = {}
         for entry, offset in found:
             name, base = _text(entry.name), self.within.offset
@@ -192,7 +196,7 @@ class _Zip(Struct, eq=False, dict=True):
         self.tail = sources.pread(self.file, length, self.within.offset + self.behind)
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes of the zip; none if they reach past its end."""
+        """Bytes of the zip; empty if they exceed its end."""
         if start >= self.behind:
             return self.tail[start - self.behind :][:length]
         if start + length > self.within.length:
@@ -200,7 +204,7 @@ class _Zip(Struct, eq=False, dict=True):
         return sources.pread(self.file, length, self.within.offset + start)
 
     def _find(self) -> tuple[int, int, int]:
-        """Where the directory begins, its length, and its count of entries."""
+        """Where the directory begins, its length, and its number of entries."""
         path, end = self.within.file, self.tail.rfind(END)
         if end < 0 or len(self.tail) < end + 22:
             raise CorruptCheckpoint(
@@ -240,10 +244,11 @@ class _Zip(Struct, eq=False, dict=True):
         return int(entry.header + 30 + length + extra)
 
     def followed(self, entries: Sequence[_Entry]) -> dict[_Entry, int]:
-        """The offsets of data that the next member tells, since every read is a request elsewhere.
+        """The offsets of data that follow from the next member, without reading local headers.
 
-        torch aligns data to 64 bytes, and puts a descriptor of 16 or 24 bytes behind it, zckpt
-        none: one of the three fits, or the local header is read.
+        In a store, every read is a request. torch aligns data to 64 bytes, and puts a descriptor of
+        16 or 24 bytes after it; zckpt puts none. If none of the three fits, the local header is
+        read.
         """
         ordered = sorted(entries, key=lambda entry: entry.header)
         nexts = [*(entry.header for entry in ordered[1:]), self.start]
@@ -258,7 +263,10 @@ class _Zip(Struct, eq=False, dict=True):
 def _require_apart(
     path: str, entries: Sequence[_Entry], places: list[tuple[int, int]], end: int
 ) -> None:
-    """Raises if members overlap or reach past `end`; `places` are where each begins and ends."""
+    """Raises CorruptCheckpoint if members overlap or exceed `end`.
+
+    `places` are where each member begins and ends.
+    """
     last = max(entries, key=lambda entry: entry.stop, default=None)
     if last and last.stop > end:
         raise _contradiction(path, _text(last.name))
@@ -268,7 +276,7 @@ def _require_apart(
 
 
 def _entries(path: str, directory: bytes, count: int) -> list[_Entry]:
-    """What the `count` entries of a directory say, each of them checked."""
+    """Parses and checks the `count` entries of a directory."""
     entries: list[_Entry] = []
     names: set[str] = set()
     place = 0

@@ -1,18 +1,18 @@
-"""How a manifest becomes a checkpoint of another format or size, and the report about it.
+"""Writes a manifest as a checkpoint of another format or size, and reports on it.
 
-The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `copying.convert`.
+The target gets the source's tensors under the names and in the groups that its engine needs. The
+files that the target's format lays out are then written by `copying.convert`.
 
-    conversion.py  the source of a conversion, its checks, and the way to the target
-    target.py      names, order, groups and files that a target gets
-    next_groups.py the groups of the next run: --groups-from
-    set_groups.py  hyper-parameters that the user replaces: --set-group
-    beginnings.py  the states of parameters that the source did not train
-    state_loss.py  whether the target has every state of the source's optimizer
-    effects.py     which options of the user change nothing
-    report.py      what can be said before the first byte is written
-    run_options.py  how a conversion runs, and whom it informs
-    numbered.py    a target that has the form of its source's numbered folder
+    conversion.py       the source of a conversion, its checks, and how it is written
+    target.py           names, order, groups and files that a target gets
+    next_groups.py      the groups of the next run: --groups-from
+    set_groups.py       hyper-parameters that the user replaces: --set-group
+    beginnings.py       the states of parameters that the source did not train
+    state_loss.py       whether the target has every state of the source's optimizer
+    effects.py          which options of the user change nothing
+    report.py           the report before the first byte is written
+    run_options.py      how a conversion runs, and which functions it calls back
+    numbered.py         a target in the form of its source's numbered folder
     run_checkpoints.py  several checkpoints of a trainer's run as one target
-    models.py      several models of one program as one target
+    models.py           several models of one program as one target
 """

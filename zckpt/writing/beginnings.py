@@ -1,10 +1,10 @@
-"""With which states do parameters begin that the next run trains, and the source did not?
+"""The initial states of parameters that the next run trains and the source did not.
 
     bare     no state: the optimizer makes it at the first update
-    zeros    the same as tensors, at step 0, for loaders that ask for a state of each parameter
+    zeros    states of zeros at step 0, for loaders that need a state of each parameter
     group    zeros at the step of the group, where a target keeps one step for all members
 
-Only the last changes the training: Adam takes the step for the age of the moments.
+Only the last changes the training: Adam uses the step as the age of the moments.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Group = dict[str, Any]
 
 
 def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
-    """The source with what the target needs of parameters that it did not train.
+    """Adds to the source what the target needs for parameters that it did not train.
 
-    Warnings name them. In a group of new ones alone, a target that keeps one step for a group needs
-    nothing. `run` has the engine of the target. Raises UnsupportedState for states of an optimizer
-    that zckpt does not know.
+    Warnings name them. If a group has only new parameters, a target that keeps one step for a group
+    needs nothing. `run` has the engine of the target. Raises UnsupportedState for states of an
+    optimizer that zckpt does not know.
     """
     new = {*states.untouched(source)}
     begins = format.functions.begins
@@ -77,9 +77,10 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
 def _beginning(
     source: Manifest, name: str, like: str, group: Group, at_groups_step: bool
 ) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
-    """A new parameter, zeros for its states, and its numbers: those of a trained one, `like` it.
+    """A new parameter, zeros for its states, and its numbers, modeled on a trained one, `like`.
 
-    None if zckpt does not know how its optimizer begins; raises UnsupportedState where it must.
+    None if zckpt does not know how the optimizer begins; raises UnsupportedState with
+    `at_groups_step`.
     """
     own, trained = source.parameters[name], source.parameters[like]
     slots = [
@@ -128,7 +129,7 @@ def _fresh(names: Sequence[str]) -> list[Notice]:
 
 
 def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
-    """By the step and the betas of their groups, what the first updates are."""
+    """Warnings about the first updates, by the step and the betas of the groups."""
     groups = source.groups or ()
     lines = []
     for number, own in by_key((number, name) for name, number in names.items()).items():
@@ -150,13 +151,13 @@ def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
 
 
 MOST_UPDATES = 10_000
-"""Among so many first ones, the largest update is looked for."""
+"""The number of first updates among which the largest is searched."""
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """How much larger Adam's updates are than the rate, until moments that were zeros have grown.
+    """A text about how much larger than the rate Adam's updates are after moments of zeros.
 
-    With equal gradients, the moments after n updates are 1 - beta ** n of what they will be.
+    With equal gradients, the moments after n updates are 1 - beta ** n of their final value.
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
         return ""

@@ -1,4 +1,4 @@
-"""How is a source read for a target, and written as it?"""
+"""Reads a source for a target, and writes the target."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from .state_loss import Keeping, dropped_states, unable_to_step
 from .target import has_plain_names, laid_out, named_for
 
 FEW = 16
-"""So many ranks are tried out in place of a thousand, which takes as long as reading them."""
+"""A number of ranks that is tried instead of a thousand, which takes as long as reading them."""
 
 
 def read_for(
@@ -69,9 +69,9 @@ def read_for(
     options: Options,
     running: Running,
 ) -> Manifest:
-    """The source of a conversion; raises TargetExists before a large source is read.
+    """Reads the source of a conversion; raises TargetExists before a large source is read.
 
-    If the run continues, there may be a target: whether it fits is known once the source is read.
+    If the run continues, a target may exist; whether it fits is checked after the source is read.
     """
     if strange := strange_target(os.fspath(target)):
         raise WrongOption("option-invalid", *strange)
@@ -84,9 +84,9 @@ def read_for(
 
 
 def read_source(source: str | os.PathLike[str], reading: Reading, options: Options) -> Manifest:
-    """The source as a conversion with these options needs it."""
+    """Reads the source as a conversion with these options needs it."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
-    if names is not None and options[RENAME]:  # the user gives the names after renaming
+    if names is not None and options[RENAME]:  # the user gives the names as they are after renaming
         about = reading.format, reading.tag, reading.root
         if formats.find(os.fspath(source), *about).format.numbers:
             manifest = read(source, replace(reading, weights_only=True))
@@ -97,11 +97,11 @@ def read_source(source: str | os.PathLike[str], reading: Reading, options: Optio
 
 
 class Decision(Struct, frozen=True):
-    """What a conversion is going to write; no file has been built.
+    """What a conversion is going to write; no file was built.
 
-    `manifest` is what was read, without dropped states; `named` has the target's names, `grouped`
-    the groups of the next run too, and `source` is what fills the files of `layout`. If it is not
-    `is_loaded`, the source lacks what its program needs.
+    `manifest` is the manifest that was read, without dropped states. `named` has the target's
+    names, `grouped` also the groups of the next run, and `source` fills the files of `layout`.
+    `is_loaded` is False if the source lacks something that its program needs.
     """
 
     manifest: Manifest
@@ -129,14 +129,14 @@ def decide(
     options: Options,
     best_in: str | None = None,
 ) -> Decision:
-    """Decides a conversion, with the arguments of `write`; raises what that refuses."""
+    """Decides a conversion, with the arguments of `write`; raises its refusals."""
     format = formats.named(to)
     if format.options is None:
         raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
     resumes = format.is_resumed and not options.weights_only
     own = verdict.of(manifest)
     manifest = manifest.replace(warnings=(*manifest.notices.warnings, *own.warnings(resumes)))
-    if options.weights_only and format.family == "torch":  # others write a fresh optimizer
+    if options.weights_only and format.family == "torch":  # other formats write a fresh optimizer
         manifest = needs.for_weights_alone(manifest)
     if manifest.notices.buffers_named:  # when it was read
         options = _without_buffers(options, format)
@@ -168,7 +168,7 @@ def decide(
 
 
 def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> Decision:
-    """Decides a conversion that nobody is going to run; raises what it would refuse.
+    """Decides a conversion that nobody will run; raises its refusals.
 
     The target's files are built, in a temporary folder, only if nothing else shows whether they
     have a place for a state of the optimizer.
@@ -185,13 +185,13 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
 
 
 def shells_of(decision: Decision) -> Callable[[str], Manifest]:
-    """Reads the shells of a target back, from the directory where they lie; raises as `write`."""
+    """A function that reads the shells of a target back from a directory; raises as `write`."""
     report: Report = {"left_out": [], "warnings": [], "computed_afresh": []}
     return decision.keeping(report).read_back(decision.layout)
 
 
 def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
-    """Reads the tensors that `write` reads before its first byte; raises as it does."""
+    """Reads the tensors that `write` reads before its first byte; raises as `write` does."""
     accepted = decision.options[ACCEPT_WEIGHTS]
     found = check_tensors(decision.manifest, reading.replicas, accepted)
     return [*found, *(decision.layout.check() if decision.layout.check is not None else ())]
@@ -207,10 +207,10 @@ def write(
     running: Running,
     best_in: str | None = None,
 ) -> Report:
-    """Writes `manifest`, which was read as `reading` says, as the directory `target`.
+    """Writes `manifest`, which was read with `reading`, as the directory `target`.
 
     `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
-    will lie. Gives the command's report.
+    will lie. Returns the command's report.
     """
     started = time.monotonic()
     decision = decide(command, manifest, target, to, reading, options, best_in)
@@ -287,7 +287,7 @@ def write(
 
 
 def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Manifest:
-    """Without the records of files beside it that a copy of `source` checks on its way."""
+    """Drops the records of sibling files that a copy of `source` checks on its way."""
     copied = {sibling.path for _, sibling in layout.siblings}
     known = {record.extent for record in source.files.records if record.extent.file in copied}
     kept = (record for record in manifest.files.records if record.extent not in known)
@@ -295,7 +295,7 @@ def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Man
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
-    """The options for FEW ranks instead of more, if a target of these has the same states."""
+    """Options for FEW ranks instead of more, if such a target has the same states."""
     dp = options[DP]
     if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.run.engine):
         return options
@@ -306,7 +306,7 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 def _there(target: str, run: Identity, gives_way: bool) -> str:
     """The report's word for a complete target at the path; empty if there is none.
 
-    Raises TargetExists for one of another run, unless this one `gives_way`.
+    Raises TargetExists for the target of another run, unless this run `gives_way`.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""
@@ -317,14 +317,14 @@ def _there(target: str, run: Identity, gives_way: bool) -> str:
 
 
 def _without_buffers(options: Options, format: Format) -> Options:
-    """The options without --buffers, which is one of reading, unless the target takes it too."""
+    """Drops --buffers, an option of reading, unless the target has it too."""
     if BUFFERS.name in {known.name for known in format.options or ()}:
         return options
     return Options(tuple(pair for pair in options.given if pair[0].name != BUFFERS.name))
 
 
 def _called(command: str, to: str) -> str:
-    """What the error about an option calls the target, of which the user may have typed nothing."""
+    """The name of the target in an error about an option, since the user may not have typed it."""
     if command == "reshard":
         return f"{to}, the format that reshard keeps"
     if to == "universal":
@@ -342,7 +342,7 @@ def _filled(
     warnings: list[Report],
     rounding: Rounding | None,
 ) -> CopyOutcome | None:
-    """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
+    """Writes the files and fills them, `size` bytes in all; adds to `warnings` what the bytes show.
 
     None if another process, or another part, will complete the target. Raises UnsupportedState if
     the files have no place for a state of the source.
@@ -354,7 +354,7 @@ def _filled(
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.extend(said([warning]))
             shells = shells.replace(warnings=(*shells.notices.warnings, warning))
-        if source.notices.mended and not format.is_neutral:  # whose manifest lists it
+        if source.notices.mended and not format.is_neutral:  # a neutral format's manifest lists it
             path = mended.path_beside(shells.root)
             with root.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 write_all(file, memoryview(mended.text_of(source.notices.mended)), 0)
@@ -377,14 +377,14 @@ def _filled(
 
 
 def _has_digests(layout: Layout) -> convert.HasDigests:
-    """Whether CRC-32s of tensors are needed: the target states them, or they tell a first step."""
+    """Whether CRC-32s of tensors are needed: for the target's files, or to detect a first step."""
     return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 
 
 def _identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
-    """Which conversion this is: another one may not continue what it leaves unfinished."""
+    """The identity of this conversion; another one may not continue its unfinished target."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {option.flag: value for option, value in options.given}
@@ -405,5 +405,5 @@ def _identity(
 
 
 def _since(started: float) -> float:
-    """Seconds, for a report."""
+    """The seconds since `started`, for a report."""
     return round(time.monotonic() - started, 3)

@@ -1,9 +1,9 @@
-"""Which options of a conversion change nothing?
+"""Finds options of a conversion that change nothing.
 
-Writers ask for the options that they need. One that the user gave, and that nobody has asked for
-when all files are laid out, changes nothing: a line says so. It is an error if the user would get
-another target than he asked for. So no writer has to know what it does not use; the tables here
-have the words alone.
+Writers read the options that they need. If the user gave an option that was not read when all files
+are laid out, it changes nothing, and a warning says so. It is an error if the target would differ
+from what the user asked for. So no writer has to list the options that it ignores; the tables here
+have only the words.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
         "add --tp N, or leave it out",
     ),
 }
-"""Options without which the target is another one than was asked for: why, and what to type."""
+"""Options whose absence changes the target from what was asked for: why, and what to type."""
 OF_STATES = "no state of the optimizer is written"
 REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
-"""Why `--weights-only` has no use for an option."""
+"""Why `--weights-only` ignores an option."""
 ABOUT_STATES: tuple[Option[Any], ...] = (OPTIMIZER, LAYOUT)
-"""Options that only say how states are kept, though a writer may ask for them without these."""
+"""Options that only concern states; a writer may read them even if there are no states."""
 TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
-"""Options that only say what is no error."""
+"""Options that only declare something to be no error."""
 
 
 def refuse_unread(options: Options) -> None:
-    """Raises WrongOption for an option without which the target is not what was asked for."""
+    """Raises WrongOption for an unread option if the target is not what the user asked for."""
     for option in options.unread:
         if option.name in ASKS_FOR_MORE:
             why, way = ASKS_FOR_MORE[option.name]
@@ -50,7 +50,7 @@ def refuse_unread(options: Options) -> None:
 
 
 def unread(manifest: Manifest, options: Options) -> list[Notice]:
-    """Lines on options that change nothing in a target whose files are laid out."""
+    """Warnings about options that change nothing in a target whose files are laid out."""
     unused = {option.name: option for option in options.unread if option.name not in TOLERANT}
     reasons = {}
     if options.weights_only:

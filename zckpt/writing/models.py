@@ -1,8 +1,8 @@
-"""How do several models of one program become one target, each with its optimizer?
+"""Writes several models of one program as one target, each with its optimizer.
 
-Accelerate gives the files of a further model a number, and loads them by it. Each model is read and
-laid out as if it were the only one. What is copied is the source with all of them, in which the
-model's key precedes each name.
+Accelerate numbers the files of further models, and loads them by number. Each model is read and
+laid out as if it were the only one. The source of the copy is the manifest of all models, in which
+the model's key precedes each name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ..training.options import (
 )
 
 OF_ONE: tuple[Option[Any], ...] = (RENAME, FAMILY, GROUPS_FROM, SET_GROUP)
-"""Options that change names or groups, which are those of one model."""
+"""Options that change names or groups, and so apply to one model only."""
 
 
 def are_numbered(manifest: Manifest) -> bool:
-    """Whether there are several models by number, each with the optimizer of its number or none."""
+    """Whether there are several numbered models, each with the optimizer of its number or none."""
     roots = list(manifest.roots.items())
     return len(roots) > 1 and all(
         name == numbered("model", number) and {*map(number_of, own)} <= {number} and len(own) < 2
@@ -55,10 +55,10 @@ def _has_place(format: Format, manifest: Manifest, options: Options) -> bool:
 def parts_of(
     format: Format, manifest: Manifest, reading: Reading, options: Options
 ) -> list[Manifest]:
-    """Each of several models alone, if the target has a place for all; otherwise none.
+    """The manifests of several models, if the target has a place for all; otherwise empty.
 
-    Raises WrongOption for an option that is for one model, MissingData if the files do not say
-    which weights an optimizer's states belong to.
+    Raises WrongOption for an option that applies to one model. Raises MissingData if the files do
+    not state to which weights an optimizer's states belong.
     """
     if not are_numbered(manifest) or not _has_place(format, manifest, options):
         return []
@@ -90,14 +90,14 @@ def parts_of(
             ) from error
         part = ties.with_ties(part, ties.of_root(options[TIE], name))
         state = part.state
-        if parts:  # the first one has the program's own state
+        if parts:  # the first model has the program's own state
             state = {k: v for k, v in state.items() if k not in ("lr_scheduler", "client_state")}
         parts.append(part.replace(siblings=manifest.files.siblings, state=state))
     return parts
 
 
 def need_one(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+    """Raises AmbiguousCheckpoint for several models, unless only their weights are written.
 
     `export` writes a folder of one model.
     """
@@ -109,7 +109,7 @@ def need_one(format: Format, manifest: Manifest, options: Options) -> None:
 
 
 def _way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
-    """What to add for a target of all models, for an error; empty if there is no such target."""
+    """A hint on how to write a target of all models; empty if there is no such target."""
     choices = next((own.choices for own in format.options or () if own.name == DIALECT.name), ())
     if not are_numbered(manifest) or options[DIALECT] is not None:
         return ""
@@ -127,7 +127,7 @@ def lay_out(
     parts: Sequence[Manifest],
     options: Options,
 ) -> Layout:
-    """The files of all models as one target."""
+    """Lays out the files of all models as one target."""
     lay_out = format.functions.lay_out_model
     assert lay_out is not None
     layouts = [lay_out(part, options, number) for number, part in enumerate(parts)]
@@ -153,7 +153,7 @@ def _joined(
     lines: Sequence[Sequence[Notice]],
     of_source: Callable[[Manifest], Sequence[Notice]],
 ) -> list[Notice]:
-    """What the reader says of all models, and what the writer says of each."""
+    """The reader's notices about all models, and the writer's about each."""
     own = [
         replace(line, message=f"{name}: {line.message}")
         for name, part, said in zip(whole.roots, parts, lines, strict=True)

@@ -1,11 +1,11 @@
-"""With which optimizer groups does the next run begin, if not with those of the source?
+"""Gives the target the optimizer groups of the next run instead of the source's.
 
     --groups-from RUN    members, their order and hyper-parameters are those of a checkpoint of the
-                         next program; moments and steps go with the names of parameters
-    --set-group          hyper-parameters, one by one: see set_groups.py
+                         next program; moments and steps are matched by the names of parameters
+    --set-group          single hyper-parameters: see set_groups.py
 
-The manifest gets them under the target's names, before a writer sees it, so that no writer knows
-these options. What new parameters begin with depends on the target: see beginnings.py.
+The manifest gets the groups under the target's names before a writer sees it, so writers do not
+handle these options. The initial states of new parameters depend on the target: see beginnings.py.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from .set_groups import about_files, number_of, of_form, with_values
 
 Group = dict[str, Any]
 MEGATRON = "megatron"
-"""The state in which a manifest keeps what Megatron-Core's own files need."""
+"""The key of a manifest's state for data that only Megatron-Core's files need."""
 DOES_NOT_FIT = "like-does-not-fit"
 
 
 def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifest, list[Report]]:
     """The manifest, under the target's names, with the groups that the user asks for.
 
-    And lines of the report, about states of what is no longer trained. Raises WrongOption, and
-    MissingData for a run that does not fit.
+    Also returns lines of the report about states of parameters that are no longer trained. Raises
+    WrongOption, and MissingData for a run that does not fit.
     """
     asked = [option.flag for option in (GROUPS_FROM, SET_GROUP) if options[option]]
     if asked and options.weights_only:
@@ -75,7 +75,8 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
 
 
 def _run(path: str) -> Manifest:
-    """The run of `--groups-from`; raises MissingData if its optimizer or its names are unknown."""
+    """Reads the run of `--groups-from`; raises MissingData if its optimizer or names are unknown.
+    """
     hint = (
         "let the next program save after its first update, with its optimizer and without "
         "elastic_checkpoint; if its files lack names, convert it to a universal checkpoint with "
@@ -93,7 +94,7 @@ def _run(path: str) -> Manifest:
 
 
 class _RunsGroups:
-    """What a source gets of the run at `path`, whose parameters have the names of `named`."""
+    """The groups of the run at `path`, applied to a source `named` with the target's names."""
 
     def __init__(self, named: Manifest, run: Manifest, path: str) -> None:
         if named.ranks:
@@ -111,7 +112,7 @@ class _RunsGroups:
         self.origins = self._origins()
 
     def _owners(self) -> dict[str, str]:
-        """The source's name of every weight of the run; raises MissingData if they differ."""
+        """Maps every weight of the run to the source's name; raises MissingData if they differ."""
         named, run = self.named, self.run
         known = {name: name for name in (*named.parameters, *named.buffers)} | named.owners
         second = by_key((first, alias) for alias, first in run.owners.items())
@@ -180,7 +181,9 @@ class _RunsGroups:
         return members
 
     def _origins(self) -> list[int]:
-        """For each group of the run, the source's group of the first member that it trained."""
+        """For each group of the run, the source's group of its first member that the source
+        trained.
+        """
         before = self.named.parameters
         first: dict[int, int] = {}
         for name, number in self.members.items():
@@ -189,7 +192,9 @@ class _RunsGroups:
         return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
 
     def taken(self) -> tuple[Manifest, list[Report]]:
-        """The source with the run's groups, without the states of what the run does not train."""
+        """The source with the run's groups, without states of parameters that the run does not
+        train.
+        """
         named, members = self.named, self.members
         before = named.parameters
         trained = {name for name, own in before.items() if own.trainable}
@@ -217,7 +222,7 @@ class _RunsGroups:
         return own.replace(warnings=(*own.notices.warnings, *self.warnings)), dropped
 
     def _parameter(self, name: str) -> Parameter:
-        """As the run trains it: one that the source did not train has no step."""
+        """The parameter as the run trains it. It has no step if the source did not train it."""
         before = self.named.parameters.get(name) or Parameter(_shape(self.named, name), False)
         if name not in self.members:
             frozen = replace(before, trainable=False, group=None, step=None, updated=True)
@@ -227,9 +232,9 @@ class _RunsGroups:
         return replace(before, trainable=True, group=self.members[name], step=step, updated=updated)
 
     def _group(self, number: int) -> Group:
-        """The run's hyper-parameters; a schedule is where the source has brought it.
+        """The run's hyper-parameters, with the rate that the source's schedule has reached.
 
-        A scheduler sets the rate after an update: that of the first update is in the group.
+        A scheduler sets the rate after an update; the group holds the rate of the first update.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])
@@ -257,20 +262,22 @@ class _RunsGroups:
         return group
 
     def _engine(self) -> Any:
-        """The source's, whose hyper-parameters are now stated, if its files state none."""
+        """The source's engine. If its files state no hyper-parameters, they count as given now."""
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:
             return replace(engine, given=True)
         return engine
 
     def _pipeline(self) -> Any:
-        """The run's stages, which list what is trained, if it has as many as the source."""
+        """The run's stages, which list the trained parameters, if there are as many as in the
+        source.
+        """
         own, its = self.named.run.pipeline, self.run.run.pipeline
         fits = own and its and len(own.parameters) == len(its.parameters)
         return its.renamed(self.owners) if fits and its else own
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state; what the optimizer lists beside the trained parameters is as in the run."""
+        """The source's state, in which the optimizer lists further parameters as in the run."""
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)
         theirs = (self.run.state.get("optimizer") or {}).get("members")
@@ -314,7 +321,7 @@ def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
 
 
 def _without_states_of(manifest: Manifest, names: frozenset[str]) -> Manifest:
-    """The manifest without any state of these parameters."""
+    """Drops all states of these parameters."""
     gone = {
         tensor
         for state in states.states_of(manifest).values()

@@ -1,11 +1,12 @@
-"""How does a target get the form of a numbered folder, in which its program looks for it?
+"""Gives a target the form of a numbered folder, as its program expects it.
 
     source    step3/model_and_optim/.metadata    step3/train/rank0.pt
     target    DST/model_and_optim/.metadata      DST/train/rank0.pt
 
-The same engine's target has this form again, also by way of a universal checkpoint. Another
-engine's lies directly in its directory, with the files around it. So does one of tags, which are
-folders already. Weights alone have no other files.
+A target of the same engine has this form again, also if it was converted through a universal
+checkpoint. A target of another engine lies directly in its directory, with the surrounding files.
+So does the target of a format with tags, which are folders already. Weights alone have no other
+files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..training.options import DIALECT, Options
 
 
 def as_run(manifest: Manifest) -> Manifest:
-    """The source of a target that is the directory around a numbered folder of the same name."""
+    """The source for a target that contains a numbered folder with the source's name."""
     name, origin = name_of(manifest), manifest.run.origin
     if not name or origin.inside is None:
         return manifest
@@ -40,9 +41,9 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """The layout of a `target` whose source lay in a folder of a numbered one; others as they are.
+    """Moves the layout of a `target` into a subfolder, if its source was in one.
 
-    A warning says if the target's name has no number.
+    Other layouts are unchanged. A warning is added if the target's name has no number.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

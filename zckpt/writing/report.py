@@ -1,4 +1,4 @@
-"""What can be said of a conversion before its first byte is written?"""
+"""The report of a conversion before its first byte is written."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def report_on(
     files: dict[str, int],
     options: Options,
 ) -> Report:
-    """The report of a command, as far as the layout says it."""
+    """The report of a command, as far as the layout determines it."""
     warnings = list(layout.warnings)
     takes_others = format.overrides_groups and options[LIKE] is None
     if not (takes_others or options.weights_only):
-        asked = Options(options.given)  # who only looks at the defaults makes no use of them
+        asked = Options(options.given)  # these reads must not count as uses of the options
         replaceable = SET_GROUP in (format.options or ())
         warnings += unused_defaults(manifest, asked, replaceable)
     warnings += [

@@ -1,4 +1,4 @@
-"""How do several checkpoints of a trainer's run become one target, which appears at once?"""
+"""Writes several checkpoints of a trainer's run as one target, which appears in one step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_run(
     running: Running,
     write_one: Callable[[str, str, Running, str], Report],
 ) -> Report:
-    """Several checkpoints of a Trainer's run, which appear together.
+    """Writes several checkpoints of a Trainer's run, which appear together.
 
     `which` is "all" or "best-and-last". `write_one` writes a checkpoint to a path; it also gets the
     directory in which the best one will lie.
@@ -75,7 +75,8 @@ def write_run(
         inside = replace(running, tell=None, before_rename=None, above=stage.root)
         reports = write_all(stage.path, inside)
     summary["warnings"] += said(stage.warnings)
-    written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
+    # written by this run, not by an earlier one
+    written = [report for report in reports if "tensors" in report]
     keys = ("checked", "unchecked", "without_checksum")
     records = {key: sum(r["records"][key] for r in written) for key in keys}
     if running.resume:
@@ -90,7 +91,7 @@ def write_run(
 def _summary(
     source: str, target: str, names: Sequence[str], reports: Sequence[Report], folder: str
 ) -> Report:
-    """The report of the run, from those of the checkpoints; `folder` is where they are written."""
+    """The report of the run, from those of the checkpoints, which are written in `folder`."""
     last = "the last one " if len(names) > 1 else ""
     summary: Report = {
         "zckpt": VERSION,

@@ -1,4 +1,4 @@
-"""How does a conversion run, and whom does it inform?"""
+"""How a conversion runs, and which functions it calls back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.storage.folder import Folder
 
 
 class Keywords(TypedDict, total=False):
-    """What a user may say of it, as keyword arguments; see `zckpt.convert`."""
+    """The options of running as keyword arguments; see `zckpt.convert`."""
 
     copying: Copying
     dry_run: bool
@@ -29,18 +29,19 @@ class Keywords(TypedDict, total=False):
 
 
 class Running(Struct, frozen=True):
-    """What a user says, or does not say.
+    """The options of running.
 
-    A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
-    what an earlier one left. Without locks nothing can be continued: `resume` is refused there,
-    unless the run `begins_anew`, which also takes a target that another run completes meanwhile.
-    If that is the target of other options or of another source, a run that `gives_way` reports it
-    (`is_of_another`), and raises no error.
-    Of a source in a numbered folder, a target `as_run` is the directory around such a folder.
-    With `read_back` an object store is read back where it states no MD5.
-    `before_rename` is called when all but the last check is done.
-    `sharing` says which portions of the target this process writes. `above` is the directory of the
-    target, if that is itself a part of an unfinished target.
+    A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues an
+    earlier one. Without locks nothing can be continued, and `resume` is refused, unless the run
+    `begins_anew`. Such a run also accepts a target that another run completes meanwhile. If that
+    target has other options or another source, a run that `gives_way` reports it (`is_of_another`)
+    instead of raising an error.
+
+    If the source is in a numbered folder, a target `as_run` is the directory around such a folder.
+    With `read_back`, uploads to an object store that states no MD5 are read again. `before_rename`
+    is called before the last check. `sharing` says which portions of the target this process
+    writes. `above` is the directory of the target, if that is itself a part of an unfinished
+    target.
     """
 
     copying: Copying = DEFAULT_COPYING
@@ -58,5 +59,5 @@ class Running(Struct, frozen=True):
 
     @property
     def continues(self) -> bool:
-        """Whether what is there already may belong to this run, as other parts do."""
+        """Whether existing files may belong to this run, as those of other parts do."""
         return self.resume or bool(self.sharing.part)

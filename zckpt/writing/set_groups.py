@@ -1,8 +1,8 @@
-"""Which hyper-parameters of groups does the user replace, and what else keeps them?
+"""Replaces hyper-parameters of groups, and the other copies of their values.
 
     lr    in the group, its `initial_lr`, and the lists of rates in states of torch's schedulers
 
-What a scheduler keeps in no file, and what a program sets itself, a warning names.
+A warning names the values that no file keeps and those that a program sets itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..training.hyperparameters import are_inferred
 from ..training.options import GROUPS_FROM, SET_GROUP, Options
 
 OTHER_RATES = ("max_lr", "min_lr", "swa_lr")
-"""What OneCycleLR and SWALR of torch keep in groups beside `initial_lr`."""
+"""Rates that torch's OneCycleLR and SWALR keep in groups beside `initial_lr`."""
 
 
 def with_values(manifest: Manifest, options: Options) -> Manifest:
-    """The manifest with the values of --set-group; raises WrongOption for unknown ones."""
+    """Sets the values of --set-group in the manifest; raises WrongOption for unknown ones."""
     counts = {len(own.groups or ()) for own in manifest.each}
     if 0 in counts or are_inferred(manifest):
         raise WrongOption(
@@ -86,7 +86,7 @@ def _known_keys(manifest: Manifest) -> str:
 
 
 def _with_rates(manifest: Manifest, options: Options) -> Manifest:
-    """The manifest whose schedulers keep the rates of its groups, and warnings about others."""
+    """Sets the rates of the groups in the schedulers' states; warns about other schedulers."""
     groups = manifest.each[0].groups or ()
 
     def rated(own: Manifest) -> Manifest:
@@ -112,7 +112,7 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 
 
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
-    """What sets rates, and keeps none where a checkpoint has them."""
+    """Warnings about schedulers that set rates and keep none where a checkpoint has them."""
     own, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):
         config = dict(engine.config)
@@ -146,7 +146,7 @@ def number_of(value: Any) -> float | None:
 
 
 def of_form(key: str, before: Any, value: Any) -> Any:
-    """A value in the form that the group has; raises WrongOption for another form."""
+    """Converts a value to the form that the group has; raises WrongOption if it does not fit."""
     is_number = type(value) in (int, float)
     if isinstance(before, Scalar) and is_number:
         return replace(before, value=type(before.value)(value))

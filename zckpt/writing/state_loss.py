@@ -1,8 +1,8 @@
-"""May the target lack a state of the source's optimizer?
+"""Decides whether the target may lack a state of the source's optimizer.
 
 A state that the target cannot have ends the run before the first byte of a tensor, unless the user
-types `--drop-state`, or the optimizer computes it afresh. What the target has is not asked of its
-writer: its own reader says it, of the shells that the writer laid out.
+types `--drop-state`, or the optimizer recomputes it. The states of the target are not reported by
+its writer: its reader finds them in the shells that the writer laid out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
-    """The states that the user gives up, as lines of the report; raises WrongOption."""
+    """The states that the user drops, as lines of the report; raises WrongOption."""
     keys = options[DROP_STATE]
     if keys and options.weights_only:
         raise WrongOption(
@@ -50,9 +50,9 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
 
 
 def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
-    """A warning if the optimizer stops without what is dropped; `manifest` lacks it already.
+    """A warning if the optimizer cannot run without the dropped states.
 
-    Of a parameter without any state it begins afresh.
+    `manifest` lacks them already. For a parameter without any state the optimizer starts afresh.
     """
     if options.weights_only:
         return []
@@ -76,7 +76,7 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
 
 def _numbers(manifest: Manifest) -> dict[str, Any]:
-    """Numbers of no parameter, those in the optimizer's `state` as `state.n`."""
+    """Numbers of no parameter; those in the optimizer's `state` have keys such as `state.n`."""
     numbers: dict[str, Any] = {}
     for own in manifest.each:
         numbers |= own.states.numbers("beside")
@@ -90,11 +90,11 @@ def _line(state: State, reason: str) -> Report:
 
 
 class Keeping(Struct, frozen=True):
-    """What a target must keep, and whether it does.
+    """Checks that a target keeps what it must keep.
 
-    `source` is what was read, without dropped states; `named` has the target's names; `grouped`
-    lacks the states of what the next run does not train; `admitted` lacks the objects that no
-    pickle of the target may have. `report` gets what is found.
+    `source` is what was read, without dropped states. `named` has the target's names. `grouped`
+    lacks the states of parameters that the next run does not train. `admitted` lacks the objects
+    that no pickle of the target may contain. Findings are added to `report`.
     """
 
     source: Manifest
@@ -106,9 +106,10 @@ class Keeping(Struct, frozen=True):
     report: Report
 
     def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
-        """Reads the shells of a target, and checks them; raises UnsupportedState.
+        """A function that reads the shells of a target, and checks them.
 
-        A hole in them would stay empty: raises UnsupportedCheckpoint.
+        It raises UnsupportedState. It raises UnsupportedCheckpoint for a hole in an entry, which
+        would stay empty.
         """
         read = layout.read_back or self.format.read_shells
 
@@ -134,10 +135,10 @@ class Keeping(Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the target has a place for all states, as far as no file has to show it.
+        """Whether the target certainly has a place for all states, without any file that shows it.
 
-        Each format has one for the moments of Adam. Those whose `states` name no limit have one for
-        every number too.
+        Every format has a place for the moments of Adam. Formats whose `states` name no limit also
+        have one for every number.
         """
         if self.options.weights_only or not self.format.is_resumed:
             return self.options.weights_only
@@ -160,14 +161,15 @@ class Keeping(Struct, frozen=True):
 
     @property
     def _unsupported_in_groups(self) -> list[dict[str, Any]]:
-        """By group, the hyper-parameters that are objects of classes that are not admitted."""
+        """For each group, the hyper-parameters that are objects of classes that are not admitted.
+        """
         if self.options.weights_only:
             return []
         lost = []
         for named, admitted in zip(self.grouped.each, self.admitted.each, strict=True):
             before, after = named.groups or (), admitted.groups or ()
             places = {name: item.group for name, item in admitted.parameters.items()}
-            pairs = {  # a target may lack an empty group, or have one more
+            pairs = {  # the target may lack an empty group, or have one more
                 (parameter.group, places.get(name)) for name, parameter in named.parameters.items()
             }
             lost += [
@@ -178,7 +180,8 @@ class Keeping(Struct, frozen=True):
         return lost
 
     def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may contain.
+        """
         values = self._unsupported_in_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
             return
@@ -193,7 +196,7 @@ class Keeping(Struct, frozen=True):
         )
 
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
-        """States that the target lacks without harm; raises for others."""
+        """The states that the target may lack because they are recomputed; raises for others."""
         if not self.has_states:
             return []
         renamed = () if self.named is self.source else states.missing_in(self.source, self.named)
@@ -208,7 +211,7 @@ class Keeping(Struct, frozen=True):
         return [_line(state, reasons[key]) for key, state in lost.items()]
 
     def _beside(self, shells: Manifest) -> list[Notice]:
-        """Numbers of no parameter that the target lacks."""
+        """Notices about numbers of no parameter that the target lacks."""
         lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
@@ -216,7 +219,7 @@ class Keeping(Struct, frozen=True):
         return [note("state-omitted", message, subject=min(lost))]
 
     def _of_texts(self, shells: Manifest) -> list[Notice]:
-        """A warning about keys that may have been numbers, in what is no state of a parameter."""
+        """A warning about keys that may have been numbers, outside of parameters' states."""
         if has_texts_alone(shells) or not has_texts_alone(self.source):
             return []
         parts: dict[str, Any] = {"groups": list(shells.groups or ())}
@@ -262,14 +265,14 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes and functions that the values of states name, and that may be admitted."""
+        """The classes and functions named in the values of states that the user may admit."""
         rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
         own = [row.value for row in rows if row.key in keys]
         return objects.admissible(own, formats.engine_objects())
 
 
 def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:
-    """A warning if the target's engine does not count an update as often as the source's."""
+    """A warning if the target's engine counts an update differently from the source's."""
     if before is None or after is None or before.times == after.times:
         return []
     return [
@@ -287,7 +290,7 @@ OBJECTS = "objects of a class, which a program that loads the target would run"
 
 @contextmanager
 def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
-    """A temporary folder with the shells of a target, for the time of the block."""
+    """A temporary folder with the shells of a target, which exists during the block."""
     with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
         for shell in shells:
             path = os.path.join(folder, shell.name)

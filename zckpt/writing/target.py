@@ -1,4 +1,4 @@
-"""What does a target get of its source: which names, in which order, in which files?"""
+"""The names, the order and the files that a target gets from its source."""
 
 from __future__ import annotations
 
@@ -60,16 +60,17 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     elif not format.is_neutral and format.family != family_of_origin:
         manifest = without_front(manifest)
     family, names = options[FAMILY], options[PARAM_NAMES]
-    if family is not None and not manifest.ranks:  # whose writer refuses it, and ties
+    # the writer of separate ranks refuses a family, and ties
+    if family is not None and not manifest.ranks:
         manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and not _is_in_order(manifest):
         shorter = plain_names(names) if is_plain and not options[RENAME] else {}
         given = [shorter.get(name, name) for name in names]
         known = names_of(manifest)
-        # names of another spelling throughout are those that the user wants
+        # if all names are spelled differently, they are those that the user wants
         as_saved = {} if set(given).isdisjoint(known) else respelled(given, known)
         names = [as_saved.get(name, name) for name in given]
-        # files of layers stay as they are, with the names in them
+        # files of layers keep the names in them
         own = manifest if manifest.ranks else called_as(manifest, names)
         manifest = in_order_of(own, names)
     is_tied = options[TIE] and not manifest.ranks
@@ -77,10 +78,10 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
 
 
 def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
-    """Whether a target's names lose the words of wrappers.
+    """Whether the words of wrappers are removed from a target's names.
 
-    Weights alone and whole files are loaded into a plain model, but a run that has such files
-    itself loads its own names. So does the user whose --rename adds the words.
+    Weights alone and complete files are loaded into a plain model. But a run that itself saves such
+    files loads its own names. So does a user whose --rename adds the words.
     """
     is_same = format.name == manifest.format and not format.is_neutral
     adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])
@@ -90,7 +91,7 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 def _is_in_order(manifest: Manifest) -> bool:
     """Whether it was read in the order of --param-names, which do not name all of it.
 
-    Without ZeRO, model ranks have names of their own, and experts have those of one rank.
+    Without ZeRO, model ranks have separate names, and experts have those of one rank.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
     return is_apart and manifest.run.origin.zero_stage == 0
@@ -108,7 +109,6 @@ def laid_out(
     """The source as the target's engine needs it, and the files of the target.
 
     `named` is the manifest under the target's names; `parts` are its models, if there are several.
-
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
 
@@ -137,7 +137,7 @@ def laid_out(
     layout = in_its_folder(layout, source, format, target, options)
     known = (*manifest.notices.omitted, *layout.omitted)
     own = [line for line in admitted.notices.omitted if line not in known]
-    # a folder for inference lacks much else of a run, which is not listed
+    # a folder for inference lacks many other files of a run, which are not listed
     weights = [line for line in manifest.notices.omitted if line.code == "weights-omitted"]
     layout = replace(
         layout,
@@ -148,7 +148,7 @@ def laid_out(
 
 
 def _run(path: str, format: Format) -> Manifest:
-    """The run of the target's engine that `--like` names; raises NotACheckpoint for another one."""
+    """Reads the run that `--like` names; raises NotACheckpoint if it has another engine."""
     try:
         run = read(path, USUAL)
     except MissingData as error:
@@ -169,7 +169,7 @@ def _run(path: str, format: Format) -> Manifest:
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
-    """The layout with these files in place of the siblings of the same names."""
+    """Replaces the siblings of the same names by these files."""
     if not files:
         return layout
     unchanged, names = layout.shells, {file.name for file in files}
@@ -183,7 +183,7 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 def _pointing_to_the_best(
     layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
-    """The layout whose trainer_state.json names the best checkpoint where it will be.
+    """Makes trainer_state.json in the layout name the future path of the best checkpoint.
 
     If the best checkpoint is another one, which is not written too, the layout gets a warning.
     """

@@ -165,10 +165,9 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Maps floats, given as unsigned integers, to integers in the same order; neighbors differ by
-    one.
+    """Maps floats, given as unsigned integers, to integers in the same order.
 
-    Zero of either sign becomes 0.
+    Neighbors differ by one. Zero of either sign becomes 0.
     """
     import numpy as np
 

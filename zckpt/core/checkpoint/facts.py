@@ -1,11 +1,12 @@
 """Facts about the run that saved a checkpoint: its engine, its step, and how it cut the model.
 
 FlatBufferEngine     an engine whose ranks share flat buffers, and that keeps its configuration
-StateDictEngine      a program that saves state dicts under keys of its choice NamedWeightsEngine
-an engine with its own optimizers, whose files identify weights by name StepPlace            where
-an optimizer keeps its step, and in which type ExpertLayer          a layer whose experts are spread
-over ranks Pipeline             the stages and layers of the run's pipeline TensorParallel       how
-the run's tensor ranks cut parameters
+StateDictEngine      a program that saves state dicts under keys of its choice
+NamedWeightsEngine   an engine with its own optimizers, whose files identify weights by name
+StepPlace            where an optimizer keeps its step, and in which type
+ExpertLayer          a layer whose experts are spread over ranks
+Pipeline             the stages and layers of the run's pipeline
+TensorParallel       how the run's tensor ranks cut parameters
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
@@ -126,8 +127,9 @@ class StateDictEngine(Struct, frozen=True):
     bare: bool = False
     """Whether the optimizer's names lack the prefixes that PEFT adds to a module's names."""
     file: FileName | None = None
-    """The one file that holds everything; with sharded storage, the file of all but the state
-    dicts.
+    """The one file that holds everything.
+
+    With sharded storage, it is the file that holds everything but the state dicts.
     """
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
@@ -207,8 +209,9 @@ class StepPlace(Struct, frozen=True):
         return number - self.first
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.optimizer.step` in a manifest (`stale` is written as `group_step`
-        beside it).
+        """The value of `state.optimizer.step` in a manifest.
+
+        It leaves out `stale`, which is written as `group_step` beside it.
         """
         return _document(self, [name for name in self.__struct_fields__ if name != "stale"])
 

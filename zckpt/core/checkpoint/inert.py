@@ -171,11 +171,11 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def inside(path: str, key: Any) -> str:
-    """The path of an item: `client_state.rng`. Unusual keys are written as by `repr`, so paths are
-    unique.
+    """The path of an item: `client_state.rng`.
 
-    A path that would be longer than MAX_PATH ends with a hash. Every value of a large state has a
-    path, and each would otherwise repeat a long key.
+    Unusual keys are written as by `repr`, so paths are unique. A path that would be longer than
+    MAX_PATH ends with a hash. Every value of a large state has a path, and each would otherwise
+    repeat a long key.
     """
     full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its tensors, parameters and groups, and where they lie.
 
-Manifest     one checkpoint: entries, parameters, groups, states, and everything else Parameter
-the facts about one parameter
+Manifest     one checkpoint: entries, parameters, groups, states, and everything else
+Parameter    the facts about one parameter
 """
 
 import re
@@ -216,8 +216,7 @@ class Files(Struct, frozen=True):
     Empty for a manifest that was not made by `reading.read`.
     """
     objects: frozenset[str] = frozenset()
-    """The classes and functions named in the pickles, including those of values that a pickle
-    drops.
+    """The classes and functions that the pickles name, including those of dropped values.
 
     Empty for a manifest that was not made by `reading.read`.
     """
@@ -230,14 +229,12 @@ class Files(Struct, frozen=True):
     shape and CRC-32. The values are only compared: a target gets those of the first rank.
     """
     rank_keys: tuple[str, ...] = ()
-    """The keys of `state` that each rank's file states separately, in addition to those of every
-    format.
+    """Keys of `state` that each rank's file states separately, besides those of every format.
 
     The values of the first rank are used.
     """
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Statements of files about where their parts belong, as JSON: by the name of the file, and by
-    key.
+    """Statements of files about where their parts belong, as JSON: by file name, then by key.
 
     They are only compared, with those of a checkpoint of the same files.
     """
@@ -249,9 +246,7 @@ class Notices(Struct, frozen=True):
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
     notes: tuple[Notice, ...] = ()
-    """Notes for a `verify` of one checkpoint alone: facts that these files cannot show by
-    themselves.
-    """
+    """Facts that these files cannot show by themselves, for a `verify` of one checkpoint alone."""
     links: tuple[Notice, ...] = ()
     """A warning that lists the files that lie elsewhere: behind links out of the directory."""
     omitted: tuple[Notice, ...] = ()
@@ -274,9 +269,7 @@ class Notices(Struct, frozen=True):
     buffers_named: bool = False
     """Whether --buffers named tensors of this checkpoint when it was read."""
     mended: tuple[Mended, ...] = ()
-    """The values that `zckpt mend` has restored in this checkpoint, or in one that it was made
-    from.
-    """
+    """The values that `zckpt mend` has restored, in this checkpoint or in its source."""
     uncompared: int = 0
     """The number of tensors that were not compared between ranks.
 
@@ -285,12 +278,11 @@ class Notices(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """One checkpoint. Its contents are the fields here; `run`, `files` and `notices` are its other
-    parts.
+    """One checkpoint.
 
-    Parameters are in the order of the optimizer, then the frozen ones; buffers follow. The method
-    `replace` changes fields of all parts; msgspec's function `replace` changes only the fields
-    here.
+    Its contents are the fields here; `run`, `files` and `notices` are its other parts. Parameters
+    are in the order of the optimizer, then the frozen ones; buffers follow. The method `replace`
+    changes fields of all parts; msgspec's function `replace` changes only the fields here.
     """
 
     root: str
@@ -345,8 +337,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """The path that a user gives for the checkpoint: that of its numbered folder, else `root`.
-        """
+        """The path that a user gives for the checkpoint: its numbered folder, else `root`."""
         return self.files.numbered or self.root
 
     @property

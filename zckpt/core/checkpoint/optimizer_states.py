@@ -97,8 +97,9 @@ class States(Struct, frozen=True, dict=True):
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """For each of at least `groups` groups, the ranks' estimates by key; empty if there are
-        none.
+        """For each of at least `groups` groups, the ranks' estimates by key.
+
+        Empty if there are none.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)
@@ -123,8 +124,9 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
     def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
-        """Keeps numbers only for the keys of `owners`; each gets the numbers of its value, the
-        owner.
+        """Keeps only the numbers of parameters that are values of `owners`.
+
+        `owners` maps a new name to the parameter whose numbers it gets.
         """
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))

@@ -29,8 +29,9 @@ class Origin(Struct, frozen=True):
     tag: str | None = None
     """The engine's name for this checkpoint among those of its run."""
     ep: int | None = None
-    """The number of ranks over which the experts of a layer are spread; the largest, if layers
-    differ.
+    """The number of ranks over which the experts of a layer are spread.
+
+    The largest, if layers differ.
     """
     tp: int | None = None
     """The number of tensor ranks."""
@@ -51,9 +52,7 @@ class Origin(Struct, frozen=True):
     mesh: tuple[str, str | None] | None = None
     """The device and the axis of FSDP2's ranks, whose files can be written for other ranks."""
     inside: str | None = None
-    """The subfolder of a numbered folder in which the program looks for it: `actor` of
-    `global_step_3`.
-    """
+    """The subfolder of a numbered folder that holds it: `actor` of `global_step_3`."""
     nulls: frozenset[str] = OF_ANY_ENGINE
     """The names of the None fields that the JSON has as null; it lacks the other None fields."""
     others: Mapping[str, Any] = field(default_factory=dict)
@@ -66,8 +65,9 @@ class Origin(Struct, frozen=True):
         return {name: size for name, size in sizes.items() if size}
 
     def sequence_ranks(self, dp: int) -> int:
-        """The number of ranks that share a sequence in a run of `dp` ranks: `sp` if it divides
-        `dp`, else 1.
+        """The number of ranks that share a sequence in a run of `dp` ranks.
+
+        It is `sp` if `sp` divides `dp`, else 1.
         """
         return self.sp if self.sp and dp % self.sp == 0 else 1
 

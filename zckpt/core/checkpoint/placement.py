@@ -11,9 +11,9 @@ Placement  how the ranks hold one parameter; its kinds, and their names in torch
     vocab:50257     PaddedRows(50257)       Shard(0), of a tensor with more rows than the model has
     (any other)     Boxes("view")           none
 
-Sliced    how one parameter is cut over ranks Row       the parameters of one rank, with their order
-and shapes Table     one axis: `merge` uses its cuts to join ranks, `split` uses its rows to make
-ranks
+Sliced    how one parameter is cut over ranks
+Row       the parameters of one rank, with their order and shapes
+Table     one axis: `merge` uses its cuts to join ranks, `split` uses its rows to make ranks
 
 A rule is the text of a placement: users write it, and files keep it. `from_text` reads the texts of
 all versions. A new kind is a record, and its place in `KINDS`.
@@ -70,15 +70,17 @@ class Placement(Struct, frozen=True):
 
     @property
     def row_parts(self) -> object:
-        """How rows are cut, which is the same for a layer's weight and bias; None if the rule does
-        not say.
+        """How rows are cut, which is the same for a layer's weight and bias.
+
+        None if the rule does not say.
         """
         return None
 
     @property
     def fused(self) -> int:
-        """The number of fused parts of equal width into which rows are cut; 0 if the rule leaves
-        that open.
+        """The number of fused parts of equal width into which rows are cut.
+
+        0 if the rule leaves that open.
         """
         return 0
 
@@ -290,8 +292,9 @@ class Sliced(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """The parameters and buffers of one rank, in its order; `shapes` has those that differ from the
-    full.
+    """The parameters and buffers of one rank, in its order.
+
+    `shapes` has the shapes that differ from those of the complete tensors.
     """
 
     names: Sequence[str]

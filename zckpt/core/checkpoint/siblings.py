@@ -89,9 +89,7 @@ def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> lis
 
     @cache
     def place_of(folder: str) -> tuple[str, bool, set[str]]:
-        """For a folder: its real path, whether everything but its links stays inside, and its
-        links.
-        """
+        """For a folder: its real path, whether its files stay inside, and its links."""
         if not os.path.join(os.path.abspath(folder), "").startswith(below):
             return "", True, set()
         real = real_path(folder)
@@ -209,11 +207,10 @@ class SiblingList(Struct, eq=False):
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
         root: str | None = None,
     ) -> None:
-        """Adds everything below a folder, under its path from `root`, else from the folder; raises
-        OSError.
+        """Adds everything below a folder, under its path from `root`, else from the folder.
 
-        Anything for which `is_other` is true, given its path and its entry, is no sibling: it is
-        neither copied nor mentioned.
+        Raises OSError. Anything for which `is_other` is true, given its path and its entry, is no
+        sibling: it is neither copied nor mentioned.
         """
         closed: set[str] = set()
         above = os.path.join(root or folder, "")

@@ -21,8 +21,9 @@ from ..storage.fragments import Box, Fragments, boxes, boxes_of, range_of_box, t
 
 
 class Piece(Struct, frozen=True):
-    """A box of `sizes` elements: at `inside` in slice number `rank`, at `offsets` in the complete
-    tensor.
+    """A box of `sizes` elements in slice number `rank` and in the complete tensor.
+
+    It begins at `inside` in the slice, and at `offsets` in the complete tensor.
     """
 
     rank: int
@@ -32,12 +33,12 @@ class Piece(Struct, frozen=True):
 
 
 class Slicing(Struct, frozen=True):
-    """How one tensor is cut. `whole` is the shape of the complete tensor, `slices[r]` that of slice
-    r.
+    """How one tensor is cut.
 
-    The shapes may be views of the tensor's shape with as many elements; all have as many axes.
-    `pieces` have each element of the complete tensor at least once. If several slices hold an
-    element, each of them has a piece with it.
+    `whole` is the shape of the complete tensor, `slices[r]` that of slice r. The shapes may be
+    views of the tensor's shape with as many elements; all have as many axes. `pieces` have each
+    element of the complete tensor at least once. If several slices hold an element, each of them
+    has a piece with it.
     """
 
     whole: tuple[int, ...]
@@ -49,9 +50,7 @@ class Slicing(Struct, frozen=True):
         return prod(self.whole)
 
     def covers(self) -> bool:
-        """Whether the first holders' pieces tile the complete tensor, and each slice's pieces the
-        slice.
-        """
+        """Whether the first holders' pieces tile the tensor, and each slice's pieces the slice."""
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False
         return all(
@@ -65,8 +64,9 @@ class Slicing(Struct, frozen=True):
         return max(map(len, self._holders().values()), default=1)
 
     def chosen(self, copy: int) -> list[Piece]:
-        """One piece for each box of the complete tensor: that of its holder number `copy`, or of
-        its last.
+        """One piece for each box of the complete tensor.
+
+        It is that of the box's holder number `copy`, or of its last holder.
         """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 

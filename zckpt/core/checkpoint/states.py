@@ -261,8 +261,9 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """The states whose keys were numbers or texts, which the source does not show and `target`
-    needs.
+    """The states whose keys may have been numbers or texts before.
+
+    `source` has only texts, so `target` cannot get the right keys.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []

@@ -20,8 +20,9 @@ LOST = (
 
 
 def unlisted(manifest: Manifest) -> list[Notice]:
-    """The warning that names the weights; none without an optimizer, or if files state frozen
-    weights.
+    """The warning that names the weights.
+
+    None without an optimizer, or if files state frozen weights.
     """
     ranks, engine = manifest.each, manifest.run.engine
     # DeepSpeed states which parameters are frozen (0.19.8)

@@ -283,8 +283,7 @@ class _Comparison(Struct, eq=False, dict=True):
 
 
 class Buffers:
-    """One thread's buffers: one for each side, and one for elements that are rounded to be
-    compared.
+    """One thread's buffers: one for each side, and one for rounded elements.
 
     If `are_few`, elements are rounded without numpy: its import takes 14 MiB, and longer.
     """

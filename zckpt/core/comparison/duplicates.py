@@ -153,8 +153,9 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
 
 
 def is_varied(extent: Extent, size: int) -> bool:
-    """Whether two of the first elements, of `size` bytes each, differ. Constants are equal by
-    chance.
+    """Whether two of the first elements, of `size` bytes each, differ.
+
+    Constants are equal by chance.
     """
     data = _sample(extent)
     return data[size:] != data[:-size]

@@ -140,8 +140,9 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """The number of items that were not opened, since others show their form; {} if all were
-    opened.
+    """The number of items that were not opened, since others show their form.
+
+    {} if all were opened.
     """
     count = sum(record.is_unopened for record in manifest.files.records)
     return {"unopened": count} if count else {}

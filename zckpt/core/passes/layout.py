@@ -46,8 +46,9 @@ class Layout(Struct, frozen=True):
     read_back: Callable[[str], Manifest] | None = None
     """Reads the files that were laid out; None if the format's own reader does."""
     source: Manifest | None = None
-    """The manifest that fills the files, if it is not the source itself but a part or an extension
-    of it.
+    """The manifest that fills the files; None if it is the source itself.
+
+    It may be a part of the source, or an extension of it.
     """
     inside: str = ""
     """The folder of the engine's files and of the files beside them; empty if there is none."""

@@ -195,8 +195,7 @@ class ElementReader(Struct, eq=False, dict=True):
         return requests[place:stop]
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
-        """Reads once per rank for all tensors of the batch; then copies the slices to their places.
-        """
+        """Reads once per rank for all tensors of the batch; then copies slices to their places."""
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin

@@ -234,9 +234,7 @@ def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, En
 def _counterpart(
     entry: Entry, others: Mapping[Key, Entry], own: Mapping[Key, Entry]
 ) -> Match | None:
-    """Matches `entry` with the other side's tensor of the same type, else with its rounding
-    partner.
-    """
+    """Matches `entry` with the same tensor of the other side, else with its rounding partner."""
     same = others.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
@@ -254,9 +252,7 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
-    """The target files, and a function that gives the pieces of one file in the order of their
-    bytes.
-    """
+    """The target files, and a function that lists the pieces of one file in byte order."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     # by the identity of the flat buffers that many tensors share
     sliced: dict[int, list[tuple[Pair, Slices]]] = {}
@@ -293,8 +289,7 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
 def chunks(
     file: str, within: tuple[int, int], pieces: Sequence[TargetPiece], chunk: int
 ) -> Iterator[Chunk]:
-    """Cuts bytes [start, stop) of a target file into chunks of `chunk` bytes, and pieces at their
-    edges.
+    """Cuts bytes [start, stop) of a target file, and their pieces, into chunks of `chunk` bytes.
 
     An edge never splits an element, since every format aligns tensors to their elements.
     """
@@ -317,8 +312,9 @@ _offset, _end = attrgetter("offset"), attrgetter("end")
 
 
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
-    """The part of a piece in bytes [offset, end) of its file; a run that is cut becomes its own
-    piece.
+    """The part of a piece in bytes [offset, end) of its file.
+
+    A run that is cut becomes a piece of its own.
     """
     size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece

@@ -64,10 +64,10 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """The tasks of the blocks that are assigned to this process; `size_of` gives the bytes of a
-    task.
+    """The tasks of the blocks that are assigned to this process.
 
-    `progress` is called with the bytes of the tasks of other processes.
+    `size_of` gives the bytes of a task. `progress` is called with the bytes of the tasks of other
+    processes.
     """
     mine, number, filled = claim(), 0, 0
     for task in tasks:

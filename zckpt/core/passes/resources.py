@@ -25,9 +25,7 @@ Tell = Callable[[Sequence[dict[str, Any]]], None]
 
 
 def describe(progress: Progress | None, text: str) -> None:
-    """Passes a description of the present work to the method `describe` of `progress`, if it has
-    one.
-    """
+    """Passes a description of the present work to `progress.describe`, if there is one."""
     show: Describe | None = getattr(progress, "describe", None)
     if show is not None:
         show(text)
@@ -108,10 +106,9 @@ def _text(path: str) -> str:
 
 
 def own_rank() -> int:
-    """The rank of this process, from torchrun's variables RANK and WORLD_SIZE; 0 if they do not
-    fit.
+    """The rank of this process, from torchrun's variables RANK and WORLD_SIZE.
 
-    RANK alone proves nothing: in many clusters every shell has one.
+    0 if they do not fit. RANK alone proves nothing: in many clusters every shell has one.
     """
     texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     rank, size = (int(text) if text.isdecimal() else 0 for text in texts)

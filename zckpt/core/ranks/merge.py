@@ -85,9 +85,7 @@ def merge(
 
 
 def in_order(manifest: Manifest) -> Manifest:
-    """Sorts the entries: those of parameters and buffers in manifest order, then those of the
-    state.
-    """
+    """Sorts the entries: parameters and buffers in manifest order, then the state."""
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
     entries = sorted(

@@ -115,9 +115,7 @@ class Joined(Struct, frozen=True):
 
     @property
     def line(self) -> int:
-        """The length in elements of the shortest run that is contiguous in the tensor and in a
-        part.
-        """
+        """The elements in the shortest run that is contiguous in the tensor and in a part."""
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 
@@ -128,8 +126,7 @@ class Joined(Struct, frozen=True):
 
 
 class Nameless(Struct, frozen=True):
-    """A tensor of slot `slot` whose parameter is named in no file: the optimizer numbers its
-    parameters.
+    """A tensor of slot `slot` whose parameter no file names: the optimizer knows only its number.
 
     It gets its name from the format's reader: that of the tensor with this slot, dtype and shape
     that begins at the same byte. The engine's rule then proves its elements, but not its name.

@@ -30,8 +30,9 @@ class ByteSource(Protocol):
         ...
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fills `view` with bytes of tensors; returns their number, smaller only at the end of the
-        file.
+        """Fills `view` with bytes of tensors.
+
+        Returns their number, smaller only at the end of the file.
         """
         ...
 
@@ -114,8 +115,9 @@ class Content(io.RawIOBase):
 
 @contextmanager
 def content(file: int, where: ByteSource) -> Iterator[BinaryIO]:
-    """A buffered file object over an open file whose bytes lie elsewhere; closes the file in the
-    end.
+    """A buffered file object over an open file whose bytes lie elsewhere.
+
+    Closes the file in the end.
     """
     try:
         raw: Any = Content(file, where)

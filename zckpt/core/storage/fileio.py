@@ -53,10 +53,10 @@ def in_pages(size: int) -> int:
 
 
 def memory_of(size: int) -> mmap.mmap:
-    """Allocates at least `size` bytes of zeros, in huge pages if `size` is large and the system has
-    them.
+    """Allocates at least `size` bytes of zeros.
 
-    A read into new pages of 4 KiB takes three times as long as one into new huge pages.
+    They are in huge pages if `size` is large and the system has such pages. A read into new pages
+    of 4 KiB takes three times as long as one into new huge pages.
     """
     memory = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -50,9 +50,7 @@ def numbered(name: str, number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """The number in a name of `numbered`: 1 for `model_1` and `optimizer_1.bin`, 0 for the first
-    model.
-    """
+    """The number in such a name: 1 for `model_1` and `optimizer_1.bin`, 0 for the first model."""
     found = counted(name.partition(".")[0], "")
     return found[1] if found else 0
 

@@ -74,11 +74,11 @@ def mark_file(target: str) -> str:
 
 
 class Folder(Struct, eq=False):
-    """An open directory. Its methods take paths below `path`, and raise OSErrors with complete
-    paths.
+    """An open directory.
 
-    `owner` is the number of the user that everything below must belong to; None if any user may own
-    it. `top` is the outermost owned folder. Raises TargetExists for a file that is not ours, and
+    Its methods take paths below `path`, and raise OSErrors with complete paths. `owner` is the
+    number of the user that everything below must belong to; None if any user may own it. `top` is
+    the outermost owned folder. Raises TargetExists for a file that is not ours, and
     CorruptCheckpoint for a path that is not below the folder.
     """
 
@@ -127,8 +127,9 @@ class Folder(Struct, eq=False):
             close(file)
 
     def owner_of_new_files(self) -> int:
-        """The user that new files in this folder belong to; creates a file to find out, and removes
-        it.
+        """The user that new files in this folder belong to.
+
+        Creates a file to find out, and removes it.
         """
         name = f"{PROBE}{os.urandom(4).hex()}"
         path = os.path.join(self.path, name)
@@ -153,8 +154,9 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def opened(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> Iterator[int]:
-        """As `open`, but closes the file at the end of the block; OSErrors in the block name the
-        path.
+        """As `open`, but closes the file at the end of the block.
+
+        OSErrors in the block name the path.
         """
         file = self.open(path, flags, mode)
         with naming(path):

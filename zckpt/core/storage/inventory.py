@@ -1,5 +1,4 @@
-"""The inventory of a checkpoint: which files there are, which rank each belongs to, which are
-wrong.
+"""The inventory of a checkpoint: which files there are, their ranks, and which are wrong.
 
 A format, and each trainer's program, has a table of roles. The name of a file gives its role and
 the rank that wrote it. A file that can stand in for a lost one has the same role and the next rank.
@@ -128,9 +127,7 @@ def known(roles: Iterable[Role], path: str) -> Known | None:
 
 
 def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
-    """One expression that matches the names without folders of all roles, to test many names
-    quickly.
-    """
+    """One expression that matches the names (without folders) of all roles, for speed."""
     names = (re.sub(r"\(\?P<\w+>", "(", own.names.pattern) for own in roles)
     return re.compile("|".join(f"(?:{each})" for each in names), re.ASCII | re.DOTALL)
 
@@ -308,8 +305,9 @@ def saved_names(
 
 
 def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
-    """Raises InconsistentCheckpoint if a file was saved as that of another of `what`, such as
-    ranks.
+    """Raises InconsistentCheckpoint if a file was saved as the file of another rank.
+
+    `what` is the word for ranks in the message.
     """
     for row in (name.row for name in names if name.is_other):
         raise InconsistentCheckpoint(

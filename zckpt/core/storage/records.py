@@ -193,11 +193,11 @@ class RecordChecker:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> None:
-        """Reads the rest of records that lack little (padding); counts checked and unchecked
-        records.
+        """Reads the rest of records that lack little (padding).
 
-        With `everything`, all records are completed, including those that no tensor needed.
-        `beside` is called with the bytes that lie beside tensors in their records.
+        Counts checked and unchecked records. With `everything`, all records are completed,
+        including those that no tensor needed. `beside` is called with the bytes that lie beside
+        tensors in their records.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:

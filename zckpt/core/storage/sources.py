@@ -283,8 +283,9 @@ def pread(file: int, length: int, offset: int) -> bytes:
 
 
 def read_into(file: int, view: memoryview, offset: int) -> int:
-    """Reads bytes from `offset` on into `view`, perhaps fewer than fit; 0 means the end of the
-    file.
+    """Reads bytes from `offset` on into `view`, perhaps fewer than fit.
+
+    0 means the end of the file.
     """
     if (where := byte_sources.of(file)) is not None:
         return where.read_into(view, offset)
@@ -423,8 +424,7 @@ def is_denied(path: str) -> bool:
 def walk(
     folder: str, enter: Callable[[str], bool] = lambda path: True
 ) -> Iterator[os.DirEntry[str]]:
-    """Everything below a folder: first its contents in the order of names, then those of its
-    folders.
+    """Everything below a folder: first its contents by name, then those of its folders.
 
     It enters the folders for whose path `enter` is true, and follows no link. Raises OSError if a
     folder cannot be listed. The results are entries, which have sizes and kinds; os.walk gives

@@ -54,8 +54,9 @@ class Note(Struct, frozen=True):
         return [*(name for name in self.files if name != self.last), self.last]
 
     def missing(self, size_of: Callable[[str], int | None]) -> list[str]:
-        """The files that are not there, or have another size; `size_of` gives None for a missing
-        file.
+        """The files that are not there, or have another size.
+
+        `size_of` gives None for a missing file.
         """
         sizes = {name: size_of(name) for name in self.names}
         return [
