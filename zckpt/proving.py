@@ -1,4 +1,4 @@
-"""How paths become the report of `verify`: whether a checkpoint is whole, or equals another one."""
+"""Reads checkpoints and makes the report of `verify` about one of them, or about two."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _verify(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The findings of a verification through the manifests of both sides."""
+    """The findings of a verification through the manifests of both checkpoints."""
     contents, lines = None, list[Notice]()
     if against is None:
         manifest = other = read(path, replace(reading, nameless=True))
@@ -123,7 +123,8 @@ def _verify(
         manifest = read(path, replace(reading, nameless=True), alone=False)
         other, contents = saved.read_proof(os.fspath(against), manifest)
         if manifest.groups is None and other.groups is not None:
-            manifest = read(path, reading, alone=False)  # says why its states have no names
+            # the error says why its states have no names
+            manifest = read(path, reading, alone=False)
         manifest, other, lines = alike(manifest, other)
     else:
         manifest, other, lines = read_both(path, against, reading)
@@ -155,7 +156,7 @@ def _verify(
 
 
 def _with_next_step(line: Report, path: Path) -> Report:
-    """A problem, with the command that restores damaged bytes, or says which it can restore."""
+    """Adds to a problem the command that restores damaged bytes, or lists those it can restore."""
     if line["code"] != "record-damaged":
         return line
     command = f"zckpt mend {quote(os.fspath(path))} DST"
@@ -174,7 +175,7 @@ def _gather(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    """The findings of a verification that all-gathers the parts that the engine's rule gives."""
+    """The findings of a verification that all-gathers the parts given by the engine's rule."""
     from .proof.allgather import verify_gathered  # which imports torch
 
     manifest = read(path, reading, alone=False)

@@ -1,4 +1,4 @@
-"""How a path becomes a manifest: which checkpoint it means, and under which names."""
+"""Reads a path as a manifest: finds the checkpoint, reads it, and renames its parameters."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from .training import steps
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
-    """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
+    """Reads the manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
     Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
-    of the checkpoint changes meanwhile. The error for a file that is missing says where one of its
-    name lies nearby. If it is not `alone`, `--root` may be meant for the other.
+    of the checkpoint changes meanwhile. The error for a missing file mentions a nearby file of that
+    name. If it is not `alone`, `--root` may choose a model of the other checkpoint.
     """
     try:
         opens = reading.opens_items or (reading.for_target and not reading.by_checksums)
@@ -72,13 +72,14 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
 
 
 def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """As `_read`, for those who read all bytes: every item is opened, before the first is copied.
+    """As `_read`, for a caller that reads all bytes: opens every item before the first is copied.
 
-    Items are planned by the form of others, which takes little memory, and compared with it when
-    they are opened. If one has another form, all are read without a plan. All processes that share
-    a conversion find the same.
+    Items are planned by the form of others, which takes little memory, and compared with the plan
+    when they are opened. If one has another form, all are read without a plan. All processes that
+    share a conversion get the same result.
     """
-    planned = replace(reading, opens_items=reading.masters_from_weights)  # which are read at once
+    # masters are read immediately
+    planned = replace(reading, opens_items=reading.masters_from_weights)
     manifest = _read(path, planned, alone)
     try:
         for record in manifest.files.records:
@@ -89,7 +90,7 @@ def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) ->
 
 
 def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """The same, with errors as the format raises them."""
+    """As `read`, with errors as the format raises them."""
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished([path])
@@ -121,13 +122,13 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
     manifest = renamed(with_updates(manifest), reading.rename)
     if reading.family is not None:
         manifest = families.translated(manifest, reading.family)
-    if not format.is_neutral:  # whose manifest lists it
+    if not format.is_neutral:  # a neutral format's manifest lists it
         manifest = manifest.replace(mended=mended.beside(manifest.root))
     lost, stateless = missing_states(manifest)
     lines = [
         *manifest.notices.warnings,
         *mended.warnings(manifest.notices.mended, manifest.where),
-        *([] if format.is_neutral else unlisted(manifest)),  # it keeps the source's
+        *([] if format.is_neutral else unlisted(manifest)),  # it keeps the source's warning
         *lost,
         *stateless,
         *_unused(manifest, reading, format),
@@ -138,13 +139,13 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
     if reading.follow_links and not any(map(os.path.islink, siblings)):
         message = f"--follow-links is not used: no file beside {manifest.where} is a link"
         lines.append(warning("option-without-effect", message, subject="--follow-links"))
-    lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
+    lines = [*dict.fromkeys(lines)]  # universal checkpoints keep warnings
     seen = (*manifest.run.steps, *formats.trainers_counters(manifest))
     return manifest.replace(warnings=tuple(lines), omitted=tuple(omitted), steps=seen)
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
-    """Notes on tensors of the program's own state, of which weights alone have nothing.
+    """Notices about tensors of the program's own state, which weights alone do not include.
 
     The averages of an EMA may be among them.
     """
@@ -164,7 +165,7 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
 
 
 def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
-    """As `Functions.rebuilt`; raises WrongOption for a format that has no such check."""
+    """As `Functions.rebuilt`; raises WrongOption for a format without that function."""
     rebuilt = format.functions.rebuilt
     if rebuilt is None:
         raise WrongOption(
@@ -176,7 +177,7 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
 
 
 def _oddly_timed(manifest: Manifest) -> list[Notice]:
-    """Warnings about files of ranks that were not written when their siblings were."""
+    """Warns about files of ranks that were not written when their siblings were."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
     roles = {path: own.role for path in manifest.files.paths if (own := known(format.roles, path))}
@@ -195,7 +196,7 @@ def _oddly_timed(manifest: Manifest) -> list[Notice]:
 
 
 def _odd(paths: Sequence[str], when: str) -> list[Notice]:
-    """A warning about files that were written at an odd time, if there are any."""
+    """A warning about files that were written at an odd time; empty if there are none."""
     if not paths:
         return []
     them = "it" if len(paths) == 1 else "they"
@@ -206,7 +207,7 @@ def _odd(paths: Sequence[str], when: str) -> list[Notice]:
 
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice]:
-    """Options of reading that have changed nothing: for buffers, and for tensor ranks."""
+    """Warns about options for buffers and for tensor ranks that have changed nothing."""
     buffers = [] if reading.for_target or manifest.notices.buffers_named else reading.buffers
     lines = [
         warning(
@@ -232,14 +233,14 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
 
 
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
-    """A warning about `--param-names` that names the parameters which the files name themselves.
+    """Warns if `--param-names` orders parameters differently from files that name them.
 
-    A reader that needs names has taken those of the option, in its order. Only stages of a pipeline
-    have an order of their own.
+    A reader that needs names has used those of the option, in its order. Only pipeline stages have
+    an order of their own.
     """
     if manifest.run.origin.pp not in (None, 1):
         return []
-    parameters = manifest.each[0].parameters  # tensor ranks have the same
+    parameters = manifest.each[0].parameters  # equal on all tensor ranks
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
     given = [name for name in reading.param_names or () if name in trained]
     if given == trained or {*given} != {*trained} or not is_known(manifest):
@@ -262,7 +263,7 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
 
 
 def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
-    """Raises WrongOption if `--tag` chose nothing: the format has no tags, or the path is one."""
+    """Raises WrongOption if `--tag` chose nothing, and the path has no tag of this name."""
     tag = reading.tag
     if tag is None or tag == manifest.run.origin.tag or os.path.lexists(os.path.join(path, tag)):
         return
@@ -274,7 +275,7 @@ def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raises CorruptCheckpoint for names that no file can have: numbers, texts not in Unicode."""
+    """Raises CorruptCheckpoint for names that no file can have: numbers, invalid Unicode."""
     names = ((*map(name_of, own.entries), *own.parameters, *own.buffers) for own in manifest.each)
     for name in chain.from_iterable(names):
         try:
@@ -291,11 +292,11 @@ def _check_names(manifest: Manifest) -> None:
 def read_both(
     path: str | os.PathLike[str], other: str | os.PathLike[str], reading: Reading
 ) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Two checkpoints that are compared, under the names of the first, and lines about the names.
+    """Reads two checkpoints to compare them, under the names of the first; adds notices on names.
 
-    If only one side has the words of wrappers inside of names, both are without these. If the
-    optimizers of both know their parameters by number, and no file shows the names, their states
-    are compared as they are.
+    If only one of them has the words of wrappers in its names, they are removed from both. If the
+    optimizers of both identify their parameters by number, and no file states the names, their
+    states are compared without names.
     """
 
     def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
@@ -318,7 +319,7 @@ def read_both(
 def read_other(
     path: str | os.PathLike[str], first: Manifest, reading: Reading
 ) -> tuple[Manifest, Manifest, list[Notice]]:
-    """As `read_both`, beside a checkpoint that is read: `first` keeps the names of its weights."""
+    """As `read_both`, for a second checkpoint. `first` was read, and keeps its weights' names."""
     other = _read_second(path, first, reading)
     same = called_as(other, names_of(first))
     _need_shared(first, same)
@@ -326,9 +327,9 @@ def read_other(
 
 
 def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Two checkpoints to compare: `other` under the names of `first`, and lines about the names.
+    """Gives `other` the names of `first`, to compare them; adds notices about the names.
 
-    If only one of them has a wrapper's words in its names, both are without these.
+    If only one of them has the words of wrappers in its names, they are removed from both.
     """
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))
@@ -339,11 +340,12 @@ def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[No
 
 
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
-    """The checkpoint at `path`, to be compared with `first`.
+    """Reads the checkpoint at `path`, to compare it with `first`.
 
-    Most options describe `first` alone. For both are `--step-policy keep`, which changes no step,
-    and `--root`, where a side has several models. So is `--from gathered` if `path` is a file of
-    safetensors: it says that the file is a whole model, although its name may have a number.
+    Most options describe `first` alone. Two apply to both: `--step-policy keep`, which changes no
+    step, and `--root`, where a side has several models. So does `--from gathered` if `path` is a
+    safetensors file: it says that the file is a complete model, although its name may have a
+    number.
     """
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
@@ -370,7 +372,10 @@ def _need_shared(first: Manifest, other: Manifest) -> None:
 
 
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
-    """The models whose names and shapes another checkpoint has; the one that it states, if so."""
+    """The models of `manifest` that match the parameters of `other`.
+
+    If `other` names a model and it matches: that one only.
+    """
     fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
     keys = other.run.engine.model if isinstance(other.run.engine, StateDictEngine) else ()
     stated = other.run.origin.root or ".".join(map(str, keys))
@@ -378,9 +383,10 @@ def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
 
 
 def refuse_several(manifest: Manifest, others: str = "", like: Manifest | None = None) -> None:
-    """Raises AmbiguousCheckpoint for several models; `others` is another way out.
+    """Raises AmbiguousCheckpoint for several models; `others` adds another choice to the hint.
 
-    If one is to be compared with another checkpoint, the hint names those that are `like` it.
+    If the checkpoint is to be compared with another one, `like`, the hint names the models that
+    match.
     """
     if roots := manifest.roots:
         name, own = next(iter(roots.items()))

@@ -103,7 +103,9 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
-        """Computes elements as means of all replicas; `view` begins at byte `offset` of the file.
+        """Computes elements as means of all replicas.
+
+        `view` begins at byte `offset` of the file.
         """
         source, dtype = piece.pair.source, piece.pair.target.dtype
         size, most = SIZES[dtype], CAST_BLOCK // len(source.mean)
@@ -159,8 +161,7 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRC-32s of the chunk's bytes: of tensors that are hashed, of records, and of the
-        file.
+        """The CRC-32s of the chunk's bytes: of tensors that are hashed, of records, of the file.
 
         `crcs` are CRC-32s that are known already, by bytes [begin, end) of `view`.
         """

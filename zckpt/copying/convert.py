@@ -195,8 +195,7 @@ def take_part(
 
 
 def _strictest_mode(source: Manifest) -> int:
-    """The permissions that all files of a source have in common; the target's files get no others.
-    """
+    """The permissions that all files of a source have in common, for the target's files."""
     mode = 0o666
     for file in source.files.paths:
         mode &= os.stat(file).st_mode

@@ -292,8 +292,7 @@ class _Copy(Struct, eq=False, dict=True):
         log.clear()
 
     def close(self, error: BaseException) -> None:
-        """Closes files after a failure, without a sync, whose own failure would hide the first one.
-        """
+        """Closes files after a failure, without a sync, whose failure would hide the first one."""
         for target in self.targets.values():
             target.stack.__exit__(type(error), error, error.__traceback__)
 

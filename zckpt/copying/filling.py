@@ -57,8 +57,7 @@ class Sums(Struct, eq=False):
         return None if length else 0
 
     def take(self) -> list[Passed]:
-        """Returns the parts that were added so far, and forgets them; neighboring parts are merged.
-        """
+        """Returns the parts so far, with neighboring parts merged, and forgets them."""
         covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
         alone = self._alone.values()
         self._alone, self._covers = {}, {}

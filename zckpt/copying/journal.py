@@ -287,8 +287,7 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
 
 
 def locked_in_time(file: int, seconds: float) -> bool:
-    """Locks a file whose process may be just ending; False if it is still locked after `seconds`.
-    """
+    """Locks a file whose process may be just ending; False if it is not free in `seconds`."""
     end = time.monotonic() + seconds
     while not (is_locked := lock(file)) and time.monotonic() < end:
         time.sleep(0.05)

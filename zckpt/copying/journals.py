@@ -65,8 +65,7 @@ class PartJournal(Journal):
             self._read(file)
 
     def _compare(self, name: str) -> None:
-        """Raises TargetExists if a journal is that of another run, FileNotFoundError without one.
-        """
+        """Raises TargetExists for the journal of another run, FileNotFoundError for none."""
         with self.folder.opened(self._path(name)) as file:
             for header in lines_of(file)[:1]:
                 self._compared(header)

@@ -142,9 +142,7 @@ def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:
 
 
 def largest_first(portions: Iterable[Portion]) -> list[Portion]:
-    """Sorts portions by size, in which order they are assigned: small ones at the end even out the
-    load.
-    """
+    """Sorts portions for assignment, the largest first: small ones at the end even out the load."""
     return sorted(portions, key=lambda portion: -portion.length)
 
 

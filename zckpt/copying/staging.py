@@ -229,8 +229,7 @@ class Staging:
         return self.root.opened(path, flags, mode)
 
     def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
-        """Creates the files that are copied unchanged, with holes, where no reader finds them yet.
-        """
+        """Creates the files that are copied unchanged, with holes, where no reader looks yet."""
         for name, _ in siblings:
             path_inside(self.path, name, "the source")
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
@@ -324,8 +323,7 @@ class Staging:
             self.warnings.append(warning("target-not-synced", message, file=self.partial))
 
     def _is_worth_keeping(self) -> bool:
-        """Whether so much work was done, by this run or the continued one, that it should be kept.
-        """
+        """Whether so much work was done, by this or the continued run, that it should be kept."""
         if not self.has_locks:
             return False
         worked = time.monotonic() - self._started
@@ -349,9 +347,7 @@ class Staging:
 def with_neighbors(
     parts: Iterable[tuple[int, bytes]], near: int
 ) -> Iterator[tuple[int, bytearray]]:
-    """Merges parts of a file with holes below `near` bytes between them, and fills these with
-    zeros.
-    """
+    """Merges parts of a file if the hole between them is below `near` bytes, filled with zeros."""
     start, joined = 0, bytearray()
     for offset, data in parts:
         hole = offset - start - len(joined)

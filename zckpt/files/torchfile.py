@@ -5,8 +5,7 @@ and one member `<folder>/data/<key>` per storage. Before 1.6 it is several pickl
 storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage, and a `TorchFile`
 says which bytes of the file are that storage. torch is not imported.
 
-Over 600 lines: both layouts share the limits of a pickle and the checks of tensors' bounds. Equal
-pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
+Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
 """
 
 from __future__ import annotations

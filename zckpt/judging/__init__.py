@@ -1,12 +1,14 @@
-"""Is a checkpoint whole, of one save, intact, and does it load here? Every command asks here.
+"""Judges a checkpoint: whether it is complete, of one save, intact, and loads here.
 
-    inventory.py   which files there are, what each is for, and in which state it is
+Every command asks this folder.
+
+    inventory.py   lists the files, the purpose of each, and its state
     file_state.py  whether one file is empty, zeros, cut or unreadable
-    verdict.py     is it whole, and of one save? What is damaged without need?
-    contents.py    is it intact, before a tensor leaves: masters, copies of ranks, copied files
-    damaged_source.py  reads a checkpoint of which files are missing, or cannot be read
-    about.py       what other programs say beside it: the model, the loss, the epoch
-    loads.py       does a program load it here: its size, its engine, its model and groups?
+    verdict.py     whether it is complete and of one save; damage that resuming does not need
+    contents.py    whether it is intact, before tensors are used: masters, replicas, copied files
+    damaged_source.py  reads a checkpoint with missing or unreadable files
+    about.py       what other programs state beside it: the model, the loss, the epoch
+    loads.py       whether a program loads it here: its size, its engine, its model and groups
 
-Which file a program needs is a row of `training/needs.py`.
+The files that a program needs are rows of `training/needs.py`.
 """

@@ -1,4 +1,4 @@
-"""What do the files beside a checkpoint say of its model and of its training?
+"""Reads what the files beside a checkpoint state about its model and its training.
 
     config.json, adapter_config.json    the model's name and class
     trainer_state.json                  loss, learning rate, epoch; the losses of the run so far
@@ -30,33 +30,36 @@ from ..training.megatron_arguments import arguments
 from ..training.trainers import STATE, config_of
 
 LONGEST = 200  # characters of a name
-MOST_POINTS = 500  # of the losses that are kept
-LARGEST = 1e300  # of a number that is believed
+MOST_POINTS = 500  # the most losses that are kept
+LARGEST = 1e300  # larger numbers are ignored
 MOST_SAMPLES = 1 << 40  # in a batch
 TAGGED = "deepspeed"  # loads one of a run by its tag
 Name = str | None
 Point = tuple[float, float | None]
-"""A step, and the loss there: None for one that is not finite."""
+"""A step, and the loss there: None if it is not finite."""
 
 
 class About(Struct, frozen=True):
-    """What is stated; None for what is not. `planned` are the updates that the program wants."""
+    """The stated facts; None if unstated.
+
+    `planned` is the number of updates that the program plans.
+    """
 
     model: str | None = None
     model_class: str | None = None
-    loss: float | str | None = None  # "nan", "inf" or "-inf" for one that is not finite
+    loss: float | str | None = None  # "nan", "inf" or "-inf" if it is not finite
     loss_step: int | float | None = None
     evaluation_loss: float | str | None = None
     learning_rate: float | None = None
     epoch: float | None = None
     planned: int | None = None
     global_batch: int | None = None
-    """Samples of one update, of all ranks."""
+    """The samples of one update, over all ranks."""
     losses: tuple[Point, ...] = ()
 
 
 def about(manifest: Manifest) -> About:
-    """What is stated beside a checkpoint that was read, and in its own configuration."""
+    """The facts stated beside a checkpoint that was read, and in its own configuration."""
     stated = _of_files(manifest.files.siblings)
     state = manifest.state.get("client_state")
     if stated.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):
@@ -69,7 +72,7 @@ def about(manifest: Manifest) -> About:
 
 
 def about_folder(folder: str) -> About:
-    """What is stated beside a checkpoint that could not be read."""
+    """The facts stated beside a checkpoint that could not be read."""
     siblings = []
     for name in ("config.json", "adapter_config.json", STATE):
         path = os.path.join(folder, name)
@@ -80,15 +83,15 @@ def about_folder(folder: str) -> About:
 
 
 def _of_files(siblings: Sequence[Sibling]) -> About:
-    """What the files of other programs state."""
+    """The facts that the files of other programs state."""
     name, kind = model_of(_read(siblings, "config.json"), _read(siblings, "adapter_config.json"))
     return About(model=name, model_class=kind, **of_log(_read(siblings, STATE)))
 
 
 def resuming(manifest: Manifest, root: str, path: str) -> str | None:
-    """The line with which the program resumes from `path`; None if zckpt does not know it.
+    """The line of code with which the program resumes from `path`; None if zckpt does not know it.
 
-    `root` is the engine's own folder, of which `path` may be the trainer's.
+    `root` is the engine's own folder; `path` may be the trainer's folder around it.
     """
 
     def of_engine(path: str) -> str:
@@ -102,7 +105,10 @@ def resuming(manifest: Manifest, root: str, path: str) -> str | None:
 
 
 def at_another_size(manifest: Manifest, path: str) -> str | None:
-    """The command that writes a checkpoint for another number of ranks; None if any loads it."""
+    """The command that writes the checkpoint for another number of ranks.
+
+    None if programs with any number of ranks load it.
+    """
     format = formats.of(manifest)
     if format is None or format.is_neutral:
         return f"zckpt convert {quote(path)} NEW --to FORMAT"
@@ -116,7 +122,7 @@ def _read(siblings: Iterable[Sibling], name: str) -> Mapping[str, Any]:
         return {}
 
 
-# -- one file each, by what it states
+# one function for each file
 
 
 def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Name, Name]:
@@ -131,7 +137,7 @@ def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Nam
 
 
 def of_log(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Loss, learning rate and epoch, as the Trainer's log has them last (transformers 5.24)."""
+    """The last loss, learning rate and epoch in the Trainer's log (transformers 5.24)."""
     log = state.get("log_history")
     lines = [line for line in log if isinstance(line, dict)] if isinstance(log, list) else []
     losses = [
@@ -159,17 +165,17 @@ def _last(lines: Sequence[Mapping[str, Any]], key: str, as_number: Callable[[Any
 
 
 def text(value: Any) -> str | None:
-    """A name that is shown: not empty, and not longer than names are."""
+    """A name that can be shown: not empty, and cut to LONGEST characters."""
     return value[:LONGEST] if isinstance(value, str) and value.strip() else None
 
 
 def number(value: Any) -> Any:
-    """A number that can be shown and drawn; None for all else."""
+    """A number that can be shown and drawn; None for any other value."""
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def unbounded(value: Any) -> float | str | None:
-    """A loss: one that is not finite is told, as a text."""
+    """A loss; one that is not finite is given as a text."""
     if type(value) is float and not math.isfinite(value):
         return str(value)
     known = number(value)
@@ -177,7 +183,10 @@ def unbounded(value: Any) -> float | str | None:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Not too many points: of neighbors the lowest and the highest, so that a peak stays."""
+    """Reduces the points: in each group of neighbors the lowest and the highest stay.
+
+    So peaks remain visible.
+    """
     if len(points) <= MOST_POINTS:
         return tuple(points)
     each = -(-2 * len(points) // MOST_POINTS)
@@ -190,7 +199,7 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def batch_of(manifest: Manifest) -> int | None:
-    """The samples of one update: what the engine's configuration or the program's arguments say."""
+    """The samples of one update, by the engine's configuration or the program's arguments."""
     engine, origin = manifest.run.engine, manifest.run.origin
     total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
     if isinstance(engine, FlatBufferEngine):

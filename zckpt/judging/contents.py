@@ -1,6 +1,6 @@
-"""Is a checkpoint intact, as far as bytes must be read before a tensor is handed out, or written?
+"""Checks that a checkpoint is intact, as far as bytes must be read before tensors are used.
 
-`verify` reads all of them; these checks are for the doors by which tensors leave: `convert`,
+`verify` reads all bytes. These checks are for the functions that give out tensors: `convert`,
 `load`, and the loader of torch.distributed.checkpoint.
 """
 
@@ -16,11 +16,11 @@ from ..errors import Notice, WrongOption
 from ..formats.format import Format
 
 OTHER_TIME = "files-of-other-time"
-"""The code of a warning that a program which loads tensors gets, too."""
+"""The code of a warning that is also shown to a program that loads tensors."""
 
 
 def rounding_of(manifest: Manifest, accept_weights: bool) -> masters.Rounding | None:
-    """The masters that a conversion compares while it copies: of formats that ask for all."""
+    """The masters that a conversion compares while it copies, if the format needs all compared."""
     format = formats.named(manifest.format)
     if format.compares != masters.ALL or manifest.run.weights_differ:
         return None
@@ -38,13 +38,14 @@ def check_tensors(
     accept_weights: bool,
     rounding: masters.Rounding | None = None,
 ) -> list[Notice]:
-    """Warnings of the checks that read tensors, before one is handed out, or written.
+    """Runs the checks that read tensors, before one is loaded or written; returns warnings.
 
-    Is a file a copy of another one? Do masters round to their weights? Of those that are left to
-    `rounding`, only the beginnings are compared. Are the copies of ranks equal? Raises
-    InconsistentCheckpoint if not, and CorruptCheckpoint if damage is the cause. Other masters are a
-    warning if the engine changes weights beside them, or if `accept_weights` says that they are
-    meant; `replicas` says which of several copies that differ is taken.
+    The checks: whether a file is a copy of another one, whether masters round to their weights, and
+    whether replicas of ranks are equal. Of masters that are left to `rounding`, only the beginnings
+    are compared. Raises InconsistentCheckpoint if a check fails, and CorruptCheckpoint if damage is
+    the cause. With `accept_weights`, masters that do not round are only a warning. If the engine
+    changes weights without their masters, they are not compared. `replicas` says which of several
+    differing replicas is used.
     """
     format = formats.named(manifest.format)
     functions, lines = format.functions, list[Notice]()
@@ -61,10 +62,10 @@ def check_tensors(
 
 
 def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool) -> None:
-    """`check_tensors` for a program that loads tensors, which is warned.
+    """Runs `check_tensors` for a program that loads tensors, and issues Python warnings.
 
-    Files that stay as they are are asked once, however many tensors are loaded. Raises WrongOption
-    for the mean of copies, which is no tensor of the files.
+    Unchanged files are checked once, however many tensors are loaded. Raises WrongOption for the
+    mean of replicas, which is no tensor of the files.
     """
     if replicas == "mean":
         raise WrongOption(
@@ -85,4 +86,4 @@ def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool
 
 
 _asked: dict[str, object] = {}
-"""What was checked last, by the path of the checkpoint, with the fingerprints of its files."""
+"""The last check, by the path of the checkpoint, with the fingerprints of its files."""

@@ -1,11 +1,12 @@
-"""How is a checkpoint read of which files are missing, or cannot be read?
+"""Reads a checkpoint of which files are missing or cannot be read.
 
-A file of the same kind stands in for a lost one: that of the nearest rank. It lies under the lost
-file's name in a folder of links, which is read like any checkpoint. So the reader says which
-elements the lost file had; they are known by its path, and are left out of all numbers.
+For a lost file, another one of the same kind stands in: that of the nearest rank. It is linked
+under the lost file's name in a folder of links, which is read like any checkpoint. So the reader
+reports which elements the lost file had. They are recognized by its path, and excluded from all
+statistics.
 
-Where steps differ, the one that most places state is taken. If the optimizer's state cannot be read
-for another reason, the weights are read alone.
+Where steps differ, the one that most places state is used. If the optimizer's state cannot be read
+for another reason, only the weights are read.
 """
 
 from __future__ import annotations
@@ -52,15 +53,14 @@ NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
 NO_FAULT = (WrongOption, MissingExtra, SourceChanged)
 """Errors that say nothing about the checkpoint."""
 OF_OTHERS = ("foreign", "unexpected")
-SMALL = 4096  # bytes of a file that is copied into the folder of links
+SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 
 
 class Found(Struct, eq=False, dict=True):
-    """What could be read of the checkpoint at `path`.
+    """The readable part of the checkpoint at `path`.
 
-    `lost` says of each file, by its path as the manifest has it, whether it is `missing` or
-    `unreadable`. `shadow` is the folder of links, if there is one. `stated` are the places that
-    state steps which differ.
+    `lost` maps files, by their paths in the manifest, to `missing` or `unreadable`. `shadow` is the
+    folder of links, if there is one. `stated` are the places that state steps, if these differ.
     """
 
     path: str
@@ -73,39 +73,39 @@ class Found(Struct, eq=False, dict=True):
 
     @property
     def known(self) -> Manifest:
-        """The manifest of a checkpoint that could be read."""
+        """The manifest, which must have been read."""
         assert self.manifest is not None
         return self.manifest
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """All tensors, in the order of the table."""
+        """All tensors, in the order of the report's table."""
         return [*self.known.entries.values()]
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The number of each tensor in the table, by its name."""
+        """The position of each tensor in the table, by its name."""
         return {entry.name: number for number, entry in enumerate(self.entries)}
 
     @cached_property
     def places(self) -> Places:
-        """Layers and kinds of all tensors."""
+        """The layers and kinds of all tensors."""
         return places_of(entry.parameter for entry in self.entries)
 
     @cached_property
     def judged(self) -> Verdict:
-        """Whether it is whole, and of one save."""
+        """The verdict: whether it is complete, and of one save."""
         return verdict.of(self.known)
 
     @property
     def root(self) -> str:
-        """The checkpoint's own folder or file, not that of links."""
+        """The checkpoint's own folder or file, not the folder of links."""
         if self.manifest is not None:
             return self.real(self.manifest.root)
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
     def real(self, text: str) -> str:
-        """A text that names files, with their own paths."""
+        """Replaces paths in the folder of links by real paths in a text."""
         return text if self.shadow is None else text.replace(self.shadow, self.path)
 
     def name(self, path: str) -> str:
@@ -118,10 +118,10 @@ class Found(Struct, eq=False, dict=True):
 def what_is_there(
     path: str, source: Mapping[str, Any], read: Callable[..., Manifest]
 ) -> Iterator[Found]:
-    """The checkpoint at `path`; `source` are arguments of `read`, as `zckpt.read` has them.
+    """Reads as much as possible of the checkpoint at `path`; problems become faults.
 
-    Whatever is wrong with it is a fault. Raises the ZckptError of what is no checkpoint, or not one
-    alone.
+    `source` are arguments of `read`, as in `zckpt.read`. Raises the ZckptError for a path that is
+    no checkpoint, or holds several.
     """
     found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
     with TemporaryDirectory(prefix="zckpt-") as temporary:
@@ -142,7 +142,7 @@ def what_is_there(
                     kind, paths = _missing_in(found, error)
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
-                    if found.lost and not paths:  # what stands in does not fit
+                    if found.lost and not paths:  # the file that stands in does not fit
                         found.faults.append(_omitted())
                     named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
@@ -157,19 +157,19 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
     message = found.real(notice.message)
     if file is not None and kind == "missing":
         name, paths = os.path.basename(file), getattr(error, "paths", ())
-        if len(paths) > 1 or name not in message:  # it is not what the message is about
+        if len(paths) > 1 or name not in message:  # the message is about another file
             message = f"{name} is missing: {message}"
     return line_of(replace(notice, file=file, message=message), kind=kind, fault=True)
 
 
 def _omitted() -> Report:
-    """What could not be read because another file stood in for a lost one: no fault of its own."""
+    """A warning that more could not be read because a file stood in for a lost one; not a fault."""
     left = warning("not-compared", "more is not read without the files above")
     return line_of(left, kind="warning", fault=False)
 
 
 def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """The elements of a tensor that are not in lost files, one range after the other; and these."""
+    """The elements of a tensor that are not in lost files, joined, and their original ranges."""
     size, parts = SIZES[entry.dtype], []
     if not any(fragment.extent.file in lost for fragment in entry.fragments):
         return entry, ((0, entry.numel),)
@@ -193,7 +193,7 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
 
 
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
-    """The step that most places state, as a policy; the others become faults."""
+    """The step that most places state, as a policy; the other places become faults."""
     found.stated = error.steps
     (most, _), *_ = Counter(step for _, step in error.steps).most_common()
     odd = by_key(
@@ -205,7 +205,7 @@ def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
 
 
 def file_in(where: str, folder: str) -> str | None:
-    """The path of the file that a place of a step names, if it names one below the folder."""
+    """The path of the file below the folder that a place of a step names; None if it names none."""
     words = {os.path.basename(word.strip()) for word in re.split(r"[,:]\s", f"{where} ")}
     named = (path for path in files_below(folder) if os.path.basename(path) in words)
     return next(named, None) if any("." in word for word in words) else None
@@ -215,7 +215,7 @@ def file_in(where: str, folder: str) -> str | None:
 
 
 def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool:
-    """Whether another file stands in for one that the error names, so that reading may go on."""
+    """Lets other files stand in for those that the error names; returns whether any could."""
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
     there = [path for path in files_below(found.path) if path not in gone]
@@ -235,7 +235,7 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
 
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
-    """Whether files are missing or unreadable according to an error, and which: real paths."""
+    """The kind of an error, `missing` or `unreadable`, and the real paths of its files."""
     states = {found.real(path): state for path, state in states_in(error).items()}
     known = {*map(found.real, found.lost)}
     kind = "missing" if "missing" in states.values() else "unreadable"
@@ -243,7 +243,7 @@ def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[st
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
-    """Lets the shadow of a folder have links to all that is in it, and to `other` at `inside`."""
+    """Makes the folder `shadow` link to everything in `real`, and to `other` at `inside`."""
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):
         os.mkdir(shadow)

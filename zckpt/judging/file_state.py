@@ -1,4 +1,4 @@
-"""Is one file empty, zeros alone, cut or unreadable? Its ending says what it should be."""
+"""Decides whether one file is empty, only zeros, cut or unreadable, by the type of its ending."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..core.storage.inventory import State
 
 OF_TORCH = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 OF_JSON, OF_TENSORS = ".json", ".safetensors"
-MOST = 64 << 20  # bytes of a file that is read whole
+MOST = 64 << 20  # bytes; a file up to this size is read completely
 BLOCK = 1 << 20
 OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""With this pickle of a number begins a file that torch.save wrote before 1.6."""
+"""The first bytes of a file that torch.save wrote before 1.6: a pickle of a number."""
 PICKLE = b"\x80"
 MALFORMED_ZIP = (ValueError, RuntimeError, OverflowError, zlib.error, struct.error)
-"""What zipfile raises for damaged directories, beside its own error."""
+"""Errors that zipfile raises for damaged directories, besides its own."""
 MAX_HEADER = 100_000_000  # bytes, of safetensors 0.6
 
 
 def state_of(item: Sibling) -> State:
-    """The state of a file, as far as its bytes show it; of a large one, only its ends are read."""
+    """The state of a file, as far as its bytes show it; of a large file only the ends are read."""
     if not item.name.endswith((*OF_TORCH, OF_JSON, OF_TENSORS)):
         return "ok"
     if item.size == 0:
@@ -43,7 +43,7 @@ def state_of(item: Sibling) -> State:
 
 
 def _has_zeros_alone(file: BinaryIO) -> bool:
-    """Whether no byte was written, as a power loss leaves a file whose size is known already."""
+    """Whether all bytes are zero, as a power loss leaves a file whose size was already set."""
     while content := file.read(1 << 16):
         if content.count(0) < len(content):
             return False
@@ -59,7 +59,7 @@ def _state_of_json(file: BinaryIO) -> State:
 
 
 def _state_of_tensors(file: BinaryIO, size: int) -> State:
-    """Of safetensors: 8 bytes with the length of the header, the header, the tensors."""
+    """The state of a safetensors file: 8 bytes with the header's length, header, tensors."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
         return "cut" if length <= MAX_HEADER else "unreadable"
@@ -72,7 +72,10 @@ def _state_of_tensors(file: BinaryIO, size: int) -> State:
 
 
 def _state_of_torch(file: BinaryIO, size: int) -> State:
-    """Of torch.save: a zip, of which a member may have a CRC-32; a pickle before torch 1.6."""
+    """The state of a file of torch.save: a zip whose members may have CRC-32s, or an old pickle.
+
+    Before torch 1.6, torch.save wrote a pickle.
+    """
     head = file.read(len(OLD))
     if not head.startswith(b"PK\3\4"):
         if head.startswith(OLD):
@@ -84,11 +87,11 @@ def _state_of_torch(file: BinaryIO, size: int) -> State:
     try:
         parts = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, EOFError):
-        return "cut"  # the directory is behind the members
+        return "cut"  # the directory comes after the members
     except MALFORMED_ZIP:
         return "unreadable"
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a place before the file, that the directory states
+        if error.errno != errno.EINVAL:  # the directory states a negative offset
             raise
         return "unreadable"
     with parts:

@@ -1,8 +1,9 @@
-"""Which files has a checkpoint, what is each for, and in which state is it?
+"""Lists the files of a checkpoint, the purpose of each, and its state.
 
-The engine's files are told by its format's table of roles, and those beside them by that of the
-trainers' programs. The engine's were opened by their reader, which raises for what is wrong; those
-of a program are looked at here. If that reader has failed, names and its error say what is there.
+The engine's files are recognized by its format's table of roles, those beside them by the table of
+the trainers' programs. The engine's reader has opened the engine's files, and raises for problems.
+A program's files are examined here. If that reader has failed, the list is made from names and its
+error.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ..training.trainers import STATE, counter
 from .file_state import state_of
 
 OTHER = "other"
-"""The role of a file whose name says nothing."""
+"""The role of a file whose name matches no other role."""
 MOST_FILES = 20_000
-"""So many files of a damaged checkpoint are looked at."""
+"""The most files of a damaged checkpoint that are examined."""
 ALL_ROLES = tuple(role for format in formats.FORMATS for role in format.roles)
 _NAMES = any_of(needs.ROLES)
 STATES: Mapping[str, State] = {
@@ -36,15 +37,15 @@ STATES: Mapping[str, State] = {
     "file-copied-over": "foreign",
     "world-size-disagrees": "unexpected",
 }
-"""What a problem with this code says of its file; any other damage is `unreadable`."""
+"""Maps the code of a problem to the state of its file; any other damage is `unreadable`."""
 
 
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
     """The rows of a checkpoint that was read: the engine's files, then those beside them.
 
-    `required` are the program's needs by role. Small files beside the engine's are read, and the
-    ends of large ones; not those behind links that lead out of the folder. What is needed and is
-    not there has a row of its own, unless there are weights alone.
+    `required` are the program's needs by role. Of the files beside the engine's, small ones are
+    read completely, and the ends of large ones; not those behind links out of the folder. A needed
+    file that is missing has a row, unless the checkpoint has only weights.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)
@@ -63,7 +64,7 @@ def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Ro
 
 
 def has_optimizer(manifest: Manifest) -> bool:
-    """Whether an optimizer's state was saved, under names, or under numbers that have none."""
+    """Whether an optimizer's state was saved, with the names of its parameters or without."""
     return (
         manifest.groups is not None
         or bool(manifest.roots)
@@ -73,12 +74,15 @@ def has_optimizer(manifest: Manifest) -> bool:
 
 
 def stand_in(lost: str, paths: Iterable[str]) -> str | None:
-    """The file of the same role and of the next rank, among those of a checkpoint of any format."""
+    """The file with the same role and the nearest rank, among those of any format."""
     return nearest(ALL_ROLES, lost, paths)
 
 
 def needs_of(manifest: Manifest) -> list[needs.Need]:
-    """What the program that goes on from these files needs; none goes on from a neutral format."""
+    """The files that the program needs to resume.
+
+    Empty for a neutral format, which none resumes from.
+    """
     format = formats.of(manifest)
     return [] if format is None or format.is_neutral else needs.of_program(manifest)
 
@@ -106,22 +110,22 @@ def _row_of(own: Known | None, name: str, path: str, size: int | None, state: St
     return Row(own.role.name if own else OTHER, name, path, own.rank if own else (), state, size)
 
 
-# -- of a checkpoint that cannot be read
+# a checkpoint that cannot be read
 
 
 def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
-    """The rows of what lies in a folder, or of one file, and of files that are missing there.
+    """The rows of the files in a folder (or of one file), and of files that are missing there.
 
-    Names say what they are; `wrong` are the states of files by path, as an error says them.
+    The names give the roles. `wrong` has the states of files by path, as an error reports them.
     """
     engines = list[Role]()
     with suppress(ZckptError, OSError):
         engines += formats.recognize(folder).roles
     roles = (*engines, *needs.ROLES, *(() if engines else ALL_ROLES))
     sizes: dict[str, int | None] = dict.fromkeys(wrong)
-    with suppress(OSError):  # of a folder that this user may not list
+    with suppress(OSError):  # this user may not list the folder
         for path in files_below(folder):
-            with suppress(FileNotFoundError):  # it has gone meanwhile
+            with suppress(FileNotFoundError):  # it was removed meanwhile
                 sizes[path] = os.path.getsize(path)
     return [
         _row(roles, _below(path, folder), path, size, wrong.get(path, "ok" if size else "empty"))
@@ -146,7 +150,7 @@ def states_in(error: ZckptError | OSError) -> dict[str, State]:
 
 
 def files_below(path: str) -> Iterator[str]:
-    """The files below a path, as far as they are looked at."""
+    """The files below a path, up to MOST_FILES."""
     if not os.path.isdir(path):
         yield path
         return
@@ -158,9 +162,10 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
-    """Files beside the engine's; one that this user may not open is asked only if it is needed.
+    """The rows of files beside the engine's.
 
-    A file without a role may have another form than its ending says.
+    A file that this user may not open is examined only if it is needed. A file without a role is
+    not examined, since its ending may not state its form.
     """
     read = {role for role, need in required.items() if need.damaged in needs.LOST}
     files = manifest.files
@@ -171,23 +176,23 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
         if is_asked:
             state = state_of(item)
             if (state, item.name) == ("ok", STATE) and counter(os.path.dirname(item.path)) is None:
-                state = "unreadable"  # JSON, and not the Trainer's
+                state = "unreadable"  # it is JSON, but not of the Trainer
         yield _row_of(own, item.name, item.path, item.size, state)
 
 
 def roles_beside(folder: str) -> set[str]:
-    """The roles of the files in a folder that are a program's, by their names alone."""
+    """The roles of a program's files in a folder, by their names alone."""
     is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     names = os.listdir(folder) if is_listed else ()
     return {own.role.name for name in names if (own := _known(name)) is not None}
 
 
 def _known(name: str) -> Known | None:
-    """What the name says of a program's file; there may be 50,000 others."""
+    """Parses the name of a program's file; quick for 50,000 other names."""
     return known(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
 
 
 def folder_of(manifest: Manifest) -> str:
-    """The folder in which a program's files lie; that of the engine's if there are none."""
+    """The folder of a program's files; the engine's own folder if there are none."""
     own = (item.path for item in manifest.files.siblings if os.sep not in item.name)
     return os.path.dirname(next(own, os.path.join(manifest.root, "")))

@@ -1,6 +1,6 @@
-"""Does a program load a checkpoint as it is? It asks for a size, an engine, and its own model.
+"""Decides whether a program loads a checkpoint as it is, by its size, its engine and its model.
 
-Each format has its own table of what must be equal: `Functions.obstacles`, `missing`, `unlike`.
+Each format has a table of what must be equal: `Functions.obstacles`, `missing`, `unlike`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OF_TARGETS = Keywords.__annotations__
 
 
 def of_target(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that say what a target is; the others say how its source is read."""
+    """The options that describe the target; the others say how the source is read."""
     return {name: value for name, value in words.items() if name in OF_TARGETS}
 
 
 def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
-    """Why its engine does not load a checkpoint at this size; empty if it does."""
+    """The reasons why its engine does not load a checkpoint at this size; empty if it does."""
     find = formats.named(manifest.format).functions.obstacles
     return find(manifest, options_of(of_target(words))) if find else []
 
@@ -36,10 +36,10 @@ def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[No
 
 
 def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
-    """How names, shapes and groups differ from those of a run that the program has saved.
+    """The differences in names, shapes and groups from a run that the program has saved.
 
-    Types are no difference: loaders cast them. Other groups are a warning if the loader does not
-    go `by_place`, but by name.
+    Types do not count: loaders cast them. Other groups are a warning if the loader matches
+    parameters by name, and a problem if it matches them `by_place`.
     """
     own, wanted = _shapes(manifest), _shapes(other)
     known, in_model = ({*side, *m.owners} for side, m in ((own, manifest), (wanted, other)))
@@ -80,7 +80,7 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
 def engine_differences(
     manifest: Manifest, other: Manifest, to: str, words: Mapping[str, Any]
 ) -> list[Notice]:
-    """How the engine itself differs from that of the run, for files of one format."""
+    """The differences between the engines of checkpoint and run, for files of one format."""
     find = formats.named(to).functions.unlike
     if find is None or not to == manifest.format == other.run.origin.format:
         return []
@@ -95,7 +95,7 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
-    """By group, the parameters that are trained, under the names of `other`; no empty group."""
+    """The trained parameters of each group, under the names of `other`, without empty groups."""
     groups = by_key(
         (parameter.group or 0, name if name in other.parameters else other.owners.get(name, name))
         for name, parameter in manifest.parameters.items()
@@ -107,7 +107,7 @@ def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
 def _other_groups(
     own: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> list[tuple[str, str]]:
-    """A parameter and a phrase for each way in which groups differ; empty if they are equal."""
+    """A parameter and a phrase for each difference between groups; empty if they are equal."""
     places, new = ({n: i for i, names in enumerate(side) for n in names} for side in (own, wanted))
     only = [
         (names[0], f"{trains} {listed(names, 4)}, and {does_not} does not")

@@ -1,12 +1,14 @@
-"""Is a checkpoint whole, and of one save? `verify`, `report`, `check` and `auto-resume` ask here.
+"""Decides whether a checkpoint is complete, and of one save.
 
-    whole        each file is there and can be read without which resuming ends, or begins anew
+`verify`, `report`, `check` and `auto-resume` use it.
+
+    whole        every file exists and is readable whose lack ends resuming, or begins it anew
     of one save  files do not contradict each other about steps, ranks and names
-    intact       checksums, numbers and copies, for which all bytes are read: `proof.verify`
+    intact       checksums, numbers and replicas, which need all bytes: `proof.verify`
     loads here   sizes, stage, engine and model: loads.py
 
-A damaged file that resuming does not read is told, and sets nothing aside. Nothing here decides by
-a name which file is necessary: `training/needs.py` has the table.
+A damaged file that resuming does not read is reported, and does not disqualify the checkpoint.
+`training/needs.py` decides which files are necessary.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ from .inventory import OTHER, has_optimizer, inventory, needs_of
 MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
 NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
-"""What files say of themselves: findings of commands that look, and no failures."""
+"""Errors that are findings for commands that only look, and not failures of these commands."""
 BROKEN = (*MISSING, *NOT_ITS_OWN, CorruptCheckpoint, UnsupportedCheckpoint)
-"""What the files of one checkpoint say of themselves: another one of the run may be whole."""
+"""Errors about the files of one checkpoint: another checkpoint of the run may be complete."""
 WORDS: Mapping[State, str] = {
     "missing": "is missing",
     "empty": "is empty",
@@ -67,12 +69,12 @@ FAILS = "with which the program cannot resume"
 
 
 class Verdict(Struct, frozen=True):
-    """What is wrong with a checkpoint, as records; `manifest` is None if it could not be read.
+    """The problems of a checkpoint, as records; `manifest` is None if it could not be read.
 
-    `missing` and `damaged` are files that a program needs to resume, `of_one_save` contradictions
-    between files. `unread` are damaged files that resuming does not read, and `alone` says that
-    there are weights and no optimizer. `doubts` are no proof: a folder with another number. `rows`
-    is the inventory. `links` say where files lead that lie elsewhere.
+    `missing` and `damaged` are files that a program needs to resume. `of_one_save` are
+    contradictions between files. `unread` are damaged files that resuming does not read. `alone`
+    reports weights without an optimizer. `doubts` prove nothing, such as a folder with another
+    number. `rows` is the inventory. `links` report where files behind links lie.
     """
 
     manifest: Manifest | None = None
@@ -84,33 +86,36 @@ class Verdict(Struct, frozen=True):
     alone: tuple[Notice, ...] = ()
     doubts: tuple[Notice, ...] = ()
     error: ZckptError | OSError | None = None
-    """Why it could not be read."""
+    """The error that stopped the reader."""
     links: tuple[Notice, ...] = ()
     restored: tuple[Notice, ...] = ()
-    """What `zckpt mend` has restored in it."""
+    """Values that `zckpt mend` has restored in it."""
 
     @property
     def whole(self) -> tuple[Notice, ...]:
-        """Why it is not whole."""
+        """The reasons why it is not complete."""
         return (*self.missing, *self.damaged)
 
     @property
     def problems(self) -> tuple[Notice, ...]:
-        """What was not meant so: it is not whole, or not of one save."""
+        """The reasons why it is not complete, or not of one save."""
         return (*self.whole, *self.of_one_save)
 
     @property
     def obstacles(self) -> tuple[Notice, ...]:
-        """Why no program resumes from it."""
+        """The reasons why no program resumes from it."""
         return (*self.problems, *self.alone)
 
     @property
     def remarks(self) -> list[Notice]:
-        """What sets no checkpoint aside, as warnings."""
+        """Findings that do not disqualify the checkpoint, as warnings."""
         return [*_as_warnings((*self.unread, *self.doubts)), *self.links, *self.restored]
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
-        """All of it for a command that goes on; of a target for no run, only what it copies."""
+        """All findings as warnings, for a command that continues.
+
+        If the target is not resumed from, they are only about the files that it copies.
+        """
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
         lost = () if self.manifest is None else self.manifest.notices.lost
@@ -124,9 +129,9 @@ def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
 
 
 def judged(read: Callable[[], Manifest]) -> Verdict:
-    """The verdict on what `read` gives, or fails with.
+    """The verdict on the manifest that `read` returns, or on its error.
 
-    Raises what is no fact of the checkpoint: permissions, the network, a wrong option.
+    Raises errors that are not about the checkpoint: permissions, the network, a wrong option.
     """
     try:
         manifest = read()
@@ -181,7 +186,7 @@ def refuse_lost(manifest: Manifest) -> None:
 
 
 def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
-    """Raises IncompleteCheckpoint if weights in fp32 are asked for whose masters are lost."""
+    """Raises IncompleteCheckpoint if fp32 weights are requested and the masters are lost."""
     for lost in manifest.notices.lost:
         if dtype == "F32" and lost.subject == "master":
             raise IncompleteCheckpoint(
@@ -194,12 +199,12 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
-    """A checkpoint that is only shown, with what is wrong among its warnings."""
+    """Adds the problems of a checkpoint to its warnings, for a command that only shows it."""
     return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 
 def step_of(manifest: Manifest) -> int | float | None:
-    """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
+    """The completed updates, or Megatron-Core's iteration; else the Trainer's counter."""
     iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():
         return int(iteration)
@@ -207,7 +212,7 @@ def step_of(manifest: Manifest) -> int | float | None:
 
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
-    """The file that names the engine's folder inside of a program's, if the loader needs it."""
+    """A problem if the loader needs the file that names the engine's folder, and it is missing."""
     tag, format = manifest.run.origin.tag, formats.of(manifest)
     folder = manifest.root
     for _ in str(tag).split("/"):
@@ -231,7 +236,7 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
 
 
 def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
-    """Ranks that have no random state, though others have one."""
+    """A warning about ranks that have no random state, though others have one."""
     own = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
     there = {number for row in own for _, number in row.rank}
     origin = manifest.run.origin
@@ -250,9 +255,9 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
 def _without_optimizer(
     manifest: Manifest, rows: Iterable[Row], is_known: bool
 ) -> tuple[list[Notice], list[Notice]]:
-    """An optimizer that was lost, and one that was not saved; at most one of these.
+    """Notices about an optimizer that was lost, and about one that was not saved; at most one.
 
-    If the program `is_known`, so are the names under which it saves one.
+    If the program `is_known`, the names of its optimizer's files are known too.
     """
     if manifest.notices.lost:
         return [*manifest.notices.lost], []
@@ -263,7 +268,7 @@ def _without_optimizer(
     if not is_known and (
         any(name.endswith(OF_TORCH) for name in beside) or any(map(is_optimizers, around))
     ):
-        return [], []  # it may be there, under a name of the program's own
+        return [], []  # it may be there, under another name
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
     what = "has weights and no optimizer"
     if scheduler is None or scheduler.state == "missing" or not is_known:
@@ -281,7 +286,7 @@ def _wrong(row: Row, why: str, hint: str = "") -> Notice:
 
 
 UNREAD = "unread-file-damaged"
-"""The code of damage that sets no checkpoint aside."""
+"""The code of damage that does not disqualify a checkpoint."""
 
 
 def _unread(row: Row, need: needs.Need | None) -> Notice:

@@ -1,17 +1,17 @@
-"""What do the processes of a launch tell each other?
+"""The messages that the processes of a launch exchange.
 
-Rank 0 gives every group a new name. So no process finds what an earlier command, or the processes
-before a restart, have left in the store:
+Rank 0 gives every group a new name. So no process finds values that an earlier command, or the
+processes before a restart, have left in the store:
 
     arrived/RANK     a word of the process that came last as this rank, which is new too
     led/WORD         the name of the group into which rank 0 has taken that process
     NAME/here/RANK   how many processes have joined the group as this rank
-    NAME/1, 2 ...    what they share, in the order in which all of them ask for it
+    NAME/1, 2 ...    the values that they share, in the order in which all of them share
     NAME/failures    how many processes have failed; the first one leaves NAME/failure
     NAME/left        how many have ended
 
-A value is a random word, a counter, or JSON. Nobody gives another process up. The launcher ends the
-others when a process was killed; the group ends them when one has failed.
+A value is a random word, a counter, or JSON. No process stops waiting for another one by itself.
+The launcher ends the others when a process was killed; the group ends them when one has failed.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from .launcher import Launch, launched
 from .store import VALUE, Patience, Store, unreadable
 
 MOST = 128  # values of one message
-PATIENCE = 5.0  # seconds after which a process says for whom it waits
-LEAVING = 10.0  # seconds that rank 0 keeps its store for processes that are just ending
-POLL, MAX_POLL = 0.01, 0.5  # seconds between two looks at the store: there may be 1,000 processes
-CHECK = 0.2  # seconds between two looks for a failure
+PATIENCE = 5.0  # seconds after which a process reports for whom it waits
+LEAVING = 10.0  # seconds that rank 0 keeps its store for processes that are still ending
+POLL, MAX_POLL = 0.01, 0.5  # seconds between two reads of the store: there may be 1,000 processes
+CHECK = 0.2  # seconds between two checks for a failure
 
 
 class Group:
-    """`with Group() as group:` all processes of a launch are in it; without a launcher, this one.
+    """`with Group() as group:` joins all processes of a launch; without a launcher only this one.
 
     All of them call `share`, `agree`, `gather` and `counter` in the same order. If an error ends
-    the block of one, those of the others end with ProcessFailed, whose `code` is an exit code.
+    the block of one, the blocks of the others end with ProcessFailed, which has an `exit_code`.
     """
 
     def __init__(self, launch: Launch | None = None) -> None:
@@ -57,9 +57,9 @@ class Group:
         self.rank, self.size = launch.rank, launch.size
         self._launch = launch
         self._name = ""
-        self._asked = 0  # how often all have asked for something that they share
+        self._asked = 0  # the number of values that all have shared so far
         self._checked = 0.0
-        self._words: dict[int, str] = {}  # by rank: of the processes in the group
+        self._words: dict[int, str] = {}  # by rank, the words of the processes in the group
 
     def __enter__(self) -> Any:
         while True:
@@ -70,13 +70,13 @@ class Group:
             except ProcessLost:
                 if self.rank == 0 or not self.store.is_hosted:
                     raise
-                self.store.close()  # it was that of an earlier rank 0, which has ended
+                self.store.close()  # it was the store of an earlier rank 0, which has ended
                 time.sleep(POLL)
 
     # -- joining
 
     def _led(self) -> str:
-        """Takes every other process into a new group."""
+        """Takes every other process into a new group; returns its name."""
         name = secrets.token_hex(8)
         missing = set(range(1, self.size))
 
@@ -111,7 +111,7 @@ class Group:
         key = f"arrived/{rank}"
         return _word(self.store.get(key)) if self.store.has(key) else ""
 
-    # -- what all ask for in the same order
+    # calls that all processes make in the same order
 
     def share(self, value: Any = None) -> Any:
         """Rank 0's value, in all processes."""
@@ -122,7 +122,7 @@ class Group:
         return self._received(key, 0)
 
     def agree(self, value: Any, reason: Callable[[Any], str]) -> None:
-        """Raises WrongOption unless rank 0 has the same value; `reason` gets rank 0's."""
+        """Raises WrongOption unless rank 0 has the same value; `reason` explains rank 0's value."""
         if (first := self.share(value)) != value:
             raise WrongOption(
                 "processes-disagree",
@@ -133,7 +133,7 @@ class Group:
             )
 
     def gather(self, value: Any) -> Iterator[tuple[int, Any]]:
-        """In rank 0: the other ranks, and their values."""
+        """In rank 0: the other ranks, and their values. In other ranks: nothing."""
         key = self._next_key()
         if self.rank:
             self._send(f"{key}/{self.rank}", value)
@@ -141,7 +141,7 @@ class Group:
         return ((rank, self._received(f"{key}/{rank}", rank)) for rank in range(1, self.size))
 
     def counter(self) -> Callable[[], int]:
-        """Gives 0 to the process that asks first, then 1 and so on."""
+        """A function that returns 0 in the process that calls it first, then 1 and so on."""
         key = self._next_key()
 
         def number() -> int:
@@ -169,14 +169,14 @@ class Group:
         self.store.set(f"{key}/parts", str(len(parts)))
 
     def _received(self, key: str, rank: int) -> Any:
-        """The JSON value that another process leaves; raises as `check`."""
+        """The JSON value that another process sends; raises as `check`."""
 
         def is_there() -> bool:
             if self._words.get(rank, "") != (self._arrived(rank) if rank else ""):
                 raise ProcessLost("process-lost", f"rank {rank} was started again")
             return self.store.has(f"{key}/parts")
 
-        says = rank != 0 or self.rank == 1  # one process says that all wait for rank 0
+        says = rank != 0 or self.rank == 1  # only one process reports that all wait for rank 0
         self._wait(is_there, (lambda: f"rank {rank}") if says else None)
         count = self.store.get(f"{key}/parts")
         if not (count.isdigit() and 0 < int(count[:9]) <= MOST and len(count) < 9):
@@ -208,7 +208,7 @@ class Group:
                 patience(f"rank {self.rank} waits for {whom()}")
 
     def _patience(self) -> Patience:
-        """Says what it gets, once, when some time has passed."""
+        """A function that prints its argument once, after PATIENCE seconds have passed."""
         end: float | None = time.monotonic() + PATIENCE
 
         def tell(text: str) -> None:
@@ -243,7 +243,7 @@ class Group:
             raise other from error
 
     def _fail(self, error: BaseException) -> ProcessFailed | None:
-        """Tells the others of a failure; the error of the process that did that first."""
+        """Reports a failure to the others; if another process failed first, returns its error."""
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None
         if self.store.add(f"{self._name}failures", 1) > 1:
@@ -275,7 +275,7 @@ class Group:
 
 
 def _word(data: bytes) -> str:
-    """A random word that another process has left."""
+    """Parses a random word that another process has stored."""
     text = data.decode("ascii", "replace")
     if len(text) != 16 or not text.isalnum():
         raise unreadable(f"{brief(text)} is no name")

@@ -1,4 +1,4 @@
-"""Which process is this, among how many that a launcher started together?"""
+"""The rank of this process among those that a launcher started together."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from msgspec import Struct
 
 from ..errors import WrongOption
 
-# A variable for the rank and one for the number of ranks. A launcher inside of another one, such as
+# The variables for the rank and for the number of ranks. A launcher inside of another one, such as
 # torchrun in a step of srun, comes first.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    # a batch script has SLURM_NTASKS too, but only a step has all these processes
+    # a batch script has SLURM_NTASKS too, but only a step starts all these processes
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
 
 
 class Launch(Struct, frozen=True):
-    """This process's `rank` of `size` processes."""
+    """This process's `rank` among `size` processes."""
 
     rank: int
     size: int
@@ -48,7 +48,7 @@ def launched() -> Launch | None:
 
 
 def joined() -> Launch | None:
-    """This process in the group that its program has made with torch.distributed; None without."""
+    """This process's place in its program's torch.distributed group; None without such a group."""
     group = sys.modules.get("torch.distributed")
     if group is None or not group.is_available() or not group.is_initialized():
         return None
@@ -56,7 +56,7 @@ def joined() -> Launch | None:
 
 
 def address() -> tuple[str, int] | None:
-    """The host and the port where the processes meet; None if no variable says it."""
+    """The host and the port where the processes meet; None if the variables do not state them."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         return None
@@ -68,7 +68,10 @@ def address() -> tuple[str, int] | None:
 
 
 def meeting_place() -> tuple[str, int]:
-    """The host and the port where the processes meet; raises WrongOption if no variable says it."""
+    """The host and the port where the processes meet.
+
+    Raises WrongOption if the variables do not state them.
+    """
     if (place := address()) is None:
         raise WrongOption(
             "launcher-variables",

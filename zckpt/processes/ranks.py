@@ -1,4 +1,4 @@
-"""How do all ranks do what rank 0 decides, or fail with its error?"""
+"""Makes all ranks do what rank 0 decides, or fail with its error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sharing import Processes
 
 
 class Told(Exception):
-    """An error with which rank 0 ends the work of all; each rank makes it again."""
+    """An error with which rank 0 ends the work of all; each rank recreates it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -27,7 +27,10 @@ class Ranks:
         self._share: Callable[[Any], Any] = processes.share if processes else lambda value: value
 
     def told(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides, in all ranks; raises Told in all if it fails."""
+        """Runs `decide` in rank 0, and returns its result in all ranks.
+
+        Raises Told in all if it fails.
+        """
         value: Any = None
         error: Exception | None = None
         if self.rank == 0:
@@ -41,7 +44,7 @@ class Ranks:
         raise Told(error or received(failure))
 
     def gathered(self, value: Any) -> list[Any]:
-        """In rank 0: the values of all ranks, in their order; in others an empty list."""
+        """In rank 0: the values of all ranks, in their order. In other ranks: an empty list."""
         if self._processes is None:
             return [value]
         others = [each for _, each in self._processes.gather(value)]
@@ -58,6 +61,6 @@ def sent(error: Exception | None) -> Any:
 
 
 def received(failure: Any) -> Exception:
-    """The error of such a message."""
+    """Recreates the error of such a message."""
     kind, parts = failure
     return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

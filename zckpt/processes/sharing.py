@@ -1,14 +1,14 @@
-"""How do the processes of a group share a conversion, or the comparison of `verify`?
+"""How the processes of a group share a conversion, or the comparison of `verify`.
 
-A conversion: all read the source and lay out the target by themselves. Rank 0 writes the shells and
-begins the journal; the others read both. Then every process takes regions, the largest first, until
-a counter has passed the last one: a slow node takes fewer. Rank 0 reads what the others have noted
-in their journals, and completes the target as a run that is continued.
+A conversion: every process reads the source and lays out the target by itself. Rank 0 writes the
+shells and begins the journal; the others read both. Then every process claims regions, the largest
+first, until a counter has passed the last one: a slow node claims fewer. Rank 0 reads the journals
+of the others, and completes the target like a run that is continued.
 
-A pass: every process takes blocks of tasks in the same way, and sends what it has found. Rank 0
-sends the sum to all, so that all give the same report.
+A pass: every process claims blocks of tasks in the same way, and sends its results. Rank 0 sends
+the sum to all, so all give the same report.
 
-The bytes of a region are the same whoever writes them.
+The bytes of a region do not depend on the process that writes them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Processes(Group, Sharing, Pool):
         while reached <= len(order):
             self.check()
             number = claim()
-            if progress:  # others have got what is between
+            if progress:  # other processes have claimed the portions between
                 progress(sum(portion.length for portion in order[reached:number]))
             if number < len(order):
                 yield [order[number]]
@@ -131,7 +131,7 @@ class Processes(Group, Sharing, Pool):
                 number, found = found
                 taken += number
                 running.take(found)
-        if self.rank == 0 and (given := counter()) != taken:  # of tensors that nobody has read
+        if self.rank == 0 and (given := counter()) != taken:  # some tensors were read by no process
             raise ProcessLost(
                 "process-lost", f"{given} blocks were given to processes, but {taken} came back"
             )
@@ -142,14 +142,14 @@ class Processes(Group, Sharing, Pool):
                 running.take(found)
         return running
 
-    # -- what outlives the processes, if the launcher starts them again
+    # values that survive if the launcher restarts the processes
 
     def continues(self, target: str) -> bool:
-        """Whether this launch began a target before its processes were started again.
+        """Whether this launch began a target before its processes were restarted.
 
-        Then they continue it. What another run has left is not touched without --resume. The agents
-        of torchrun count restarts apart, so what was begun and is not complete proves one. If
-        nothing is there, this launch begins it now.
+        Then they continue it. Remains of another run are not touched without --resume. The agents
+        of torchrun count restarts separately, so a target that was begun and is not complete proves
+        one. If nothing is there, this launch begins the target now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
@@ -165,8 +165,8 @@ class Processes(Group, Sharing, Pool):
 def group() -> Processes:
     """All processes of a launch: `with zckpt.group() as processes:` in each of them.
 
-    Functions of zckpt take it as `sharing`. Without a launcher it has this process alone. An error
-    in one process must leave the block, so that it ends the blocks of the others too.
+    Functions of zckpt accept it as `sharing`. Without a launcher it has only this process. An error
+    in one process must leave the block, which ends the blocks of the others too.
     """
     return Processes()
 
@@ -180,7 +180,7 @@ def _length_and_crc(value: Any) -> tuple[int, int]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raises ProcessFailed for a result that no pass of zckpt has found."""
+    """Raises ProcessFailed for a malformed result of another process."""
     try:
         yield
     except MALFORMED as error:

@@ -1,8 +1,8 @@
-"""Where do the processes of a launch meet?
+"""The store through which the processes of a launch communicate.
 
-In a store of torch.distributed: that of the group which their program has made, torchrun's own,
-which outlives its processes, or one that rank 0 opens at MASTER_ADDR and MASTER_PORT. All keys of
-zckpt begin with `zckpt/`.
+It is a store of torch.distributed. There are three kinds: that of the group which their program has
+made, torchrun's own, which outlives its processes, or one that rank 0 opens at MASTER_ADDR and
+MASTER_PORT. All keys of zckpt begin with `zckpt/`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from ..errors import MissingExtra, ProcessFailed, ProcessLost
 from .launcher import Launch, joined, meeting_place
 
 VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
-ATTEMPT = timedelta(seconds=5)  # to reach a store that rank 0 may still open
+# the time for an attempt to reach a store that rank 0 may still open
+ATTEMPT = timedelta(seconds=5)
 LOOK = 0.05  # seconds
 
 PROCESSES = "processes"
-"""The subject of an error that ends if one process works alone."""
+"""The subject of an error that does not occur if one process works alone."""
 Patience = Callable[[str], None]
-"""Is called again and again while a process waits, with what to say once that takes long."""
+"""Is called repeatedly while a process waits, with a text to print once that takes long."""
 
 
 class Store:
     """Short values by key, which all processes see.
 
-    `is_hosted` says whether rank 0 has opened the store for this group, and will end it. `outlives`
-    says whether the store is still there when the launcher starts all processes again. Raises
-    ProcessLost if the connection ends.
+    `is_hosted`: rank 0 has opened the store for this group, and will end it. `outlives`: the store
+    still exists when the launcher restarts all processes. Raises ProcessLost if the connection
+    ends.
     """
 
     def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
         try:
-            if "torch" not in sys.modules:  # it prints stacks of its own beside our errors
+            if "torch" not in sys.modules:  # it prints stacks beside our errors
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             import torch.distributed as torch_store
             from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
@@ -53,14 +54,14 @@ class Store:
                 "which needs no torch: --single",
                 subject=PROCESSES,
             ) from error
-        in_group = joined() == launch  # the program's, which may have other processes
+        in_group = joined() == launch  # the program's group, which may have other processes
         of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.outlives = of_agent and not in_group
         self.is_hosted = not of_agent and not torch_store.is_initialized()
         if launch.size == 1:
             self._store = PrefixStore("zckpt", HashStore())
             return
-        if in_group:  # with its program's own store, however that was opened
+        if in_group:  # use the program's own store, however it was opened
             from torch.distributed.distributed_c10d import _get_default_store
 
             store: Any = _get_default_store()  # torch 2.6 makes no second connection
@@ -89,7 +90,7 @@ class Store:
         self._store = PrefixStore("zckpt", store)
 
     def add(self, key: str, count: int) -> int:
-        """Adds to a counter, which begins with 0, and gives its value."""
+        """Adds to a counter, which begins at 0, and returns its value."""
         return int(self._ask(self._store.add, key, count))
 
     def set(self, key: str, value: str) -> None:
@@ -106,7 +107,7 @@ class Store:
         return value
 
     def outlived(self, last: Callable[[], object], seconds: float) -> None:
-        """Calls `last`; returns when rank 0 has ended the store, or after some seconds.
+        """Calls `last`; returns when rank 0 has ended the store, or after `seconds`.
 
         A request to a store that has ended makes torch print a stack; a plain connection does not.
         """
@@ -128,7 +129,7 @@ class Store:
 
 
 def unreadable(reason: str) -> ProcessFailed:
-    """The error of a message that no process of this launch has sent."""
+    """The error for a message that no process of this launch has sent."""
     return ProcessFailed(
         "processes-disagree",
         f"a message of another process cannot be read: {reason}",
@@ -138,7 +139,10 @@ def unreadable(reason: str) -> ProcessFailed:
 
 
 def _patiently(call: Callable[[], Any], wait: Callable[[], None]) -> Any:
-    """What a call of torch gives; meanwhile it calls `wait`, and signals can end this process."""
+    """Runs a call of torch in a thread.
+
+    Meanwhile it calls `wait`, and signals can end this process.
+    """
     answer: Future[Any] = Future()
 
     def work() -> None:

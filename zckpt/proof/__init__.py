@@ -1,11 +1,11 @@
-"""Does a checkpoint contradict itself, equal another one, or hold impossible numbers?
+"""Checks a checkpoint for contradictions, compares it with another one, and measures its numbers.
 
-    verify.py       alone, against another checkpoint, against a saved proof
+    verify.py       one checkpoint alone, two checkpoints, or one and a saved proof
     allgather/      the engine's own rule, gathered with torch.distributed
     pairs.py        which tensors are compared            report.py    lines of a report
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors
-    damage.py       whose bytes are damaged               sibling_files.py  files of a trainer, ...
+    damage.py       which tensor damaged bytes belong to  sibling_files.py  files of a trainer, ...
     saved.py        the file of --save-proof              unsupported.py    states that are not read
     file_digest.py  whether files are copies              roots.py     one model of several
 

@@ -1,6 +1,7 @@
-"""What is wrong in the files of a checkpoint, and whose bytes they are.
+"""Describes damage in the files of a checkpoint, and finds the tensors that it affects.
 
-A wrong CRC-32 tells which bit was flipped, if it was one; what lies there tells whether it matters.
+A wrong CRC-32 shows which bit was flipped, if it was only one. The bytes' meaning shows whether it
+matters.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from ..core.storage.records import Damage
 from ..errors import CorruptCheckpoint, Notice, listed, note, problem
 
 PADDING = ", in padding: harmless, no tensor lies there"
-SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more often than 1 in 100
+# bytes; in longer records, damage of many bits looks like one bit more often than 1 in 100
+SURE = 4 << 20
 
 
 Contents = list[tuple[Entry, Fragment]]
-"""The fragments of entries that have bytes of a record."""
+"""The fragments of entries that overlap a record."""
 
 
 def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:
-    """The contents of each record in `extents`, none of which overlap.
+    """The contents of each record in `extents`, which do not overlap.
 
-    Takes one pass over all fragments: at a large dp there are millions of them.
+    It makes one pass over all fragments: at a large dp there are millions of them.
     """
     contents: dict[Extent, Contents] = {extent: [] for extent in extents}
     in_order = sorted(contents, key=lambda extent: extent.offset)
@@ -55,7 +57,7 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
 
 
 def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
-    """What a record's wrong CRC-32 means: which bit is flipped, if it is one, of which tensor."""
+    """A report on a record with a wrong CRC-32: which bit is flipped, if only one is, and where."""
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None
     line: Report = {
@@ -99,15 +101,15 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
             else:
                 what += " (if only one is)"
             return said(f"{what}, in element {element} of {entry.name}")
-    padding = bool(contents) and extent.offset > 0  # a whole file's record begins at 0
+    padding = bool(contents) and extent.offset > 0  # the record of a complete file begins at 0
     line |= {"tensors": [], "harmless": padding}
     return said(what + (PADDING if padding else ", outside every tensor"))
 
 
 def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
-    """Notes on padding that is not zero although the engine fills it with zeros.
+    """Notices about padding that is not zero although the engine fills it with zeros.
 
-    Other padding may contain anything: what was in memory, or stale parts of weights.
+    Other padding may contain anything: old memory, or stale parts of weights.
     """
     if not manifest.run.zero_padding:
         return []
@@ -125,7 +127,7 @@ def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:
 
 
 def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[Notice]:
-    """Notes on records that state different CRCs although all tensors in them are equal.
+    """Notices about records that state different CRCs although all tensors in them are equal.
 
     The files of other grids have records of other tensors at the same places.
     """
@@ -166,7 +168,7 @@ def _places(contents: Contents) -> set[tuple[str, int, int]]:
 
 
 def overlapping(manifest: Manifest) -> list[Notice]:
-    """States of the optimizer, or masters, that have bytes of each other."""
+    """Problems with optimizer states or masters that share bytes with each other."""
     problems = []
     taken: dict[str, list[tuple[int, int, str]]] = {}
     for entry in manifest.entries.values():
@@ -185,7 +187,7 @@ def overlapping(manifest: Manifest) -> list[Notice]:
 
 
 def unused(manifest: Manifest) -> list[Report]:
-    """Bytes of files that nothing in the checkpoint describes."""
+    """Problems with bytes of files that nothing in the checkpoint describes."""
     return [
         line_of(
             problem(
@@ -203,7 +205,7 @@ def unused(manifest: Manifest) -> list[Report]:
 
 
 def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
-    """The bytes of runs and of boxes without gaps; others may lie between each other."""
+    """The bytes of runs and of boxes without gaps; other boxes may interleave."""
     if isinstance(fragments, Runs):
         yield from (fragment.extent for fragment in fragments)
     for box in boxes_of(fragments):
@@ -212,7 +214,7 @@ def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
 
 
 def digest(result: Result, manifest: Manifest) -> list[Report]:
-    """Tensors whose CRC-32 is not the one that the manifest states."""
+    """Problems with tensors whose CRC-32 differs from the one that the manifest states."""
     problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
         stated = manifest.entries.get(entry.key) if entry else None

@@ -1,6 +1,7 @@
-"""Are the files of two checkpoints equal, whatever their tensors mean?
+"""Compares the files of two checkpoints, whatever their tensors mean.
 
-Then no name that is inferred can be wrong in one of them alone: a copy cannot differ.
+If the files are equal, one checkpoint is a copy of the other. Then no inferred name can be wrong in
+only one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..core.storage.fileio import crc_of
 from ..core.storage.fragments import Extent
 
 Covered = tuple[int, int, int]
-"""Offset and length of bytes, and their CRC-32, or -1 for those of a tensor."""
+"""The offset and length of bytes, and their CRC-32; -1 for the bytes of a tensor."""
 
 
 def same_files(a: Manifest, b: Manifest) -> bool:
@@ -24,11 +25,11 @@ def same_files(a: Manifest, b: Manifest) -> bool:
 
 
 def digest(manifest: Manifest) -> str:
-    """The CRC-32 of all that its files state beside tensors, and of where tensors lie.
+    """The CRC-32 of everything but tensors in the files, and of where tensors lie.
 
-    It is of the checksums that the files have, and of all bytes that no checksum and no tensor
-    covers; tensors are compared by themselves. The name of a checkpoint that is one file, alone or
-    in a folder, does not count.
+    It covers the checksums that the files state, and all bytes that no checksum and no tensor
+    covers; tensors are compared separately. The name of a checkpoint that is one file, alone or in
+    a folder, does not count.
     """
     covered: dict[str, set[Covered]] = {}
     for record in manifest.files.records:

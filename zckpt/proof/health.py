@@ -1,7 +1,7 @@
-"""Statistics of all tensors of a checkpoint, and which numbers are dead or impossible.
+"""Statistics of all tensors of a checkpoint, and warnings about dead or impossible numbers.
 
 Every tensor is read once, part by part, and each part is measured in its buffer: memory does not
-grow with the checkpoint. The CRC-32 of records is checked at the same time.
+grow with the checkpoint. The CRC-32s of records are checked in the same pass.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 class Total(Struct, eq=False):
     """One tensor's statistics so far.
 
-    Parts are added in the order of elements, whichever thread was first, so that the last digits
-    are the same every time. `counts` are those of magnitudes, by exponent; they may be added in any
-    order, so that only a tensor in progress has a whole histogram.
+    Parts are added in the order of elements, whichever thread was first, which makes the last
+    digits the same every time. `counts` count magnitudes by exponent. They may be added in any
+    order, so only a tensor in progress has a complete histogram.
     """
 
     numel: int
@@ -54,7 +54,7 @@ class Total(Struct, eq=False):
             self.statistics.add(part)
 
     def count(self, part: Statistics) -> None:
-        """Takes the histogram from the statistics of a part."""
+        """Moves the histogram out of the statistics of a part."""
         if part.histogram is not None:
             own = self._histogram
             self._histogram = part.histogram if own is None else own + part.histogram
@@ -68,8 +68,8 @@ class Total(Struct, eq=False):
 class Measuring(Struct, eq=False, dict=True):
     """One pass over tensors, shared by its threads.
 
-    The tensors of a group have as many elements, and are read together. Those whose types have no
-    numbers are only read.
+    The tensors of a group have the same number of elements, and are read together. Tensors whose
+    types have no numbers are only read.
     """
 
     manifest: Manifest
@@ -109,7 +109,7 @@ class Measuring(Struct, eq=False, dict=True):
         return carry_out
 
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
-        """Adds the statistics of the numbers that are, or belong to, the elements of a request."""
+        """Adds the statistics of numbers that are the elements of a request, or belong to them."""
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:
             total = self.totals[name]
@@ -132,8 +132,9 @@ def measure_all(
 ) -> Report:
     """Statistics of every tensor whose name matches the glob, and their problems.
 
-    Without a glob: of all but slot `state`, which has random states and the like. Complex and 8-bit
-    float tensors are listed in `not_computed`. Raises WrongOption if no name matches.
+    Without a glob, all tensors are measured except those of slot `state`, such as random states.
+    Complex and 8-bit float tensors are listed in `not_computed`. Raises WrongOption if no name
+    matches.
     """
     if pattern is None:
         entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
@@ -172,8 +173,8 @@ def passed(
     copying: Copying,
     begin: Begin | None,
 ) -> Running:
-    """A pass of this kind over the tensors, which is done."""
-    # each thread has a buffer of this size, and reads with as much
+    """Makes and runs a pass of this kind over the tensors."""
+    # each thread has a buffer of this size, and as much working memory
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
     running = make(manifest, groups, chunk, copying.jobs, progress)
@@ -192,7 +193,7 @@ def _line(entry: Entry, total: Total) -> Report:
     }
 
 
-# -- what is wrong
+# problems
 
 
 CODES = {
@@ -218,7 +219,7 @@ def damaged(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
 def problems(
     manifest: Manifest, entries: Sequence[Entry], statistics: Mapping[str, Statistics]
 ) -> Iterator[Report]:
-    """Numbers that are impossible or do nothing, in the order of the manifest."""
+    """Numbers that are impossible or have no effect, in the order of the manifest."""
     for entry in entries:
         if entry.slot != "state":
             for kind, message in _problems_of(manifest, entry, statistics):

@@ -1,4 +1,4 @@
-"""Which tensors a proof compares with each other."""
+"""Pairs the tensors that a proof compares with each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .states import twins
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
-    """Every tensor once: with the master that it was rounded from, or alone; then its copies."""
+    """Every tensor once: a weight with its master, any other tensor alone; then the replicas."""
     entries = manifest.entries
     matches = list(with_masters(entries))
     paired = {id(entry) for item in matches for entry in (item.a, item.b)}
@@ -29,7 +29,7 @@ def own_matches(manifest: Manifest) -> list[Match]:
 
 
 def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
-    """Further copies of tensors on other ranks, but not random states: each rank has its own."""
+    """Replicas of tensors on other ranks, except random states: each rank has its own."""
     return [
         Match(copy, entries[copy.key], copy=True)
         for copy in manifest.replicas
@@ -38,7 +38,7 @@ def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
 
 
 def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """Tensors that both have, with further copies; keys that only `a` or only `b` has."""
+    """The tensors that both have, with replicas; also the keys that only `a` or only `b` has."""
     matches, only_a, only_b = match(a, b)
     equals = [(item.a, item.b) for item in matches if item.b is not None and item.how == "bits"]
     paired = _of_same_ranks(a, b) if twins(a, b) else []
@@ -55,9 +55,9 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], li
 
 
 def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
-    """The copies of buffers and random states that the same rank has in both, in their order.
+    """Matches the replicas of buffers and random states that the same rank has in both.
 
-    Each rank may have its own, so a copy is compared with the other's copy.
+    Their values may differ between ranks, so each rank's is compared with the same rank's.
     """
     matches: list[Match] = []
     ours, theirs = (by_key((entry.key, entry) for entry in side.replicas) for side in (a, b))
@@ -76,7 +76,7 @@ def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
 
 
 def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
-    """By side, the weights of which it has only the rounded values of the other side."""
+    """By side, the weights of which this side has only the rounded values of the other side."""
     names: dict[str, list[str]] = {"a": [], "b": []}
     for item in matches:
         if item.how != "rounded" or item.b is None or item.copy:
@@ -92,11 +92,11 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 
 
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
-    """Those of `keys`, which only `owner` has, that `other` should have too: tensors were lost.
+    """The keys of `keys`, which only `owner` has, that `other` should have too: lost tensors.
 
-    A tensor should be there if `other` has the same slot of other parameters. A trained weight
-    should be there in slot `param` or `master`; formats that keep only trained weights need no
-    others.
+    A tensor should be there if `other` has the same slot for other parameters. A trained weight
+    should be there in slot `param` or `master`. Other weights are not needed by formats that keep
+    only trained ones.
     """
     slots = {entry.slot for entry in other.entries.values()} - {"state"}
     lost = []

@@ -1,4 +1,4 @@
-"""What a comparison found, as the lines of a report."""
+"""The results of a comparison, as the lines of a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import damage
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
-    """Differences of tensors, damage of files, and notes on what is harmless."""
+    """Differences of tensors, damage of files, and notices about harmless findings."""
     buffers = {*a.buffers, *b.buffers}
     copies = {id(entry) for manifest in (a, b) for entry in manifest.replicas}
     differences, notes, cast = [], [], []
@@ -62,7 +62,7 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether a copy is compared with what another rank has, and not with the other's copy."""
+    """Whether a replica is compared with a tensor that is no replica of the other side."""
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 
@@ -81,7 +81,7 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> list[Report]:
 
 
 def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
-    """By slot, the number of tensors that were read, or of pairs that were compared."""
+    """For each slot, the number of tensors that were read, or of pairs that were compared."""
     matches = [result.match for result in outcome.results if not result.match.copy]
     compared = [match.compared.key for match in matches]
     if alone:
@@ -124,8 +124,9 @@ def difference(result: Result) -> Report | None:
 
 
 def changes(measured: Difference, elements: int) -> Report:
-    """The root of the mean square of changes, also as a part of the first side's, and how many
-    changes have which magnitude.
+    """The root mean square of the changes, also relative to the first side, and their histogram.
+
+    The histogram counts changes by magnitude.
     """
     rms = math.sqrt(measured.squares / elements) if elements else 0.0
     relative = math.sqrt(measured.squares / measured.aa) if measured.aa > 0 else None
@@ -143,10 +144,10 @@ def _file_of(entry: Entry) -> str | None:
 
 
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
-    """CRC-32 of the row-major bytes of every tensor that was read, of both sides.
+    """The CRC-32s of the row-major bytes of every tensor that was read, of both sides.
 
-    A tensor that is compared under another name on side b has that name as `b_tensor`. If `alone`,
-    both sides are the one checkpoint, `a`.
+    If a tensor has another name on side b, that is its `b_tensor`. If `alone`, both sides are the
+    same checkpoint, `a`.
     """
     lines: dict[str, Report] = {}
     for result in results:

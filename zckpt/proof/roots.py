@@ -1,4 +1,4 @@
-"""Which part of a proof of several models is of the one that the user chose?"""
+"""Selects one model from a proof of several models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
-    """What `manifest` is compared with: of several models the one of this name, as if alone.
+    """Of a proof of several models, the model of this name, as if it were alone.
 
     Raises WrongOption if neither side has a model of this name.
     """
@@ -31,7 +31,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     parameters = {own[key]: item for key, item in proven.parameters.items() if key in own}
     used = sorted({item.group for item in parameters.values() if item.group is not None})
     places = {group: place for place, group in enumerate(used)}
-    # a checkpoint of weights may state the groups of parameters without their hyper-parameters
+    # a checkpoint of weights may state the groups of parameters without hyper-parameters
     groups = tuple(proven.groups[group] for group in used) if proven.groups else ()
     states = proven.states.where(lambda row: not others.intersection(row.parameters))
     of_others = [row.value for row in proven.states if others.intersection(row.parameters)]
@@ -79,7 +79,7 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """A part of the state, without what it has of other models."""
+    """A part of the state, without values of other models."""
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]
     if key == "module_extra":

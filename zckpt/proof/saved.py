@@ -1,4 +1,4 @@
-"""What `verify --save-proof` keeps of a checkpoint, and how another one is compared with it."""
+"""The file that `verify --save-proof` writes about a checkpoint, and comparisons with it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -53,11 +53,11 @@ from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
 MAX_PROOF = 1 << 29
-"""Bytes: 100 to 200 for each of a tensor's and a parameter's lines, as those of a manifest."""
+"""The largest size of a proof in bytes: 100 to 200 for each line of a tensor or parameter."""
 
 
 class _Digest(Struct):
-    """A tensor of the checkpoint, and of another one that it was compared with."""
+    """The checksum of a tensor; `a` is that of the proven checkpoint."""
 
     dtype: Dtype
     shape: Sizes
@@ -65,7 +65,7 @@ class _Digest(Struct):
 
 
 class _Unsupported(Struct):
-    """A state that is not read; `tensors` are the names of its tensors among all."""
+    """A state that is not read; `tensors` are the names of its tensors."""
 
     key: str
     parameters: tuple[str, ...]
@@ -75,7 +75,7 @@ class _Unsupported(Struct):
 
 
 class _Held(Struct):
-    """What `about` has stated; older proofs lack some of it."""
+    """The statements of `about`; older proofs lack some of them."""
 
     parameters: dict[str, Any]
     buffers: tuple[str, ...]
@@ -92,7 +92,7 @@ class _Held(Struct):
 
 
 def about(manifest: Manifest) -> Report:
-    """What a report states of the checkpoint itself, beside the checksums of its tensors."""
+    """A report's statements about the checkpoint itself, besides the checksums of its tensors."""
     groups = manifest.groups
     return {
         "step": manifest.step,
@@ -150,10 +150,10 @@ def verify_proof(
     begin: Begin | None,
     root: str,
 ) -> Report:
-    """Whether a checkpoint still equals the one of a proof, by the CRC-32 of every tensor.
+    """The report on whether a checkpoint still equals that of a proof, by CRC-32s of all tensors.
 
-    `contents` is the digest of the proven files. Of several models that were proven, `root` is the
-    name of the one that is compared.
+    `contents` is the digest of the proven files. If several models were proven, `root` is the name
+    of the one that is compared.
     """
     if root:
         proven = of_root(proven, root, manifest)
@@ -199,7 +199,7 @@ def verify_proof(
 
 
 def _of_first_rank(manifest: Manifest) -> list[Notice]:
-    """A note on what each rank has of its own: a proof has one checksum for each name."""
+    """A notice about values that differ by rank: a proof has one checksum for each name."""
     names = dict.fromkeys(
         entry.name
         for entry in manifest.replicas
@@ -212,7 +212,7 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
     """Raises MissingData if numbers would have to be cast to be compared.
 
-    Not for a weight of which both have the exact values: those are compared.
+    A weight of which both have the exact values is not refused: those are compared.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
     others = [
@@ -236,11 +236,11 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
 
 
 def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
-    """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
+    """The proven checkpoint as its proof describes it: its tensors are only checksums.
 
-    And the digest of its contents; empty if there is none. An older proof does not list states that
-    are no tensors of a parameter's shape: it is taken to have those of `manifest`. Raises
-    CorruptCheckpoint if the file is not a proof, or if it proves a difference.
+    Also returns the digest of its contents; empty if there is none. An older proof does not list
+    states that are no tensors of a parameter's shape: it is assumed to have those of `manifest`.
+    Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
     try:
         with sources.opened(path) as file:
@@ -303,7 +303,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
 
 
 def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | None) -> None:
-    """Raises ValueError for a group that is not there."""
+    """Raises ValueError if a parameter is in a group that does not exist."""
     for name, item in parameters.items():
         if groups is None or item.group is None:
             continue
@@ -312,9 +312,10 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
 
 
 def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
-    """The state with its tensors, which are no entries then."""
+    """The state with its tensors, which are removed from the entries."""
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
-    content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
+    # if some tensors are missing
+    content = item.content if len(tensors) == len(item.tensors) else ""
     own, reason = item.parameters, item.reason
     return StateRow(item.key, "unsupported", own, content, reason, tensors=tensors)
 
@@ -324,6 +325,6 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_parameter(stated: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """States that are there, by parameter and key; their values are not known."""
+    """States by parameter and key; their values are unknown."""
     keys = by_key((name, key) for key, names in stated.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

@@ -1,7 +1,7 @@
-"""Are the files beside two checkpoints equal: a trainer's state, its schedulers, a configuration?
+"""Compares the files beside two checkpoints: a trainer's state, schedulers, a configuration.
 
-They are compared byte by byte. A file that one side lacks is named: a run of another program, or of
-other ranks, has other files. But a file from which the same program resumes was lost.
+They are compared byte by byte. A file that one side lacks is only named: a run of another program,
+or of other ranks, has other files. But a missing file from which the same program resumes was lost.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ OF_RUN = re.compile(
     r"trainer_state\.json|scheduler\.pt|scaler\.pt|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
     r"|custom_checkpoint_\d+\.pkl"
 )
-"""Files of trainers' programs that a run goes on with, whatever its size; those of a second model
-or object have a number."""
+"""Files of trainers' programs that are needed to resume, whatever the number of ranks.
+
+Those of a second model or object have a number.
+"""
 OF_TENSORS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
-"""Endings of files that may have tensors."""
+"""Endings of files that may contain tensors."""
 PATHS = {"trainer_state.json": "best_model_checkpoint"}
-"""A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
+"""Maps a JSON file to the key of a path in the run, which differs in a converted run."""
 
 
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """A line for each file that differs; notes on files that only one side has.
+    """A line for each file that differs; notices about files that only one side has.
 
-    Of two checkpoints of weights alone, from which no run goes on, only files that may have tensors
-    are compared.
+    If both checkpoints have only weights, from which no run resumes, only files that may contain
+    tensors are compared.
     """
     has_run = a.groups is not None or b.groups is not None
     ours, theirs = (
@@ -61,7 +63,7 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _sizes(a: int, b: int) -> dict[str, str]:
-    """What is said of two files that differ; of as many bytes, that they are others."""
+    """The words about two files that differ; if their sizes are equal, one has "other" bytes."""
     return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
 
 

@@ -1,7 +1,8 @@
-"""Is what two checkpoints state beside tensors equal: schedulers, counters, a user's own values?
+"""Compares what two checkpoints state besides tensors: schedulers, counters, a user's values.
 
-What both have must be equal. What one of them lacks is a difference too, unless the other's files
-have no place for it, or it belongs to sizes that the two do not share: this is named.
+Values that both have must be equal. A value that one of them lacks is a difference too, unless the
+other's files have no place for it, or it belongs to sizes that the two do not share. Such values
+are named.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MODULE = "module"
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Parts of the state that belong to the user's program, whatever the engine."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Parts of the state that say how tensors were cut over ranks; compared if the files are alike."""
+"""Parts of the state about how tensors were cut over ranks; compared if the files are alike."""
 OF_SAVING = frozenset(
     (
         *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
@@ -38,47 +39,47 @@ OF_SAVING = frozenset(
         *("param_state_sharding_type", "distrib_optim_sharding_type"),
     )
 )
-"""What programs call the sizes of a run, and the kind of its files, among their own arguments."""
+"""The names that programs give, among their arguments, to a run's sizes and to kinds of files."""
 ARGUMENTS = ("megatron.", "client_state.args.", "trainer_options.")
-"""Where programs keep them."""
+"""Where programs keep their arguments."""
 OF_VERSIONS = (
     *("megatron.common.args.", "client_state.args.", "client_state.universal_checkpoint_info"),
     *("trainer_options", "train_step_info"),
 )
-"""What some versions of a program or engine do not write: its arguments, and facts of its files."""
+"""Values that some versions of a program or engine do not write: arguments, facts of files."""
 WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
 OF_PARAMETERS = frozenset(("members", "other", "partitions"))
 LOSS_SCALER = "loss_scaler"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 SCALING = tuple(f"optimizer.{key}" for key in (LOSS_SCALER, "dynamic_loss_scale", *SCALE))
-"""Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
+"""The places of the loss scale: fp16 runs need one, and each wrapper has another form."""
 CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
-"""The wrappers that leave it to the configuration."""
+"""The wrappers that leave clipping to the configuration."""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
 """Numbers beside an optimizer's `state`, or in it."""
 MERGED = "deepspeed-universal"
-"""The format whose loader takes nothing of the optimizer but states and groups."""
+"""The format whose loader reads only states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"
 COUNTER = "last_batch_iteration"
-"""All that an engine's own schedulers keep; those of torch have `last_epoch` and more."""
+"""The only value that an engine's own schedulers keep; torch's have `last_epoch` and more."""
 OF_TRAINER = ("scheduler.pt", "scheduler.bin")
-"""Files in which a trainer has its scheduler."""
+"""Files in which a trainer keeps its scheduler."""
 OF_NAMES = ("guessed", "ordered", "file")
-"""Facts about names: what files do not state of them, and what a file itself is called."""
+"""Facts about names that files do not state, and the name of a file."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
 def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Differences, one line for each value; notes on what was not compared."""
+    """Differences, one line for each value; notices about values that were not compared."""
     comparison = _Comparison(a, b)
     comparison.run()
     return comparison.lines, [note("not-compared", text) for text in comparison.not_compared()]
 
 
 class _Comparison:
-    """The states of two checkpoints: what differs, and what cannot be compared."""
+    """The states of two checkpoints: differences, and values that cannot be compared."""
 
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
@@ -92,7 +93,7 @@ class _Comparison:
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
     def run(self) -> None:
-        ours, theirs = (  # where the optimizer keeps its step is compared by itself
+        ours, theirs = (  # the place of the optimizer's step is compared separately
             {key: value for key, value in manifest.whole_state.items() if key != MODULE}
             for manifest in self.sides.values()
         )
@@ -117,7 +118,7 @@ class _Comparison:
             self._compare_second_names()
 
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
-        """Whether the two have schedulers of different kinds, or one of them its own elsewhere."""
+        """Whether the schedulers are of two kinds, or one side keeps its scheduler elsewhere."""
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)
         state, other = (a, "b") if isinstance(a, Mapping) else (b, "a")
@@ -131,23 +132,26 @@ class _Comparison:
         return any(item.name in OF_TRAINER for item in files) or _has_within(own, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
-        """Without states of parameters, unless the same engine has them on both sides.
+        """Drops the states of parameters, unless the same engine has them on both sides.
 
-        `values.lacking` names those of one side.
+        `values.missing_states` names those of one side.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept
         one, other = (
             {key: item for key, item in side.items() if key not in left} for side in (a, b)
         )
-        for place in OF_NO_PARAMETER:  # so that a line names each number
+        for place in OF_NO_PARAMETER:  # makes a line for each number
             key = place.partition(".")[2]
             if one.keys() ^ other.keys() >= {key}:
                 one, other = ({key: {}, **side} for side in (one, other))
         return one, other
 
     def _names(self) -> list[dict[str, str]]:
-        """What each name is; without tensors of one side alone, which are compared as tensors."""
+        """The kind of each name, without those of tensors that only one side has.
+
+        Such tensors are compared as tensors.
+        """
         one, other = (_weights(manifest) for manifest in self.sides.values())
         alone = one ^ other
         return [
@@ -156,7 +160,7 @@ class _Comparison:
         ]
 
     def _compare_second_names(self) -> None:
-        """Those that the other side has under no name, though it has their parameter."""
+        """Compares aliases: reports those of shared parameters that the other checkpoint lacks."""
         for side, other in (("a", "b"), ("b", "a")):
             known = {*_names(self.sides[other]), *self.sides[other].parameters}
             lost = [
@@ -172,14 +176,20 @@ class _Comparison:
                 self.without_place[other] += lost
 
     def _leave_single_ranks(self) -> None:
-        """Random states are no difference of runs of other sizes, or if one run has none."""
+        """Drops differences in random states of single ranks.
+
+        They do not count if the runs have other sizes, or if one run has none.
+        """
         for line in [*self.lines]:
             if line["key"].startswith(OF_SINGLE_RANKS) and "only" in line:
                 self.without_place["b" if line["only"] == "a" else "a"].append(line["key"])
                 self.lines.remove(line)
 
     def _compare_ranks(self) -> None:
-        """What files of further ranks state; what is not listed of a rank is as of the first."""
+        """Compares the files of further ranks.
+
+        Values that are not listed equal the first rank's.
+        """
         a, b = self.sides.values()
         for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
             ours, theirs = a.files.of_ranks.get(name, {}), b.files.of_ranks.get(name, {})
@@ -191,7 +201,7 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """What files of one name state; a version of an engine may not write all of it there."""
+        """Compares what files of one name state; a version of an engine may omit some of it."""
         a, b = (manifest.files.layout for manifest in self.sides.values())
         for name in dict.fromkeys((*a, *b)):
             ours, theirs = a.get(name, {}), b.get(name, {})
@@ -207,7 +217,7 @@ class _Comparison:
 
     def _compare(self, path: str, a: Any, b: Any) -> None:
         """Compares two values in JSON, in which NaN equals itself."""
-        if a == b:  # at once, since both may be very large
+        if a == b:  # first, since both may be very large
             return
         a, b = (self._opened(value) for value in (a, b))
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -227,7 +237,7 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """Notes a value that one side alone has; an empty dictionary is no value."""
+        """Notes a value that only one side has; an empty dictionary does not count as a value."""
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
@@ -239,7 +249,7 @@ class _Comparison:
             self.without_place[other].append(path)
 
     def _has_place(self, manifest: Manifest, path: str) -> bool:
-        """Whether the files of a checkpoint could have this part of the state."""
+        """Whether the files of a checkpoint could contain this part of the state."""
         part, engine = path.partition(".")[0], manifest.run.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
@@ -260,7 +270,7 @@ class _Comparison:
         return self.other_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
-        """The value under a tag of JSON: tuples as lists, objects and dictionaries by key."""
+        """The value under a JSON tag: tuples as lists, objects and dictionaries by key."""
         if not isinstance(value, dict) or len(value) != 1:
             return value
         ((tag, inner),) = value.items()
@@ -275,7 +285,7 @@ class _Comparison:
         return value
 
     def not_compared(self) -> Iterator[str]:
-        """Sentences, each of which begins with what they are about."""
+        """Sentences about values that were not compared, each of which begins with their names."""
         if self.of_saving:
             yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
         if self.of_program:
@@ -308,14 +318,14 @@ def _scheduler_of(manifest: Manifest) -> Any:
 
 
 def _has_within(value: Any, wanted: Mapping[str, Any]) -> bool:
-    """Whether a dictionary is `wanted`, or has it at any depth."""
+    """Whether a dictionary is `wanted`, or contains it at any depth."""
     if not isinstance(value, Mapping):
         return False
     return alike(value, wanted) or any(_has_within(item, wanted) for item in value.values())
 
 
 def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
-    """The items of a dictionary in JSON."""
+    """The items of a dictionary in JSON, as a Python dictionary."""
     return {
         key if isinstance(key, (str, int, float)) else str(from_json(key)): item
         for key, item in pairs
@@ -332,7 +342,7 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def twins(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints have the same files: of one format, sizes and names."""
+    """Whether two checkpoints have the same files: of one format, with equal sizes and names."""
     same_engine = a.format == b.format and engine_name(a) == engine_name(b)
     return same_engine and _sizes(a) == _sizes(b) and _wrapper(a)[1] == _wrapper(b)[1]
 
@@ -342,7 +352,7 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
-    """What each name of the module is, beside parameters with a name of their own."""
+    """The kind of each name of the module: an alias, a buffer, or a name of the module alone."""
     names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
     names |= dict.fromkeys(manifest.buffers, "a buffer")
     for owner, parameter in manifest.parameters.items():
@@ -351,7 +361,7 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 
 def _has_second_names(manifest: Manifest) -> bool:
-    """Whether files would have a tied weight's second name; safetensors have each weight once."""
+    """Whether the files would contain a tied weight's alias; safetensors have each weight once."""
     engine = manifest.run.engine
     if isinstance(engine, StateDictEngine):
         return not (engine.dialect or engine.storage or _is_weights(manifest))
@@ -372,20 +382,20 @@ def _facts(manifest: Manifest) -> Report:
 
 
 def plain_facts(origin: Origin) -> Report:
-    """An origin as JSON, without what is neither a text nor a whole number."""
+    """An origin as JSON, with only its texts and integers."""
     stated = origin.to_json()
     return {key: item for key, item in stated.items() if isinstance(item, (str, int, type(None)))}
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:
-    """A part of the state that the first rank has; `path` is that of its key, or of a key in it."""
+    """The first rank's value of a part of the state; `path` is its key, or a key within it."""
     part, _, key = path.partition(".")
     value = manifest.state.get(part)
     return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
 
 
 def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
-    """The engine; with the kind of its files, where each kind has parts of its own."""
+    """The engine; with the kind of its files if the parts of the state depend on the kind."""
     engine = manifest.run.engine
     if isinstance(engine, NamedWeightsEngine):
         return engine.name, engine.dialect
@@ -393,7 +403,8 @@ def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
 
 
 def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
-    """What decides whether the loss is scaled: the engine's own class, and the module's type."""
+    """What decides whether the loss is scaled: the engine's wrapper class and the module's dtype.
+    """
     engine = manifest.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.optimizer_class, engine.dtype
@@ -406,14 +417,14 @@ def _sizes(manifest: Manifest) -> tuple[Any, ...]:
 
 
 def _is_weights(manifest: Manifest) -> bool:
-    """Whether a checkpoint has weights alone, from which no run goes on."""
+    """Whether a checkpoint has only weights, from which no run resumes."""
     return manifest.groups is None and not any(map(is_optimizers, manifest.slots))
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
-    """The same with loss scales in one form, if one is an object and the other one its numbers.
+    """Converts loss scales to one form, if one side has an object and the other its numbers.
 
-    A side that states None scales nothing, as an object does whose scale is 1 and stays so.
+    A side that states None scales nothing. Neither does an object whose scale is 1 and stays so.
     """
     if any(LOSS_SCALER in side and side[LOSS_SCALER] is None for side in (a, b)):
         a, b = ({k: v for k, v in side.items() if not _is_unscaled(k, v)} for side in (a, b))
@@ -434,7 +445,7 @@ def _with_numbers(optimizer: Report) -> Report:
     scaler = optimizer.get(LOSS_SCALER)
     state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
     rest = {key: item for key, item in optimizer.items() if key not in (LOSS_SCALER, "overflow")}
-    # a scale that does not change has one number that matters
+    # if a scale does not change, only one number matters
     kept = SCALE if rest.get("dynamic_loss_scale") else SCALE[:1]
     numbers = {key: value for key, value in {**state, **rest}.items() if key in kept}
     return {**{key: item for key, item in rest.items() if key not in SCALE}, **numbers}

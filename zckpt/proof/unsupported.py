@@ -1,7 +1,7 @@
-"""Are states equal that are not read, if both checkpoints have them?
+"""Compares states that are not read, if both checkpoints have them.
 
-What they mean need not be known: their values are compared as JSON, and their tensors, one by one,
-with the tensors of the same places.
+Their meaning need not be known. Their values are compared as JSON, and their tensors, one by one,
+with the tensors at the same places.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..errors import Notice, listed, note
 
 Owned = tuple[str, tuple[str, ...]]
 Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
-"""Of each rank, the value, and the types and shapes of its tensors."""
+"""For each rank, the value, and the types and shapes of its tensors."""
 
 
 def pairs(a: Manifest, b: Manifest) -> list[Match]:
-    """The tensors that both have in the same place of such a state."""
+    """Matches the tensors that both have in the same place of such a state."""
     return [
         Match(one, other)
         for ours, theirs in _shared(a, b).values()
@@ -32,9 +32,9 @@ def pairs(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[Notice]]:
-    """Both sides without such states of both; those that differ as lines, the others as notes.
+    """Drops such states that both have; those that differ become lines, the others notices.
 
-    What differs in its tensors alone is no line: `pairs` are compared with all tensors.
+    A state that differs only in its tensors is no line: `pairs` are compared with all tensors.
     """
     shared = _shared(a, b)
     lines, notes = [], []
@@ -75,7 +75,7 @@ def _form(states: list[StateRow]) -> Form:
 
 
 def _text(states: list[StateRow]) -> str:
-    """How a report shows it."""
+    """A state as a report shows it."""
     return ", ".join(
         " ".join([content, *(f"{dtype} {list(shape)}" for dtype, shape in tensors)])
         for content, tensors in _form(states)

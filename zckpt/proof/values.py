@@ -30,7 +30,7 @@ def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter
 
 
 def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
-    """The names of parameters of both, in `a` and in `b`."""
+    """The names in `a` and in `b` of the parameters that both have."""
     theirs = {name: name for name in b.parameters} | b.owners
     for owner, parameter in a.parameters.items():
         if name := next(filter(theirs.__contains__, (owner, *parameter.aliases)), None):
@@ -40,7 +40,8 @@ def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
 def steps(a: Manifest, b: Manifest) -> list[Report]:
     """Steps that differ, one line per pair of steps.
 
-    A step of one side alone is a difference only if the other side has steps of other parameters.
+    If only one side has a step for a parameter, it is a difference only if the other side has steps
+    for other parameters.
     """
     have_steps = [
         any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
@@ -60,12 +61,12 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """The place of the step if it differs, as a line; or as a note if an optimizer was named.
+    """The place of the step if it differs: as a line, or as a notice if an optimizer was named.
 
-    An optimizer looks for its step in one place, and begins at 1 if it finds none there. One that
-    is named may look elsewhere. The type is compared if neither side names its optimizer: the
-    optimizers of each engine take a number in their own type. In files of the same engine and
-    stage, an optimizer counts either in each state or in a group's last one.
+    An optimizer reads its step from one place, and begins at 1 if there is none. A named optimizer
+    may read another place. The type is compared if neither side names its optimizer: the optimizers
+    of each engine accept a number in their own type. In files of the same engine and stage, an
+    optimizer counts either in each state or only in a group's last state.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -93,7 +94,7 @@ def _are_alike(a: Manifest, b: Manifest) -> bool:
 
 
 def step_place(manifest: Manifest) -> StepPlace | None:
-    """Where the optimizer keeps its step; None if it has none, or if the engine has its own."""
+    """Where the optimizer keeps its step; None without a step, or with an engine's own place."""
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
     if not has_steps or isinstance(manifest.run.engine, NamedWeightsEngine):
         return None
@@ -102,7 +103,7 @@ def step_place(manifest: Manifest) -> StepPlace | None:
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
-    """States of one number, as NAdam's `mu_product`, that differ in value, type or shape.
+    """States of one number, such as NAdam's `mu_product`, that differ in value, type or shape.
 
     A line has `a_type`, `a_shape` and so on if these differ. A state that one side has for no
     parameter at all is not a difference.
@@ -124,10 +125,10 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
-    """States of the optimizer that one side lacks, or that could not be read; and harmless ones.
+    """Optimizer states that one side lacks, or that could not be read.
 
-    `reported` are tensors that the report lists one by one. A step that one side has for no
-    parameter at all is such a state, too.
+    And notices on harmless ones. `reported` are tensors that the report lists one by one. A step
+    that one side has for no parameter at all is such a state, too.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
@@ -163,7 +164,7 @@ def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Ite
 
 
 def unsupported_states(manifest: Manifest) -> list[Notice]:
-    """Notes on states of the optimizer that the files have and that were not read."""
+    """Notices about optimizer states in the files that were not read."""
     return [
         note(
             "state-unsupported",
@@ -196,9 +197,9 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Both with untouched parameters as frozen ones, if one side has them so.
+    """Marks untouched parameters as frozen on both sides, if one side has them frozen.
 
-    DeepSpeed has none in its groups; state dicts do not say whether they are frozen.
+    DeepSpeed leaves them out of its groups; state dicts do not state whether they are frozen.
     """
     sides = [side for side in (a, b) if isinstance(side.run.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}
@@ -211,11 +212,11 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """Whether frozen weights were left out, if both state it and differ.
+    """A line if both sides state whether frozen weights were left out, and differ.
 
     DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
-    dictionary in its place says that the model has none, and an engine whose model has some stops.
-    No value differs: both engines load what is there.
+    dictionary instead states that the model has none, and an engine whose model has some stops. No
+    value differs: both engines load what is there.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
@@ -231,7 +232,7 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:
-    """Hyper-parameters that both have, and which parameters belong to which group."""
+    """Differences in the hyper-parameters that both have, and in the members of groups."""
     if a.groups is None or b.groups is None:
         return []
     if layers_of(a.run.engine) != layers_of(b.run.engine):
@@ -257,9 +258,10 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Both sides without groups of no parameters, if only one engine has such; and notes on them.
+    """Drops groups without parameters, if only one engine has such; adds notices about them.
 
-    DeepSpeed removes them from the optimizer, and flat keys of torch stand below parameters.
+    DeepSpeed removes them from the optimizer. Flat keys of torch are below parameters, so they
+    cannot express them.
     """
     has_empty = [
         isinstance(side.run.engine, StateDictEngine) and side.run.engine.layout != "flat"
@@ -289,11 +291,12 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
 
 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
-    """Notes on hyper-parameters that only one of two checkpoints has.
+    """Notices about hyper-parameters that only one of two checkpoints has.
 
-    They are no differences, because each version and class of an optimizer has its own. For
-    different engines there are no notes: their optimizers have other hyper-parameters anyway.
-    If neither side names its optimizer, no engine has added any to the groups, and there are.
+    They are no differences, because the versions and classes of an optimizer have different ones.
+    For different engines there are no notices: their optimizers have other hyper-parameters anyway.
+    If neither side names its optimizer, no engine has added any to the groups, and there are
+    notices.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):
@@ -312,10 +315,10 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
 
 
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
-    """The same of two checkpoints whose experts are spread over different numbers of ranks.
+    """As `groups`, if the experts are spread over different numbers of ranks.
 
-    Groups of experts have that number in their names, and are cut where one rank has too many
-    elements. So groups are compared that have a parameter in common.
+    The names of groups of experts contain that number, and such groups are split where one rank has
+    too many elements. So groups are compared that have a parameter in common.
     """
     assert a.groups is not None
     assert b.groups is not None
@@ -342,7 +345,7 @@ def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def _hyper(group: dict[str, Any]) -> Report:
-    """Hyper-parameters as JSON, 0-d tensors (a capturable optimizer's lr) by value."""
+    """Hyper-parameters as JSON, with the values of 0-d tensors (a capturable optimizer's lr)."""
     return plain_group(
         {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
     )

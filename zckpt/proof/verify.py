@@ -1,8 +1,8 @@
-"""Does a checkpoint contradict itself, and does it equal another one?
+"""Checks one checkpoint for contradictions, or compares it with another one.
 
-Alone, everything that the files state twice must agree: CRC-32 of records and tensors, copies on
-several ranks, a module's weight and the master that it was rounded from. Two checkpoints of any
-formats must be equal, bit for bit, in everything that both of them have.
+Within one checkpoint, everything that the files state twice must agree: CRC-32s of records and
+tensors, replicas on several ranks, a module's weight and the master that it was rounded from. Two
+checkpoints of any formats must be equal, bit for bit, in everything that both of them have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def verify_alone(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """Whether a checkpoint contradicts itself: that part of the report of `verify`."""
+    """The part of the report of `verify` on whether a checkpoint contradicts itself."""
     matches = selected(own_matches(manifest), pattern)
     everything = pattern is None
     outcome = compare.compare(
@@ -63,7 +63,7 @@ def verify_alone(
             *report["notes"],
             *said(
                 (
-                    # beside the chosen tensors lie the others, and no padding
+                    # with a glob, other tensors lie beside the chosen ones, not padding
                     *(damage.not_zero(outcome, manifest) if everything else ()),
                     *stateless,
                     *values.unsupported_states(manifest),
@@ -83,7 +83,7 @@ def verify_against(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """Whether two checkpoints are equal: that part of the report of `verify`.
+    """The part of the report of `verify` on whether two checkpoints are equal.
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
@@ -121,7 +121,7 @@ def diff(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """Every difference between two checkpoints, tensors in the order of the model."""
+    """Every difference between two checkpoints, with tensors in the order of the model."""
     whole, pattern = (a, b), selection.tensors
     a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
@@ -151,7 +151,7 @@ def diff(
         "worst": worst["tensor"] if worst else None,
     }
     report["states"] += values.forms(a, b)
-    if pattern is not None:  # the tensors alone
+    if pattern is not None:  # only the tensors
         of_tensors = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
             *("inferred", "unproven", "rounded", "notes"),
@@ -164,15 +164,15 @@ def diff(
 
 
 def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
-    """Whether the optimizer of `wide` updates one of these weights, by their names in `narrow`.
+    """Whether the optimizer of `wide` updates one of these weights, named as in `narrow`.
 
-    Others have the type of their engine.
+    Weights that no optimizer updates have the type of their engine.
     """
     shared, rounded = values.shared_parameters(narrow, wide), {*names}
     return any(theirs.trainable for name, _, theirs in shared if name in rounded)
 
 
-# -- what a proof needs, and what it adds
+# what a proof needs and adds
 
 
 def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
@@ -193,7 +193,7 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
 
 
 def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
-    """Names of weights of which one side has only the rounded values, by side; and as notes."""
+    """By side, the names of weights of which it has only the rounded values; also as notices."""
     equal = (item.match for item in results if not item.differs)
     rounded = only_rounded(equal, a, b)
     notes = [
@@ -212,10 +212,10 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
 def inferences(
     matches: Iterable[Match], a: Manifest, b: Manifest, are_copies: Callable[[], bool]
 ) -> Report:
-    """Inferred names of both sides, and what equal tensors do not prove because of them.
+    """The inferred names of both sides, and what equal tensors do not prove because of them.
 
-    If an optimizer's state has the same wrong name in both checkpoints, it is equal in both. A copy
-    of the files is equal all the same.
+    If an optimizer's state has the same wrong name in both checkpoints, the comparison finds it
+    equal. If the files are copies, the names do not matter.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)
@@ -241,7 +241,7 @@ def inferences(
 def with_values(
     report: Report, a: Manifest, b: Manifest, only_a: Sequence[Key], only_b: Sequence[Key]
 ) -> Report:
-    """Adds differences in what is not a tensor, and tensors that only one side has."""
+    """Adds differences that are not in tensors, and tensors that only one side has."""
     lost = [
         line_of(
             problem(

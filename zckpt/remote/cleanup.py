@@ -1,6 +1,6 @@
-"""What has a dead run left at a URL, and how is it removed?
+"""Removes the remains of a dead run at a URL.
 
-Only the note of a run of zckpt says what is zckpt's: a prefix is no owner.
+Only the note of a run of zckpt shows which objects are zckpt's: a prefix proves no ownership.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Upload(Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        """How the store's own client ends it."""
+        """The command of the store's own client that ends it."""
         where = f"--bucket {quote(self.url.root)} --key {quote(self.key)}"
         return f"aws s3api abort-multipart-upload {where} --upload-id {quote(self.number)}"
 
 
 def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
-    """Removes what a run that was stopped has left at a URL; a complete target is never touched.
+    """Removes what a stopped run has left at a URL; a complete target is never touched.
 
-    What that is, the run's note says. Unfinished multipart uploads of its files are removed too,
+    The run's note lists its files. Unfinished multipart uploads of these files are removed too,
     where the client lists them (S3, with boto3). All other uploads stay: the report lists them
     (`other_uploads`), each with the command of the store's client that ends it.
 
-    Whether a run still writes there is for the user to know. Raises WrongOption for a complete
-    checkpoint, and NotACheckpoint if zckpt has begun nothing there, unless uploads of others are to
-    be listed; UnsupportedCheckpoint for a note that cannot be understood, and TargetExists if a run
-    writes there meanwhile.
+    The user has to know whether a run still writes there. Raises WrongOption for a complete
+    checkpoint. Raises NotACheckpoint if zckpt has begun nothing there, unless there are other
+    uploads to list. Raises UnsupportedCheckpoint for a note that cannot be parsed, and TargetExists
+    if a run writes there meanwhile.
     """
     url = parse(path)
     if not url.key:
@@ -85,7 +85,7 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 
 
 def _remains(url: Url, there: Mapping[str, Found], note: Note) -> list[str]:
-    """The files of the unfinished run that are there; the note alone if the target is complete."""
+    """The existing files of the unfinished run; only the note if the target is complete."""
     if note.last not in there:
         return sorted({*note.names, UNFINISHED} & {*there})
     if lost := [name for name in note.names if name not in there]:
@@ -96,7 +96,7 @@ def _remains(url: Url, there: Mapping[str, Found], note: Note) -> list[str]:
             "need with the store's client",
             file=str(url),
         )
-    return [UNFINISHED]  # its run ended between the last file and the removal of the note
+    return [UNFINISHED]  # the run ended between the last file and the removal of the note
 
 
 def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> None:
@@ -116,7 +116,7 @@ def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> Non
             "run has ended, remove the rest with the store's client",
             file=str(url),
         )
-    store.delete([f"{url.key}/{UNFINISHED}"])  # last: without it the rest would not be known
+    store.delete([f"{url.key}/{UNFINISHED}"])  # last, since only the note lists the rest
 
 
 def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoint:
@@ -144,7 +144,7 @@ def _client() -> Any:
 
 
 def _uploads(url: Url) -> list[Upload]:
-    """The multipart uploads below a URL that nobody has completed."""
+    """The unfinished multipart uploads below a URL."""
     if url.scheme != "s3" or find_spec("boto3") is None:
         return []
     try:

@@ -1,6 +1,6 @@
-"""What does a store's refusal mean, and what is to be done? One sentence, without credentials.
+"""Explains a store's refusal, and what to do, in one sentence without credentials.
 
-A library's message has whole requests in it. So only the codes are taken out of it.
+A library's message contains complete requests. So only the codes are extracted from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import SourceChanged, StoreError, UnsupportedCheckpoint, ZckptErro
 from .urls import Url
 
 Asked = TypeVar("Asked")
-ATTEMPTS, PAUSE = 4, 0.5  # of what broke off in the middle of an answer; seconds before the next
+ATTEMPTS, PAUSE = 4, 0.5  # attempts to read an answer that broke off; seconds before the next
 
 CODE = re.compile(r"<Code>(\w+)</Code>")
 STATUS = re.compile(r"status code: (\d{3})|\b(\d{3}):? \w")
@@ -39,10 +39,10 @@ UNKNOWN_KEY = (
     "InvalidToken",
     "AuthenticationFailed",
 )
-NO_PATH = re.compile(r'[Pp]ath "(.*?)"')  # what obstore says of a key that it cannot take
-NO_REGION = "redirect without LOCATION"  # what it says when S3 names another region
-BROKEN = "response body error"  # what obstore says when an answer ends early
-# what the libraries say when they look for credentials in vain
+NO_PATH = re.compile(r'[Pp]ath "(.*?)"')  # obstore's message about a key that it does not accept
+NO_REGION = "redirect without LOCATION"  # obstore's message if S3 names another region
+BROKEN = "response body error"  # obstore's message if an answer ends early
+# parts of the libraries' messages if they find no credentials
 NO_CREDENTIALS = (
     "169.254.169.254",
     "/latest/api/token",
@@ -54,14 +54,14 @@ NO_CREDENTIALS = (
 
 
 class BrokenOff(StoreError):
-    """An answer has begun and ended early, which the library does not ask for again."""
+    """An answer that began and ended early; the library does not repeat the request."""
 
 
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
-    """What a store answers; raises what `explained` gives.
+    """The answer of a store to `ask`; raises the errors of `explained`.
 
-    The libraries repeat what fails before there is an answer. An answer that breaks off is asked
-    for again here.
+    The libraries repeat requests that fail before there is an answer. This function repeats those
+    whose answer breaks off.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -138,7 +138,7 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
 
 
 def unsafe(url: Url, message: str) -> UnsupportedCheckpoint:
-    """The error for a key that no file of this machine can have."""
+    """The error for a key that cannot be the name of a file on this machine."""
     return UnsupportedCheckpoint(
         "unsafe-name",
         message,

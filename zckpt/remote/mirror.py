@@ -1,10 +1,10 @@
-"""How is a source in a store read as a folder?
+"""Makes a source in a store readable as a folder.
 
     TOP/0/s3:/bucket/runs/7/global_step10/...     empty files with names, sizes and times
 
-The objects below the URL are listed, and those beside it. A file's metadata comes in blocks, which
-are kept for a while; those of its neighbors are asked for with the first ones, all at once, because
-each request takes as long as many bytes. Large parts of tensors are asked for as they are.
+The objects below the URL are listed, and those beside it. A file's metadata is read in blocks,
+which are cached. Those of its neighbors are requested together with the first ones, in parallel,
+because each request takes as long as many bytes. Large parts of tensors are requested as they are.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from .stores import Found, Store, store_of
 from .urls import Url, strange
 
 T = TypeVar("T")
-META, DATA = 32 << 10, 16 << 10  # bytes of a block of metadata, of small tensors
-WHOLE, AHEAD = 128 << 10, 64  # bytes that are asked for as they are; blocks of small tensors
-HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
-KEPT = 16 << 20  # bytes of blocks
-NEIGHBORS, AT_ONCE = 64, 32  # files whose ends are read ahead, and requests for them
+META, DATA = 32 << 10, 16 << 10  # bytes of a block of metadata, and of a block of small tensors
+# bytes; from this size on, bytes are requested directly; the most blocks that are read ahead
+WHOLE, AHEAD = 128 << 10, 64
+HEAD, TAIL = 2 * META, 66 << 10  # bytes at both ends of a file, which readers need first
+KEPT = 16 << 20  # bytes of cached blocks
+NEIGHBORS, AT_ONCE = 64, 32  # files whose ends are read ahead, and parallel requests for them
 NAMED = (
     "config.json",
     "generation_config.json",
@@ -58,7 +59,7 @@ NAMED = (
     "adapter_model.safetensors",
     "pytorch_model.bin",
 )
-"""Files that a folder of a web server may have, beside those that its lists name."""
+"""Files that a folder of a web server may have, besides those that its lists name."""
 LISTS = {
     "manifest.json": "files",
     "model.safetensors.index.json": "weight_map",
@@ -67,7 +68,7 @@ LISTS = {
 
 
 class Blocks:
-    """The blocks that were read last, of all files."""
+    """A cache of the blocks of all files that were read last."""
 
     def __init__(self, most: int = KEPT) -> None:
         self._most, self._bytes = most, 0
@@ -94,7 +95,7 @@ _numbers = itertools.count()
 
 
 class File(Struct, eq=False, dict=True):
-    """The bytes of one object: an `byte_sources.ByteSource`."""
+    """The bytes of one object, as a `byte_sources.ByteSource`."""
 
     url: Url
     store: Store
@@ -103,10 +104,10 @@ class File(Struct, eq=False, dict=True):
 
     def __post_init__(self) -> None:
         self._filling, self._ahead = threading.Lock(), 0
-        self._number = next(_numbers)  # no other file has it, as one may have a freed one's id
+        self._number = next(_numbers)  # unique, while an id may be reused
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
-        """Bytes of the object by one request; what breaks off is asked for again."""
+        """Reads bytes of the object in one request, which is repeated if its answer breaks off."""
 
         def ask() -> bytes | memoryview:
             data = self.store.read(self.found, start, stop)
@@ -141,8 +142,8 @@ class File(Struct, eq=False, dict=True):
         return stop - offset
 
     def _blocks_of(self, size: int, start: int, stop: int) -> bytes:
-        """Bytes by way of blocks; those that are missing and follow each other are one request."""
-        with self._filling:  # another thread may be asking for the same
+        """Reads bytes through the cache; missing consecutive blocks are one request."""
+        with self._filling:  # another thread may be requesting the same blocks
             numbers, got = range(start // size, -(-stop // size)), dict[int, bytes]()
             for number in numbers:
                 if (known := _blocks.get((self._number, size, number))) is not None:
@@ -160,7 +161,7 @@ class File(Struct, eq=False, dict=True):
         return data[start - begin : stop - begin]
 
     def _extended(self, first: int, last: int) -> int:
-        """The last block to ask for: more and more of them while small reads follow each other."""
+        """The last block to request. Consecutive small reads request more and more blocks."""
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
         return min(last + self._ahead, (self.found.size - 1) // DATA)
@@ -177,7 +178,7 @@ class File(Struct, eq=False, dict=True):
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of numbers that follow each other."""
+    """The first and the last of each run of consecutive numbers."""
     for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
         own = [number for _, number in run]
         yield own[0], own[-1]
@@ -194,7 +195,7 @@ class Mirror(Struct, eq=False):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read_ahead(self, file: File) -> None:
-        """Reads the ends of a file and of those beside it with the same ending, once."""
+        """Reads the ends of a file and of its neighbors with the same ending, once."""
         key = file.found.key
         with self.lock:
             if key in self.read_already:
@@ -225,7 +226,7 @@ _top: list[str] = []
 
 
 def top() -> str:
-    """The folder of this process for mirrors; it is removed in the end."""
+    """The folder of this process for mirrors, which is removed when the process ends."""
     if not _top or not os.path.isdir(_top[0]):
         _top[:] = [tempfile.mkdtemp(prefix="zckpt-")]
         atexit.register(_remove, _top[0], os.getpid())
@@ -233,7 +234,7 @@ def top() -> str:
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # and not a fork of it
+    if os.getpid() == process:  # not in a fork of the process
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -242,14 +243,14 @@ _written: dict[str, str] = {}
 
 
 def spell(path: str, url: str) -> None:
-    """From now on `spelled` takes a path of this machine for a URL."""
+    """Makes `spelled` replace a path of this machine by a URL from now on."""
     _written[path] = url
 
 
 def spelled(text: str) -> str:
-    """A text with URLs instead of the paths that stand for them on this machine."""
+    """Replaces paths of this machine that stand for URLs by these URLs in a text."""
     for path, url in _written.items():
-        # what is unfinished has a path alone
+        # an unfinished target has only a path
         text = re.sub(re.escape(path) + r"(?![\w.-])", lambda _, url=url: url, text)  # type: ignore[misc]
     if not _top or _top[0] not in text:
         return text
@@ -257,7 +258,7 @@ def spelled(text: str) -> str:
 
 
 def mirrored(url: Url) -> Mirror:
-    """The folder of empty files for a URL; raises StoreError and what else `failures` gives."""
+    """Makes the folder of empty files for a URL; raises StoreError and others of `failures`."""
     own = os.path.join(top(), os.urandom(4).hex())
     base = os.path.join(own, f"{url.scheme}:", *url.root.split("/"))
     mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own)
@@ -277,18 +278,18 @@ def mirrored(url: Url) -> Mirror:
 
 
 def _listed(store: Store, url: Url) -> dict[str, Found]:
-    """What is below the URL; else the file that it names; and the files beside it, by key."""
+    """The objects below the URL, or the object that it names, and the files beside it, by key."""
     inside = [*store.below(url.key)]
     if url.key and not inside and (alone := store.head(url.key)) is not None:
         inside = [alone]
     found = {each.key: each for each in (*inside, *(_beside(store, url) if url.key else ()))}
     folders = {parent for key in found for parent in _folders(key)}
-    # tools that show a store as folders put an empty object for each
+    # tools that show a store as folders put an empty object for each folder
     return {key: each for key, each in found.items() if each.size or key not in folders}
 
 
 def _beside(store: Store, url: Url) -> list[Found]:
-    """What is beside the URL, but for what cannot be seen, or has a strange name."""
+    """The objects beside the URL, except those that may not be listed or have a strange name."""
     beside = _seen(lambda: store.directly_in(url.key.rpartition("/")[0])) or []
     keys = {each.key for each in beside}
     return [
@@ -299,7 +300,7 @@ def _beside(store: Store, url: Url) -> list[Found]:
 
 
 def _seen(look: Callable[[], T]) -> T | None:
-    """What a look outside of the URL gives; None if one may see the checkpoint alone."""
+    """The result of a request outside of the URL; None if this user may see only the checkpoint."""
     try:
         return look()
     except Exception as error:
@@ -315,7 +316,7 @@ def _folders(key: str) -> Iterator[str]:
 
 
 def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, Found]:
-    """The files without those of targets below the URL that their runs have not sent whole.
+    """The files, without those of targets below the URL that are not complete.
 
     Raises IncompleteCheckpoint if the URL itself belongs to such a target.
     """
@@ -324,7 +325,7 @@ def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, F
     for at in (*below, *_notes_above(store, url)):
         folder = os.path.dirname(at.key)
         if url.key and not folder:
-            continue  # no target is a whole bucket
+            continue  # no target is a complete bucket
         is_listed = f"{folder}/".startswith(f"{url.key}/".lstrip("/")) or not store.has_listing
         there = found if is_listed else {each.key: each for each in store.below(folder)}
         note = note_at(store, at)
@@ -344,7 +345,7 @@ def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, F
 
 
 def _notes_above(store: Store, url: Url) -> list[Found]:
-    """The notes of unfinished targets to which the URL may belong, where nothing was listed."""
+    """The notes of unfinished targets that the URL may belong to, where nothing was listed."""
     above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
 
     def look(folder: str) -> Found | None:
@@ -355,28 +356,28 @@ def _notes_above(store: Store, url: Url) -> list[Found]:
 
 
 def _size(store: Store, there: Mapping[str, Found], folder: str, name: str) -> int | None:
-    """Bytes of a file; None if the store has none."""
+    """The bytes of a file; None if the store has none."""
     key = f"{folder}/{name}".lstrip("/")
     found = there.get(key) if store.has_listing else store.head(key)
     return found.size if found else None
 
 
 def note_at(store: Store, found: Found) -> Note | None:
-    """The note of an unfinished target; None if it cannot be understood."""
+    """Reads the note of an unfinished target; None if it cannot be parsed."""
     if found.size > unfinished.MOST:
         return None
     return unfinished.understood(bytes(store.read(found, 0, found.size)))
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:
-    """An empty file in the mirror, or a folder."""
+    """Creates an empty file in the mirror, or a folder."""
     found = file.found
     is_folder = found.key.endswith("/") and not found.size
     if reason := strange(found.key.rstrip("/") if is_folder else found.key):
         raise failures.unsafe(file.url, f"{file.url} {reason}: it cannot be the name of a file")
     path = os.path.join(base, *found.key.split("/"))
     if os.path.isfile(path) and not is_folder:
-        return  # it was listed twice
+        return  # the object was listed twice
     try:
         os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
         if is_folder:
@@ -386,8 +387,8 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         message = f"{file.url} or a part of it is an object, and there are objects below it"
         raise failures.unsafe(file.url, message) from error
-    # the nanoseconds tell this file from each that gets its inode later, and a run that is
-    # continued finds the same ones
+    # the nanoseconds distinguish this file from later ones with its inode; a run that is continued
+    # finds the same times
     own = crc32(f"{file.url} {found.etag} {found.size}".encode("utf-8", "surrogateescape"))
     stamp = found.time // 10**9 * 10**9 + own % 10**9
     os.utime(path, ns=(stamp, stamp))
@@ -417,6 +418,6 @@ def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
                 stated = document[LISTS[name]]
                 lay(sorted({*(stated if name == "manifest.json" else stated.values())}))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return  # the reader says what is wrong with it
+        return  # the reader will report the problem
     except Exception as error:
         raise failures.explained(error, url) from error

@@ -1,13 +1,13 @@
-"""How does a target get into a store whole or not at all?
+"""Sends a target to a store, completely or not at all.
 
-It is written on this machine first, in a folder of TMPDIR that has the name of its URL, and a run
-that was stopped continues there (`outgoing`). Then its files are sent in order:
+It is written on this machine first, in a folder of TMPDIR named after its URL, and a run that was
+stopped continues there (`outgoing`). Then its files are sent in order:
 
-    URL/zckpt-unfinished.json   first: what this run is going to write, for --resume and clean-up
-    all other files             each one's size is asked for, and its bytes are compared
+    URL/zckpt-unfinished.json   first: the files of this run, for --resume and clean-up
+    all other files             each one's size is requested, and its bytes are compared
     the last file               manifest.json, .metadata, latest, ...: only if it is not there yet
 
-The last file is the one without which no reader takes the rest for a checkpoint.
+Without the last file no reader recognizes the rest as a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ from .stores import PART, Found, Store, etag_of, store_of
 from .upload import names_at, order
 from .urls import Url
 
-SMALL = 64 << 20  # bytes: a last file up to this size is put on condition that there is none
+SMALL = 64 << 20  # bytes; a last file up to this size is put on condition that it does not exist
 BLOCK = 8 << 20  # bytes that are read back at a time
-AT_ONCE = 8  # small files that are sent together
-NOTED = 5.0  # seconds until what was sent is noted again
+AT_ONCE = 8  # small files that are sent in parallel
+NOTED = 5.0  # seconds between two updates of the note
 EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
 NO_CONDITION = ("NotImplementedError", "NotSupportedError")
-"""What the libraries raise for a put on condition: the object is there; or they cannot do it."""
+"""EXISTS and NO_CONDITION: errors of the libraries for a put on condition.
+
+The object exists, or the store does not support the condition.
+"""
 
 
 class Sums(Struct):
-    """What a file's bytes are while they pass: their CRC-32, and the MD5 of each part."""
+    """The checksums of a file's bytes while they pass: their CRC-32, and the MD5 of each part."""
 
     crc: int = 0
     size: int = 0
@@ -65,11 +68,11 @@ class Sums(Struct):
 
 
 def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends a complete target, and removes it here; gives what the report says of that.
+    """Sends a complete target, and removes it here; returns lines for the report.
 
-    `run` is its mark, and `words` are those of its conversion. Files that an earlier run has sent
-    are not sent again. Raises StoreError, TargetExists if another program has written there
-    meanwhile, and CorruptCheckpoint for bytes that came to the store as others.
+    `run` is its mark, and `words` are the arguments of its conversion. Files that an earlier run
+    has sent are not sent again. Raises StoreError, TargetExists if another program has written
+    there meanwhile, and CorruptCheckpoint if bytes have changed on the way to the store.
     """
     sizes = {
         os.path.relpath(each.path, path): each.stat().st_size
@@ -100,7 +103,7 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
             if last not in done:
                 sending.commit(last, sizes[last])
         except BaseException:
-            with suppress(Exception):  # the first error says more
+            with suppress(Exception):  # the first error is more informative
                 sending.state()
             raise
         sending.store.delete([sending.key(UNFINISHED)])
@@ -114,7 +117,7 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 
 
 class _Sending(Struct, dict=True):
-    """One target on its way: `again` counts the files that had to be read back."""
+    """One target while it is sent; `again` counts the files that had to be read back."""
 
     store: Store
     url: Url
@@ -128,7 +131,7 @@ class _Sending(Struct, dict=True):
         return f"{self.url.key}/{name}"
 
     def begin(self, sizes: dict[str, int], last: str) -> set[str]:
-        """Says what is going to be sent; gives the names that an earlier run has sent."""
+        """Writes the note; returns the names of files that an earlier run has sent."""
         self.target = Note(sizes, last, zckpt=__version__)
         self._noting, self._noted = threading.Lock(), time.monotonic()
         there = names_at(self.url)
@@ -152,14 +155,14 @@ class _Sending(Struct, dict=True):
         return {*self.target.sent}
 
     def state(self, create: bool = False) -> None:
-        """Writes what was sent until now."""
+        """Writes the note with the files that were sent so far."""
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps(to_builtins(self.target)).encode())
             file.flush()
             self._put(UNFINISHED, file.name, create)
 
     def _put(self, name: str, path: str, create: bool) -> tuple[Sums, str | None]:
-        """Sends a file; with `create` only if there is none, as far as the store can tell."""
+        """Sends a file; with `create` only if there is none, as far as the store can ensure it."""
         sums, key = Sums(), self.key(name)
         try:
             return sums, self.store.put(key, path, sums.add, create, self.run)
@@ -184,7 +187,7 @@ class _Sending(Struct, dict=True):
         )
 
     def note(self, name: str, crc: int) -> None:
-        """A file is there, and compared."""
+        """Notes a file that has arrived and was compared."""
         with self._noting:
             self.target.sent[name] = crc
             if time.monotonic() - self._noted > NOTED:
@@ -192,7 +195,7 @@ class _Sending(Struct, dict=True):
                 self._noted = time.monotonic()
 
     def put(self, name: str, create: bool = False) -> int:
-        """Sends one file, and compares what the store has; gives the CRC-32."""
+        """Sends one file, and compares it with the stored one; returns the CRC-32."""
         sums, etag = self._put(name, os.path.join(self.path, name), create)
         found = self.store.head(self.key(name))
         if found is None or found.size != sums.size:
@@ -200,7 +203,7 @@ class _Sending(Struct, dict=True):
             raise self._lost(name, f"the store has {there} of {sums.size} bytes", etag, found)
         md5 = etag_of(sums.digests)
         if {md5} == {(each or "").strip('"') for each in (etag, found.etag)}:
-            return sums.crc  # the MD5 that the store itself has computed
+            return sums.crc  # the store itself has computed this MD5
         if self.read_back:
             self.again += 1
             if self._crc(found) != sums.crc:
@@ -234,7 +237,7 @@ class _Sending(Struct, dict=True):
     ) -> CorruptCheckpoint:
         self.target.lost[:] = [name]
         if name == self.target.last and found is not None and self._has_sent(found, etag):
-            self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
+            self.store.delete([self.key(name)])  # it would make the rest look complete
         return CorruptCheckpoint(
             "upload-damaged",
             f"{self.url}/{name} did not arrive: {what}",
@@ -243,7 +246,7 @@ class _Sending(Struct, dict=True):
         )
 
     def _has_sent(self, found: Found, etag: str | None) -> bool:
-        """Whether this run has sent an object, as far as the store can say it."""
+        """Whether this run has sent an object, as far as the store shows it."""
         if etag is not None:
             return etag == found.etag
         with suppress(Exception):
@@ -261,7 +264,7 @@ class _Sending(Struct, dict=True):
             raise
         except Exception as error:
             if is_small and self._is_ours(name):
-                return  # it has arrived, and the answer was lost
+                return  # it has arrived, but the answer was lost
             if type(error).__name__ in EXISTS:
                 raise self._preceded(name) from error
             raise

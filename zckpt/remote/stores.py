@@ -1,7 +1,7 @@
-"""What can a store do, and which one does a URL mean?
+"""The operations of object stores, and the store of a URL.
 
-obstore speaks to S3, Google, Azure and web servers; it retries what fails, with backoff. A program
-may give an obstore store or an fsspec filesystem of its own. All methods raise the libraries' own
+obstore accesses S3, Google, Azure and web servers; it retries failed requests, with backoff. A
+program may pass its own obstore store or fsspec filesystem. All methods raise the libraries' own
 errors, which `failures` explains.
 """
 
@@ -21,15 +21,18 @@ from .urls import Url
 PART, MOST_PARTS = 16 << 20, 9_000  # bytes of a part of an upload; S3 takes 10,000 parts
 IN_FLIGHT = 128 << 20  # bytes of parts that are being sent
 CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
-"""A request may take long as long as bytes arrive: the library's own limit is 30 s in all."""
-MARK = "zckptrun"  # metadata of an object, whose run sent it; Azure takes identifiers alone
+"""Limits of time.
+
+A request may take long while bytes arrive; obstore's own limit is 30 s in all.
+"""
+MARK = "zckptrun"  # metadata of an object: the run that sent it; Azure accepts only identifiers
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}  # of obstore
 OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 
 
 class Found(Struct, frozen=True):
-    """An object: its key, its bytes, its ETag if the store gives one, its time in nanoseconds.
+    """An object: its key, its bytes, its ETag if the store has one, its time in nanoseconds.
 
     A folder has a key that ends in a slash, and no bytes.
     """
@@ -41,12 +44,12 @@ class Found(Struct, frozen=True):
 
 
 def part_size(size: int) -> int:
-    """Bytes of each part of an upload of `size` bytes."""
+    """The bytes of each part of an upload of `size` bytes."""
     return max(PART, ((size // MOST_PARTS >> 20) + 1) << 20)
 
 
 def etag_of(digests: Sequence[bytes]) -> str:
-    """The ETag that S3 gives an object by the MD5s of its parts, or of itself."""
+    """The ETag that S3 gives an object, from the MD5s of its parts, or of itself."""
     import hashlib
 
     if len(digests) == 1:
@@ -62,7 +65,7 @@ def blocks_of(path: str, size: int) -> Iterator[bytes]:
 
 
 class Objects:
-    """An obstore store, by keys. `Filesystem` has the same methods."""
+    """An obstore store, accessed by keys. `Filesystem` has the same methods."""
 
     has_listing = True
 
@@ -70,7 +73,7 @@ class Objects:
         import obstore
 
         self.own, self._call = store, obstore
-        self._is_folder = type(store).__name__ == "LocalStore"  # it notes nothing beside a file
+        self._is_folder = type(store).__name__ == "LocalStore"  # it stores no metadata with a file
 
     def below(self, key: str) -> Iterator[Found]:
         """All objects below a key."""
@@ -78,7 +81,7 @@ class Objects:
             yield from map(_found, batch)
 
     def directly_in(self, key: str) -> list[Found]:
-        """The objects and the folders of one level."""
+        """The objects and the folders directly below a key."""
         level = self._call.list_with_delimiter(self.own, key or None)
         folders = [Found(f"{folder}/", 0) for folder in level["common_prefixes"]]
         return [*folders, *map(_found, level["objects"])]
@@ -91,9 +94,9 @@ class Objects:
             return None
 
     def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
-        """Bytes [start, stop); raises the library's error if the object is another one by now."""
+        """Bytes [start, stop); raises the library's error if the object was replaced."""
         options: dict[str, Any] = {"range": (start, stop)}
-        if found.etag and not found.etag.startswith("W/"):  # a weak one never matches
+        if found.etag and not found.etag.startswith("W/"):  # a weak ETag never matches
             options["if_match"] = found.etag
         answer = self._call.get(self.own, found.key, options=options)
         is_other = found.etag and (_quoted(answer.meta["e_tag"]) or found.etag) != found.etag
@@ -104,9 +107,10 @@ class Objects:
     def put(
         self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
     ) -> str | None:
-        """Sends a file, and gives its ETag; with `create` only if there is no such object.
+        """Sends a file, and returns its ETag; with `create` only if there is no such object.
 
-        `passed` gets the bytes in their order. `mark` is noted beside them, where a store can.
+        `passed` is called with the bytes in their order. `mark` is stored with them, where a store
+        can.
         """
         size = os.path.getsize(path)
         length = part_size(size)
@@ -142,12 +146,12 @@ def _found(item: Any) -> Found:
 
 
 def _quoted(etag: str | None) -> str | None:
-    """An ETag as HTTP spells it: Azure's lists give it without quotation marks."""
+    """An ETag as HTTP writes it: Azure's lists omit the quotation marks."""
     return etag if etag is None or etag.endswith('"') else f'"{etag}"'
 
 
 class Web(Objects):
-    """A web server: it lists nothing."""
+    """A web server, which lists nothing."""
 
     has_listing = False
 
@@ -248,7 +252,7 @@ Store = Objects | Filesystem
 
 
 def store_of(url: Url) -> Store:
-    """The store of a URL; raises MissingExtra, and WrongOption for what is no store."""
+    """The store of a URL; raises MissingExtra, and WrongOption for an object that is no store."""
     if url.store is not None:
         if type(url.store).__module__.partition(".")[0] == "obstore":
             return Objects(url.store)
@@ -273,7 +277,7 @@ def store_of(url: Url) -> Store:
         options = {**CLIENT, "allow_http": url.scheme == "http"}
         web = f"{url.scheme}://{url.root}/"
         return Web(store.HTTPStore.from_url(web, client_options=options))
-    # an endpoint that the user names may be without TLS
+    # an endpoint that the user names may have no TLS
     is_plain = any(os.environ.get(name, "").startswith("http:") for name in ENDPOINTS)
     is_plain = is_plain or "AZURE_STORAGE_USE_EMULATOR" in os.environ
     kind = getattr(store, CLASSES[url.scheme])
@@ -282,7 +286,7 @@ def store_of(url: Url) -> Store:
 
 
 def _profile() -> dict[str, Any]:
-    """Credentials of S3 and a region from profiles and `aws sso login`, which boto3 reads."""
+    """Credentials and region for S3 from profiles and `aws sso login`, which boto3 reads."""
     if any(map(os.environ.get, OWN_KEYS)) or not find_spec("boto3"):
         return {}
     import boto3

@@ -1,4 +1,4 @@
-"""Where on this machine is the target of a URL written first, and may it be written at all?"""
+"""Where the target of a URL is written first on this machine, and whether it may be written."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ OF_RUNNING = {
     *("begin", "tell", "copying", "resume", "begins_anew", "gives_way", "dry_run"),
     *("read_back", "target"),
 }
-"""Words of a conversion that do not say what its target is."""
+"""Arguments of a conversion that do not affect the contents of its target."""
 
 
 def order(name: str) -> tuple[int, str]:
-    """Puts names in the order in which files are sent: those of `LASTS` last.
+    """A sort key for the order in which files are sent: those of `LASTS` last.
 
-    A deeper one is less decisive.
+    A file in a deeper folder is less decisive.
     """
     base = os.path.basename(name)
     if base not in LASTS:
@@ -68,7 +68,7 @@ def folder_for(url: Url) -> str:
 
 
 def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
-    """What tells a run from all others: its command, its options, and the files of its sources."""
+    """Identifies a run by its command, its options, and the files of its sources."""
     said = {
         name: word
         for name, word in words.items()
@@ -88,8 +88,8 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
 def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
     """The path on this machine at which the target of a URL is to be written first.
 
-    True stands beside it if the run with the mark `run` has completed the target. Raises
-    TargetExists if there is another one, and WrongOption for processes that share a target.
+    The second value is True if the run with the mark `run` has already completed the target. Raises
+    TargetExists if there is another target, and WrongOption for processes that share a target.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
@@ -111,7 +111,8 @@ def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str
     path = os.path.join(folder, os.path.basename(url.key))
     spell(path, str(url))
     if not resume and not words.get("dry_run"):
-        shutil.rmtree(path, ignore_errors=True)  # a complete one, of a run that could not send it
+        # it may be complete, from a run that could not send it
+        shutil.rmtree(path, ignore_errors=True)
     try:
         yield path, is_done
     except NotEnoughSpace as error:
@@ -139,9 +140,9 @@ def refuse_inside(source: Url, target: Url) -> None:
 
 
 def is_complete(url: Url, run: str, resume: bool) -> bool:
-    """Whether the run of this mark has completed the target.
+    """Whether the run with this mark has completed the target.
 
-    Raises TargetExists if there is anything else at the URL, but for what `resume` continues.
+    Raises TargetExists if anything else is at the URL, except remains that `resume` continues.
     """
     there = names_at(url)
     if not there:
@@ -168,7 +169,7 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
 
 
 def note_of(url: Url, store: Store, found: Found) -> Note:
-    """The note of an unfinished target; raises UnsupportedCheckpoint if it cannot be understood."""
+    """Reads the note of an unfinished target; raises UnsupportedCheckpoint if it is invalid."""
     if (note := note_at(store, found)) is None:
         raise UnsupportedCheckpoint(
             "version-unsupported",
@@ -181,13 +182,13 @@ def note_of(url: Url, store: Store, found: Found) -> Note:
 
 
 def _client_line(url: Url) -> str:
-    """The command with which a store's own client removes all that is below a URL."""
+    """The command with which a store's own client removes everything below a URL."""
     command = REMOVING.get(url.scheme)
     return f": {command.format(quote(str(url)))}" if command else ""
 
 
 def names_at(url: Url) -> dict[str, Found]:
-    """What is below a URL, by name; the object at the URL itself has the name ""."""
+    """The objects below a URL, by name; the object at the URL itself has the name ""."""
 
     def ask() -> dict[str, Found]:
         store = store_of(url)

@@ -1,10 +1,10 @@
-"""How does a function that takes paths of this machine take URLs?
+"""Makes functions that take paths of this machine accept URLs.
 
     @takes_urls("path", "against")
     def verify(path, against=None, ...): ...
 
-A URL becomes the path of its mirror, and in what the function returns or raises the path becomes
-the URL again.
+A URL is replaced by the path of its mirror. In the results and errors of the function, the path is
+replaced by the URL again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .mirror import spelled
 from .urls import Url, is_url, parse
 
 FETCHING = {"s3": "aws s3 sync {} DIR", "gs": "gcloud storage rsync -r {} DIR"}
-"""How a target gets to the machine whose engine loads it."""
+"""Commands that download a target to the machine whose engine loads it."""
 JOBS = 16  # threads
 Words = ParamSpec("Words")
 Result = TypeVar("Result")
@@ -36,10 +36,10 @@ Result = TypeVar("Result")
 def takes_urls(
     *sources: str, target: str | None = None, keep: bool = False
 ) -> Callable[[Callable[Words, Result]], Callable[Words, Result]]:
-    """A decorator of a function: its parameters `sources` are read, and `target` is written.
+    """Decorates a function whose parameters `sources` are read, and whose `target` is written.
 
-    With `keep` the mirrors stay until the process ends, because what the function returns reads
-    from them.
+    With `keep` the mirrors stay until the process ends, because the function's result reads from
+    them.
     """
 
     def decorate(function: Callable[Words, Result]) -> Callable[Words, Result]:
@@ -80,7 +80,7 @@ def _sent(
     """The report of a function whose target is sent to a store."""
     started = time.monotonic()
     with upload.outgoing(url, words, run) as (path, is_done):
-        # the last moment before a target is there is that of the store
+        # the check before the rename belongs to the store's commit
         more: dict[str, Any] = {target: path, "before_rename": None}
         if is_done:
             more["dry_run"] = True
@@ -99,16 +99,16 @@ def _sent(
 
 
 def jobs_for(memory: int, *paths: Any) -> int:
-    """Threads: more than usual if one of the paths is a URL, because each waits for a request.
+    """The number of threads: more than usual for URLs, because each thread waits for a request.
 
-    Each takes two buffers of at least 1 MiB.
+    Each thread uses two buffers of at least 1 MiB.
     """
     is_remote = any(map(is_url, paths))
     return max(1, min(JOBS, memory >> 21)) if is_remote else DEFAULT_COPYING.jobs
 
 
 def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], url: Any) -> None:
-    """Reads with more threads, unless the caller says with how many."""
+    """Uses more threads for reading, unless the caller gives their number."""
     if "jobs" in names:
         memory = words.get("memory", names["memory"].default)
         words.setdefault("jobs", jobs_for(memory, url))
@@ -118,7 +118,7 @@ def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any], ur
 
 @contextmanager
 def local(path: Any) -> Iterator[str]:
-    """The path on this machine at which a URL can be read; a path of this machine as it is."""
+    """The path on this machine at which a URL can be read; a local path is returned unchanged."""
     if not is_url(path):
         yield path
         return
@@ -130,13 +130,13 @@ def local(path: Any) -> Iterator[str]:
 
 
 def kept(path: Any) -> str:
-    """The path at which a URL can be read until the process ends; a path as it is."""
+    """The path at which a URL can be read until the process ends; a local path is unchanged."""
     return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Errors in the block name URLs, and not the paths of mirrors."""
+    """Makes errors in the block name URLs instead of the paths of mirrors."""
     try:
         yield
     except ZckptError as error:
@@ -150,7 +150,7 @@ def telling() -> Iterator[None]:
 
 
 def translated(value: Any) -> Any:
-    """A report with URLs instead of the paths that stand for them."""
+    """A report with URLs in place of the local paths that stand for them."""
     if isinstance(value, str):
         return spelled(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which store and which key does a URL mean?"""
+"""Parses URLs of object stores: the store and the key."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import WrongOption, listed
 
 SLASHES = "://"
 SCHEMES = ("s3", "gs", "az", "https", "http", "hf")
-"""Those that are read; all but https, http and hf are written too."""
-MOST_NAME = 255  # bytes of one name on this machine's filesystems
+"""The schemes that are read; all but https, http and hf are written too."""
+MOST_NAME = 255  # bytes; the longest name on this machine's filesystems
 
 
 class Url(Struct, frozen=True):
     """`root` is the bucket, the container, the host, or the Hub's repository with its revision.
 
-    `key` has no slash at its ends. `store` is one that a program has given.
+    `key` has no slash at its ends. `store` is a store that a program has passed.
     """
 
     scheme: str
@@ -36,7 +36,7 @@ class Url(Struct, frozen=True):
 
 
 class At(Struct, frozen=True):
-    """A path in a store of a program: an obstore store, or an fsspec filesystem.
+    """A path in a program's store: an obstore store, or an fsspec filesystem.
 
     zckpt.convert(zckpt.At(store, "runs/7"), "universal")
     """
@@ -54,7 +54,7 @@ def is_url(path: object) -> bool:
 
 
 def parse(path: str | os.PathLike[str] | At) -> Url:
-    """The URL's parts; raises WrongOption for one that names no object."""
+    """Parses a URL; raises WrongOption if it names no object."""
     if isinstance(path, At):
         return Url("store", type(path.store).__name__, _key(path.path, path.path), path.store)
     text = os.fspath(path)
@@ -96,7 +96,7 @@ def _repository(rest: str) -> tuple[str, str]:
 
 
 def _key(key: str, url: str) -> str:
-    """A key that can be a path on this machine."""
+    """Checks that a key can be a path on this machine."""
     key = key.strip("/")
     if key and (reason := strange(key)):
         raise _wrong(f"{url} {reason}", "give the key as the store lists it")

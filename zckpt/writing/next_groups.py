@@ -75,8 +75,7 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
 
 
 def _run(path: str) -> Manifest:
-    """Reads the run of `--groups-from`; raises MissingData if its optimizer or names are unknown.
-    """
+    """Reads the run of `--groups-from`; raises MissingData without its optimizer or its names."""
     hint = (
         "let the next program save after its first update, with its optimizer and without "
         "elastic_checkpoint; if its files lack names, convert it to a universal checkpoint with "
@@ -181,9 +180,7 @@ class _RunsGroups:
         return members
 
     def _origins(self) -> list[int]:
-        """For each group of the run, the source's group of its first member that the source
-        trained.
-        """
+        """For each group of the run, the source's group of its first trained member."""
         before = self.named.parameters
         first: dict[int, int] = {}
         for name, number in self.members.items():
@@ -192,9 +189,7 @@ class _RunsGroups:
         return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
 
     def taken(self) -> tuple[Manifest, list[Report]]:
-        """The source with the run's groups, without states of parameters that the run does not
-        train.
-        """
+        """The source with the run's groups, without states of parameters that are not trained."""
         named, members = self.named, self.members
         before = named.parameters
         trained = {name for name, own in before.items() if own.trainable}
@@ -269,9 +264,7 @@ class _RunsGroups:
         return engine
 
     def _pipeline(self) -> Any:
-        """The run's stages, which list the trained parameters, if there are as many as in the
-        source.
-        """
+        """The run's stages, which list the trained parameters, if the source has as many stages."""
         own, its = self.named.run.pipeline, self.run.run.pipeline
         fits = own and its and len(own.parameters) == len(its.parameters)
         return its.renamed(self.owners) if fits and its else own

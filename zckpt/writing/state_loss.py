@@ -161,8 +161,7 @@ class Keeping(Struct, frozen=True):
 
     @property
     def _unsupported_in_groups(self) -> list[dict[str, Any]]:
-        """For each group, the hyper-parameters that are objects of classes that are not admitted.
-        """
+        """For each group, the hyper-parameters that are objects of classes not admitted."""
         if self.options.weights_only:
             return []
         lost = []
@@ -180,8 +179,7 @@ class Keeping(Struct, frozen=True):
         return lost
 
     def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may contain.
-        """
+        """Raises UnsupportedState for a hyper-parameter that the target's pickles cannot have."""
         values = self._unsupported_in_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
             return

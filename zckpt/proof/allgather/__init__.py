@@ -1,20 +1,20 @@
-"""Does a checkpoint equal another one if its engine's own rule puts it together?
+"""Compares a checkpoint with another one, after its engine's own rule has assembled its tensors.
 
 Every process reads some ranks' parts of the flat buffers, and torch.distributed gathers them. The
-engine's rule (`formats/*/gather.py`, in the words of `core/ranks/partition.py`) cuts the parameters
-out, not our manifest: this shares only the parser of files with the copying. The other checkpoint
-is read through its manifest.
+engine's rule (`formats/*/gather.py`, with the records of `core/ranks/partition.py`) cuts the
+parameters out, not our manifest. So this shares only the parser of files with the copying. The
+other checkpoint is read through its manifest.
 
 A bucket is a range of columns of a (rank x element) matrix, over as many buffers as fit into
 memory. One coalesced all-gather fills a flat buffer that is allocated once, and tensors are
 compared as views of it. Two buckets are in flight: while one is moved, gathered and compared,
-threads read the next into pinned memory. Each process compares a share of the gathered whole. A
-tensor that one file holds whole is not gathered: each process reads and compares its own part.
+threads read the next into pinned memory. Each process compares a share of the gathered bucket. A
+tensor that is complete in one file is not gathered: each process reads and compares one part.
 
     world.py       which processes take part        readers.py     threads that read both sides
     parts.py       what the ranks hold, by name     buffers.py     the memory of a bucket
     gathering.py   bucket after bucket              elements.py    comparison of two blocks
-    buckets.py     which blocks of tensors one all-gather brings back
+    buckets.py     which blocks of tensors one all-gather returns
 """
 
 from collections.abc import Collection, Sequence
@@ -63,11 +63,11 @@ def verify_gathered(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    """Whether `other` equals what the ranks of `manifest` would gather.
+    """The report on whether `other` equals what the ranks of `manifest` would gather.
 
     `parts` are the ranks' parts by the engine's rule, or None if no engine gathers this format.
-    Every process of the world returns the same report, with its own `rank`. Raises WrongOption,
-    and MissingData if the two share no weights.
+    Every process of the world returns the same report, with its own `rank`. Raises WrongOption, and
+    MissingData if the two share no weights.
     """
     world = join_world(device)
     try:
@@ -147,7 +147,7 @@ def _verify(
 
 
 def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
-    """Tensors of which no bucket brought some elements."""
+    """Problems with tensors of which no bucket contained some elements."""
     return [
         line_of(
             problem(
@@ -164,7 +164,7 @@ def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
 
 
 def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]:
-    """Tensors that our reader knows, but the engine's rule does not."""
+    """Problems with tensors that our reader has, but the engine's rule has not."""
     return [
         line_of(
             problem("tensor-differs", f"{name} is not what the engine would gather", subject=name),
@@ -177,7 +177,7 @@ def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]
 
 
 def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
-    """Tensors without names that the engine would load, but our reader does not read."""
+    """Problems with nameless tensors that the engine would load, but our reader does not read."""
     return [
         line_of(
             problem(
@@ -193,7 +193,10 @@ def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
 
 
 class _Findings(Struct, frozen=True):
-    """What one process tells the others: by place in `matches`; CRCs by place, side and range."""
+    """The results that one process sends to the others.
+
+    Differences are by place in `matches`; CRCs by place, side and range.
+    """
 
     differences: dict[int, Difference]
     crcs: list[tuple[int, int, list[tuple[int, int, int]]]]
@@ -201,7 +204,7 @@ class _Findings(Struct, frozen=True):
 
 
 def _of_all_processes(world: World, own: Gathering) -> ComparisonOutcome:
-    """The outcome of all processes together; each of them gets it."""
+    """The combined outcome of all processes; each of them receives it."""
     crcs = [(*key, ranges) for key, ranges in own.crcs.items()]
     mine = msgpack.encode(_Findings(own.differences, crcs, own.bytes))
     everyone = [msgpack.decode(each, type=_Findings) for each in exchanged(world, mine)]

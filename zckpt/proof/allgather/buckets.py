@@ -1,8 +1,8 @@
-"""Which blocks of tensors does one all-gather bring back?
+"""Packs blocks of tensors into buckets, each of which one all-gather returns.
 
-It brings a bucket, a matrix of (rank x element); a tensor is blocks of that matrix. The geometry of
-boxes is here, apart from that in `fragments.py`: `verify --gather` proves readers that use the
-latter. No I/O here.
+A bucket is a matrix of (rank x element); a tensor consists of blocks of that matrix. The geometry
+of boxes is repeated here, separately from `fragments.py`: `verify --gather` proves readers that use
+the latter. No I/O here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from ...core.storage.fragments import Extent
 
 
 class Spread(Partitioned, frozen=True):
-    """A whole tensor, cut over the processes. No rank gathers it: each compares its own part."""
+    """A complete tensor, cut over the processes.
+
+    It is not gathered: each process compares its part.
+    """
 
 
 class Beside(Struct, frozen=True):
-    """Boxes of one tensor that lie side by side along `axis`, in this order, from end to end of it.
+    """Boxes of one tensor that lie side by side along `axis`, in this order, and together fill it.
 
-    They are alike along all axes before, and not cut along those behind. So every one has a line
-    for each line of all together, and a range of lines is contiguous in the tensor. `widths` are
-    the elements of a line of every box.
+    They are alike along all axes before `axis`, and not cut along those after it. So every box has
+    one line for each line of all together, and a range of lines is contiguous in the tensor.
+    `widths` are the elements in a line of each box.
     """
 
     apart: Joined
@@ -45,15 +48,15 @@ class Beside(Struct, frozen=True):
         return self.apart.parts
 
     def extent(self, rank: int) -> Extent:
-        """A rank's part."""
+        """The bytes of a rank's part."""
         return self.apart.extent(rank)
 
     def length(self, rank: int) -> int:
-        """Elements of a rank's part."""
+        """The number of elements in a rank's part."""
         return self.apart.length(rank)
 
     def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """What a rank has of a segment, which counts elements of the widest part: its lines."""
+        """The range of a rank's part in a segment, which counts elements of the widest part."""
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
@@ -78,9 +81,10 @@ class Beside(Struct, frozen=True):
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """The boxes of a tensor, those that lie side by side together; ranges of boxes on their own.
+    """Groups the boxes of a tensor: those that lie side by side together, and the others.
 
-    The others are apart by their lengths: a bucket's rows are as wide as the longest part in it.
+    Ranges of boxes are among the others. These are grouped by their lengths, since a bucket's rows
+    are as wide as the longest part in it.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     others: list[BoxPart] = []
@@ -105,9 +109,9 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 
 
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """How many lines of a box follow each other at equal distances in the tensor.
+    """The number of lines of a box that follow each other at equal distances in the tensor.
 
-    `sizes` are those of the box along the axes before its lines; outer axes count as long as the
+    `sizes` are those of the box along the axes before its lines. Outer axes count as long as the
     axes within them are not cut.
     """
     count = 1
@@ -119,7 +123,7 @@ def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 Cut = Partitioned | Joined | Beside
-"""What several ranks have parts of."""
+"""A tensor or buffer of which several ranks have parts."""
 
 
 class Segment(Struct, frozen=True):
@@ -135,12 +139,12 @@ class Segment(Struct, frozen=True):
 
 
 class Block(Struct, frozen=True):
-    """`rows` x `columns` elements of a tensor in a bucket, from (`row`, `column`) on.
+    """`rows` x `columns` elements of a tensor in a bucket, beginning at (`row`, `column`).
 
-    Row i of the block holds `columns` elements of the tensor, from start + i * stride on. The rows
-    lie in as many rows of the bucket. Those of boxes lie elsewhere: `pieces` are (row, column,
+    Row i of the block holds `columns` elements of the tensor, beginning at start + i * stride. The
+    rows lie in as many rows of the bucket. Those of boxes lie elsewhere: `pieces` are (row, column,
     columns) of the bucket, each with `columns` elements of every row of the block, without gaps.
-    Put side by side, they are the block.
+    The pieces side by side are the block.
     """
 
     member: FlatMember
@@ -157,16 +161,16 @@ class Block(Struct, frozen=True):
         return self.rows * self.columns
 
     def runs(self) -> list[tuple[int, int]]:
-        """The elements as ranges [start, stop)."""
+        """The elements as ranges [start, stop) of the tensor."""
         if self.stride == self.columns or self.rows == 1:
             return [(self.start, self.start + self.numel)]
         firsts = range(self.start, self.start + self.rows * self.stride, self.stride)
         return [(first, first + self.columns) for first in firsts]
 
     def cut(self, count: int) -> tuple[Block, Block]:
-        """Cuts in two, with about `count` elements first: between rows, or within a single row.
+        """Cuts the block in two, with about `count` elements in the first part.
 
-        The block has more than `count` elements.
+        It cuts between rows, or within a single row. The block has more than `count` elements.
         """
         if self.rows > 1:
             rows = max(1, count // self.columns)
@@ -248,14 +252,14 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """The blocks of boxes; a rank whose part is shorter than others' has none at the end."""
+    """The blocks of boxes; a rank with a shorter part has none at the end."""
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
         yield from lines_of(part, rank, segment.start, stop, segment.at)
 
 
 def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """The blocks of members that are cut over all ranks each; the last ranks are padded."""
+    """The blocks of members that are each cut over all ranks; the last ranks are padded."""
     ranks = len(part.ranks)
     for member in part.members:
         width = -(-member.numel // ranks)
@@ -288,12 +292,15 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def kind_of(part: Cut) -> tuple[str, int, bool]:
-    """What parts in one bucket have in common: type, number of ranks, whether none gathers them."""
+    """What all parts of a bucket share: dtype, number of ranks, whether they are not gathered."""
     return part.dtype, len(part.ranks), isinstance(part, Spread)
 
 
 LINES = 1 << 16
-"""A bucket has about as many lines of boxes at most: the other side is read line by line."""
+"""The approximate largest number of lines of boxes in a bucket.
+
+The other checkpoint is read line by line.
+"""
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
@@ -301,7 +308,7 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0
     for part in parts:
-        if not part.ranks:  # a tensor without elements, of which no file has a part
+        if not part.ranks:  # a tensor without elements, which no file contains
             continue
         if kind_of(part) != kind:
             if segments:
@@ -334,7 +341,10 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
 
 
 def share_of(bucket: Bucket, rank: int, size: int) -> Iterator[Block]:
-    """The blocks that one of `size` processes compares; each gets about as many elements."""
+    """The blocks that one of `size` processes compares.
+
+    The shares have similar numbers of elements.
+    """
     listed = list(bucket.blocks())
     if bucket.apart:
         yield from (block for block in listed if block.row == rank)

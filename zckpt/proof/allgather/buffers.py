@@ -1,4 +1,4 @@
-"""The memory of a bucket: read, moved to the device, and gathered there."""
+"""The memory of a bucket: its rows are read, moved to the device, and gathered there."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .elements import BITS
 from .readers import BlockMatch
 from .world import World, together_with_others
 
-# all_gather_into_tensor is its name before torch 2.13
+# before torch 2.13 its name is all_gather_into_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """Brings every process's part, which is a slice of `whole`, to all other processes.
+    """Sends every process's `part`, which is a slice of `whole`, to all other processes.
 
-    gloo's own all-gather copies twice. Broadcasts of the parts, all started together, bring the
-    same bytes in half the time (torch 2.13, 2 and 4 processes on one machine).
+    gloo's own all-gather copies twice. Broadcasts of the parts, all started together, send the same
+    bytes in half the time (torch 2.13, 2 and 4 processes on one machine).
     """
     if world.transport.type == "cuda":
         ALL_GATHER(whole, part)
@@ -32,7 +32,7 @@ def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class BucketBuffers:
-    """The memory of one bucket: the gathered rows, this process's own rows, the other side."""
+    """The memory of one bucket: the gathered rows, this process's rows, the other checkpoint."""
 
     def __init__(self, world: World, room: int, other: int) -> None:
         self.world = world
@@ -52,18 +52,20 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory that this process's rows are read into, and the all-gathered memory."""
+        """The memory into which this process's rows are read, and that from which they are
+        gathered.
+        """
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
         return (part if self._rows is None else self._rows[:length]), part
 
     def grow(self, other: int) -> None:
-        """Allocates more memory for the other side, without keeping its contents."""
+        """Allocates more memory for the other checkpoint, without keeping its contents."""
         self.other = self._host(other)
         self.near_other = self._near(other) if self.cuda else self.other
 
     def rows(self, bucket: Bucket) -> int:
-        """Bytes of all rows, with padding rows so that every process has as many."""
+        """The bytes of all rows, with padding rows to give every process the same number."""
         each = -(-bucket.rows // self.world.size)
         return each * self.world.size * bucket.width * bucket.size
 
@@ -82,7 +84,7 @@ class BucketBuffers:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block of the ranks and the same elements of the other side; only boxes are copied."""
+        """A block of the ranks, and the same elements of the other side; only boxes are copied."""
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)
         lines = [

@@ -1,4 +1,4 @@
-"""Do two blocks of elements differ, and by how much? Compared by torch, where they are."""
+"""Compares two blocks of elements with torch, on their device, and measures differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.comparison.difference import Difference, measure_difference, same
 from ...core.passes.plan import Match
 from .readers import BlockMatch, memory_of
 
-LINE = 4096  # bytes; rows at least this long are compared one by one
+LINE = 4096  # bytes; rows of at least this length are compared one by one
 LOOK = 1 << 20  # elements of a differing block that are measured together
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,7 +21,7 @@ def _float(bits: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor:
-    """Where two blocks, given by their bits, differ."""
+    """A mask of the elements in which two blocks, given by their bits, differ."""
     assert match.b is not None
     if match.how == "values":
         ours, theirs = _float(a, match.a.dtype).double(), _float(b, match.b.dtype).double()
@@ -31,7 +31,7 @@ def _unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor:
 
 
 def any_unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor | bool:
-    """Whether two blocks differ anywhere: on a GPU without waiting for the answer."""
+    """Whether two blocks differ anywhere. On a GPU the result is not awaited."""
     if match.how == "bits" and a.device.type == "cpu":
         if a.shape[1] * a.element_size() < LINE:
             return not torch.equal(a, b)
@@ -41,7 +41,7 @@ def any_unequal(a: torch.Tensor, b: torch.Tensor, match: Match) -> torch.Tensor 
 
 
 def _rounded(a: torch.Tensor, b: torch.Tensor, match: Match) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as bits of one type: the wider is rounded to the other's."""
+    """Both blocks as bits of one type: the wider is rounded to the other's type."""
     assert match.b is not None
     if match.how != "rounded":
         return a, b
@@ -53,7 +53,7 @@ def _rounded(a: torch.Tensor, b: torch.Tensor, match: Match) -> tuple[torch.Tens
 
 
 def difference_of(a: torch.Tensor, b: torch.Tensor, item: BlockMatch) -> Difference:
-    """How a block differs. Only the elements that differ leave the device."""
+    """The difference of a block. Only the elements that differ leave the device."""
     match, difference = item.match, Difference()
     dtypes = (match.a.dtype, item.other.dtype)
     rounded = match.how == "rounded"
@@ -83,5 +83,5 @@ def difference_of(a: torch.Tensor, b: torch.Tensor, item: BlockMatch) -> Differe
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements, row-major."""
+    """The bytes of a tensor's elements, row-major."""
     return memory_of(tensor.contiguous().view(-1).view(torch.uint8).cpu())

@@ -1,4 +1,4 @@
-"""One process's work: it reads, gathers and compares bucket after bucket, two at a time."""
+"""The work of one process: it reads, gathers and compares buckets, two at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .elements import BITS, any_unequal, bytes_of, difference_of
 from .readers import BlockMatch, Readers, Seen, memory_of
 from .world import World
 
-GLOO = 32 << 20  # bytes; gloo needs more time per byte for larger messages
+GLOO = 32 << 20  # bytes; for larger messages gloo needs more time per byte
 ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
 
 
@@ -56,7 +56,7 @@ class Gathering:
         self.matches = [item for _, item in matches]
         read = enumerate(matches)
         self.places = by_key((key, place) for place, (key, item) in read if item.is_read)
-        # no other side has the same bits, so these tensors need a CRC of their own
+        # no compared side has the same bits, so these tensors need their own CRC
         self.apart = {
             places[0]
             for places in self.places.values()
@@ -67,7 +67,7 @@ class Gathering:
         self.bytes = 0
 
     def run(self, parts: Sequence[Cut], memory: int) -> None:
-        """All buckets, two in flight at a time."""
+        """Processes all buckets, two in flight at a time."""
         least = max((len(part.ranks) for part in parts), default=1) * self.world.size * 8
         room, other = self._room(memory, least)
         slots = [BucketBuffers(self.world, room, other) for _ in range(2)]
@@ -84,7 +84,7 @@ class Gathering:
             self._finish(flight)
 
     def _room(self, memory: int, least: int) -> tuple[int, int]:
-        """Bytes of gathered rows, and of the other side, in each slot."""
+        """The bytes of gathered rows, and of the other checkpoint, in each slot."""
         most = 1.0
         for places in self.places.values():
             size = SIZES[self.matches[places[0]].a.dtype]
@@ -102,7 +102,7 @@ class Gathering:
         return room, int(room * most / self.world.size)
 
     def _read(self, bucket: Bucket, slot: BucketBuffers) -> Flight:
-        """Starts reading this process's rows, and its share of the other side."""
+        """Starts reading this process's rows, and its share of the other checkpoint."""
         world = self.world
         each = -(-bucket.rows // world.size)
         read, _ = slot.own(bucket)
@@ -146,7 +146,7 @@ class Gathering:
                 slot.done.record()
 
     def _finish(self, flight: Flight) -> None:
-        """Collects what the comparison found. Only blocks that differ are measured."""
+        """Collects the results of the comparison. Only blocks that differ are measured."""
         if flight.slot.done:
             flight.slot.done.synchronize()
         assert flight.flags is not None
@@ -173,7 +173,7 @@ class Gathering:
         self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
 
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
-        """Hashes a block whose bytes are not those of the other side."""
+        """Hashes a block whose bytes differ from those of the other checkpoint."""
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
 
@@ -207,5 +207,5 @@ class Gathering:
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
-    """A block's rows, or the whole block if its rows are contiguous in the tensor."""
+    """A block's rows; the complete block as one if its rows are contiguous in the tensor."""
     return [a] if len(block.runs()) == 1 else list(a)

@@ -1,4 +1,4 @@
-"""The parts of tensors that ranks hold: under which names, and which process reads them."""
+"""The parts of tensors that ranks hold: their names, and which process reads them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .buckets import Cut, Spread, kind_of, side_by_side
 
 
 def alone(entry: Entry) -> Named:
-    """A tensor as the only part there is of it."""
+    """A tensor as its only part."""
     fragments = entry.fragments
-    if isinstance(fragments, Box):  # the only one, so it is the whole tensor
+    if isinstance(fragments, Box):  # the only box, so it is the complete tensor
         size = fragments.size
         last = sum(
             (count - 1) * step
@@ -47,7 +47,7 @@ def alone(entry: Entry) -> Named:
 class WithNames(NamedTuple):
     """All parts with names.
 
-    `of_reader` are the names that no file states, so that they are the reader's. `unread` are
+    `of_reader` are the names that no file states, and that come from the reader. `unsupported` are
     tensors without names that the reader does not read.
     """
 
@@ -57,11 +57,11 @@ class WithNames(NamedTuple):
 
 
 def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
-    """The parts, where a nameless tensor has the name of the reader's tensor at its place.
+    """Gives each nameless part the name of the reader's tensor at the same place.
 
-    Their slot, type, shape and first byte must be equal: only the name is taken. A number has no
-    name of its own in the manifest, so a tensor of at most one element may be left out there. An
-    empty tensor has no first byte, and none to prove.
+    Slot, type, shape and first byte must be equal: only the name is taken over. A number has no
+    entry in the manifest, so a tensor of at most one element may be missing there. An empty tensor
+    has no first byte, and nothing to prove.
     """
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
@@ -114,10 +114,10 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 def by_name(
     parts: Sequence[Named], manifest: Manifest
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
-    """The parts, each under its own key; the tensors by name; further copies of them by key.
+    """The parts, each under a unique key; the tensors by key; their replicas by key.
 
-    A tied weight gets its owner's name. Copies are whole momenta on several ranks, and tied weights
-    that were saved separately.
+    A tied weight gets its owner's name. Replicas are complete momenta on several ranks, and tied
+    weights that were saved separately.
     """
     owners = manifest.owners
     named: list[Named] = []
@@ -151,7 +151,7 @@ def keys_of(part: Named) -> list[Key]:
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
-    """What `size` processes compare of a part in buckets: all that is row-major."""
+    """The row-major parts that `size` processes compare in buckets."""
     if isinstance(part, Joined):
         boxes = tuple(box for box in part.parts if box.strides is None)
         yield from side_by_side(replace(part, parts=boxes))
@@ -162,7 +162,7 @@ def cut_over(part: Named, size: int) -> Iterator[Cut]:
 
 
 def _spread(part: Whole, size: int) -> Spread:
-    """A whole tensor cut into a part for each process."""
+    """A complete tensor, cut into a part for each process."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
     each = -(-numel // size) * width
@@ -172,7 +172,7 @@ def _spread(part: Whole, size: int) -> Spread:
 
 
 def strided(part: Named) -> Iterator[Joined]:
-    """The boxes of a part that are not row-major, each on its own."""
+    """The boxes of a part that are not row-major, one by one."""
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)
         yield Joined(part.key, part.dtype, part.shape, (box,))
@@ -181,6 +181,6 @@ def strided(part: Named) -> Iterator[Joined]:
 
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
-    """Sorted by what fits into common buckets, else in their order."""
+    """Groups the parts that fit into common buckets; otherwise keeps their order."""
     kinds = by_key((kind_of(part), part) for part in parts)
     return [part for alike in kinds.values() for part in alike]

@@ -1,7 +1,7 @@
 """Threads that read both sides of a bucket into the memory of tensors.
 
-A pass of core/passes/streaming.py ends before its caller goes on. Here the caller gathers one
-bucket while threads read the next, so that every bucket has futures of its own.
+A pass of core/passes/streaming.py ends before its caller continues. Here the caller gathers one
+bucket while threads read the next, so every bucket has its own futures.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Readers:
         self._open = ExitStack()
 
     def _of_thread(self) -> ElementReader:
-        """This thread's reader, which has files open."""
+        """This thread's reader, which keeps files open."""
         if not hasattr(self._own, "reader"):
             files = reading([RecordChecker(())], READ, self._jobs)
             (self._own.reader,) = self._open.enter_context(files)
@@ -82,7 +82,7 @@ class Readers:
         return [self._pool.submit(work, batch) for batch in batches]
 
     def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
-        """Reads the other side's elements of every item; the futures return their CRCs."""
+        """Reads the other side's elements of every item; the futures return their CRC-32s."""
         wanted = [
             (item, ReadRequest(item.other, first, min(first + step, stop), 0))
             for item in items
@@ -117,6 +117,6 @@ Seen = tuple[BlockMatch, int, int, int]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor on the CPU; a view of it counts elements, as the tensor does."""
+    """The memory of a tensor on the CPU; like the tensor, the view counts elements."""
     array: Any = tensor.numpy()
     return memoryview(array)

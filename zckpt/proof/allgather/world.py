@@ -1,4 +1,4 @@
-"""Which processes gather together, and where their memory is."""
+"""The processes that gather together, and the devices that hold their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import ProcessFailed, WrongOption
 
 
 class World(Struct, frozen=True):
-    """This process among those that gather; `transport` is where the gathered buffer lies."""
+    """This process among those that gather; `transport` is the device of the gathered buffer."""
 
     rank: int
     size: int
@@ -24,12 +24,12 @@ class World(Struct, frozen=True):
 
     def close(self) -> None:
         if self.started:
-            with suppress(RuntimeError):  # others that failed are gone already
+            with suppress(RuntimeError):  # processes that failed are gone already
                 dist.destroy_process_group()
 
 
 def join_world(asked: str | None) -> World:
-    """The processes of a launch, in the variables that torchrun sets, or this one alone.
+    """The processes of a launch, by the variables that torchrun sets, or this process alone.
 
     NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
     which NCCL refuses, gloo gathers in the processor's memory.
@@ -72,7 +72,7 @@ def _stated(*names: str, default: int) -> int:
 
 
 def exchanged(world: World, data: bytes) -> list[bytes]:
-    """The bytes of every process, by rank. Torch's own way to send objects would pickle them."""
+    """The bytes of every process, by rank. torch's function to send objects would pickle them."""
     if world.size == 1:
         return [data]
     with together_with_others():
@@ -92,7 +92,7 @@ def exchanged(world: World, data: bytes) -> list[bytes]:
 def together_with_others(
     says: str = "another process of this gathering failed",
 ) -> Iterator[None]:
-    """For work of all processes together: raises ProcessFailed if another process failed."""
+    """Raises ProcessFailed if another process fails while all work together in the block."""
     try:
         yield
     except RuntimeError as error:
