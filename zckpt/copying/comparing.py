@@ -23,7 +23,7 @@ from .journal import Passed, Region
 from .sharing import Portion
 
 MASTERS = "masters/"
-"""The name of the row."""
+"""The name of the row, in place of a file's."""
 DIFFERS = "differs"
 """A key in a region, with the number of a match and the first element that differs there."""
 

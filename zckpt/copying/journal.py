@@ -105,9 +105,9 @@ class Journal:
     """The journal of a run in the folder of an unfinished target; it is locked while it is open.
 
     `regions` are those of an earlier run, by file; `is_new` is True if there was no earlier run.
-    `chunk` is the number of bytes that a run copies at a time. It is that of the earlier run, whose
-    regions have the same limits then. Notes of the processes of an earlier run are copied, and
-    their journals are removed.
+    `chunk` is the number of bytes that a run copies at a time. If there was an earlier run, it is
+    that run's `chunk`: otherwise its regions would not fit. Notes of the processes of an earlier
+    run are copied, and their journals are removed.
 
     Raises TargetExists if another run has locked the journal, or if the earlier run has another
     identity. Then nothing of this run stays there.

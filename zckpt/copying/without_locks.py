@@ -26,7 +26,7 @@ from .journal import Journal, lines_of
 from .targets import has_locks_at, remove_empty
 
 WRITER = re.compile(r"([A-Za-z0-9_]*)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
-"""The host, process and word in a name."""
+"""Matches the part of a directory's name that identifies its process: host, process, word."""
 OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
 
 

@@ -42,7 +42,7 @@ from .torchfile import Parsed, Tensor, TorchFile
 from .zipdirectory import read_directory
 
 ALIGNMENT = 64  # bytes; in the files that zckpt writes, items are aligned to it, and are longer
-AT_ONCE = 8 << 10  # bytes; a shorter item is read at a time
+AT_ONCE = 8 << 10  # bytes; an item up to this size is read with one call
 SERIALIZATION_ID = "/.data/serialization_id"  # random bytes in each file of torch >= 2.1
 UNOPENED, WITHOUT = -1, -2  # stand for the checksum of an item that is not opened, or states none
 NUMBER = re.compile(r"\d+")

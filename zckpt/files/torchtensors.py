@@ -97,7 +97,7 @@ def _tensor(
 
 
 CONTIGUOUS = ((), (1,))
-"""The strides of most tensors that are contiguous."""
+"""Strides that only contiguous tensors have: those of 0-d and of flat tensors."""
 
 
 def runs_of(tensor: Tensor) -> int:

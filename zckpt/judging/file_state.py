@@ -1,4 +1,4 @@
-"""Decides whether one file is empty, only zeros, cut or unreadable, by the type of its ending."""
+"""Decides whether one file is empty, only zeros, cut or unreadable, by its ending and bytes."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Store:
 
     def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
         try:
-            if "torch" not in sys.modules:  # it prints stacks beside our errors
+            if "torch" not in sys.modules:  # torch would print stacks beside our errors
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             import torch.distributed as torch_store
             from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
 """The wrappers that leave clipping to the configuration."""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
-"""Numbers beside an optimizer's `state`, or in it."""
+"""The paths in the state of numbers that belong to no parameter."""
 MERGED = "deepspeed-universal"
 """The format whose loader reads only states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"
@@ -403,8 +403,7 @@ def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
 
 
 def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
-    """What decides whether the loss is scaled: the engine's wrapper class and the module's dtype.
-    """
+    """What decides whether the loss is scaled: the engine's wrapper class, the module's dtype."""
     engine = manifest.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.optimizer_class, engine.dtype

@@ -54,7 +54,7 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
 
 
 def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[StateRow]]]:
-    """The states of both whose values are known; each model rank has its own."""
+    """The states that both have, with known values; each model rank has a separate state."""
     ours, theirs = _by_owner(a), _by_owner(b)
     return {
         key: (own, theirs[key])

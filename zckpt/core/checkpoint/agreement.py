@@ -16,8 +16,9 @@ KEEP = "keep"
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
     """The step that all places state. If they differ, `policy` (max, min or a number) decides.
 
-    `keep` concerns different parameters, not several places of one parameter. Without a policy,
-    raises InconsistentCheckpoint if places differ, or state a step that is not a whole number.
+    `keep` concerns different parameters, and decides nothing between several places of one
+    parameter. Raises InconsistentCheckpoint if places differ and no policy decides. Without any
+    policy, also raises it for a step that is not a whole number.
     """
     if policy is None:
         need_whole(places)

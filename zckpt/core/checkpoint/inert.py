@@ -471,7 +471,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _integer(text: Any) -> int:
-    if len(text) > 2 * MAX_INTEGER + 3:  # hex digits behind "-0x"
+    if len(text) > 2 * MAX_INTEGER + 3:  # hex digits after "-0x"
         raise ValueError("too long")
     return int(text, 16)
 

@@ -259,7 +259,7 @@ class Notices(Struct, frozen=True):
     Only weights are here, and no training can resume from them.
     """
     likely: tuple[str, ...] = ()
-    """Keys of optimizers that fit the chosen model, but that no file assigns to any model."""
+    """Keys of optimizers that fit the chosen model, but that no file assigns to it."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
     share: str = ""
@@ -278,11 +278,11 @@ class Notices(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """One checkpoint.
+    """The description of one checkpoint: its tensors, parameters, groups and states, without bytes.
 
-    Its contents are the fields here; `run`, `files` and `notices` are its other parts. Parameters
-    are in the order of the optimizer, then the frozen ones; buffers follow. The method `replace`
-    changes fields of all parts; msgspec's function `replace` changes only the fields here.
+    It has three further parts: `run`, `files` and `notices`. Parameters are in the order of the
+    optimizer, then the frozen ones; buffers follow. The method `replace` changes fields of all
+    parts; msgspec's function `replace` changes only the manifest's own fields.
     """
 
     root: str

@@ -110,7 +110,7 @@ def dealt(part: int, ranks: int) -> tuple[int, ...]:
 
 
 def even(part: int, ranks: int) -> tuple[int, ...] | None:
-    """The widths of a part that is cut evenly; None if it cannot be."""
+    """The widths of a part that is cut evenly; None if the ranks do not divide it."""
     return None if part % ranks else dealt(part, ranks)
 
 

@@ -60,7 +60,8 @@ AXES: Mapping[str, Ranks] = {
     TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
     EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
-"""The ranks by the axis that a replica states. A replica without an axis is a tensor rank's."""
+"""Maps the axis of a replica (`Entry.axis`) to the ranks that hold it; "" counts as tensor ranks.
+"""
 
 Hints = Mapping[str, str]
 """Maps an axis to what the user may do if the replicas on its ranks differ."""

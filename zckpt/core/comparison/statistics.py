@@ -27,7 +27,7 @@ CANCELLED = 0.05
 EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
 NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-14}
-"""The smallest positive number of each type that is not denormal."""
+"""The smallest positive normal number of each type."""
 
 
 class Statistics(Struct, eq=False):

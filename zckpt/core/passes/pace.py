@@ -73,10 +73,7 @@ class Pace:
         self._begun = self._last = self._started
 
     def begin(self, total: int) -> Pace:
-        """Begins a pass over `total` bytes.
-
-        The result is called with the number of processed bytes.
-        """
+        """Begins a pass over `total` bytes; returns the function to call with processed bytes."""
         with self._lock:
             self._done, self._total, self._doing, self._before = 0, total, "", 0
             self._begun = self._last = time.monotonic()

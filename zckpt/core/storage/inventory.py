@@ -91,7 +91,7 @@ class Known(Struct, frozen=True):
         return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: Known) -> bool:
-        """Whether the other name is that of a rank's file of the same kind."""
+        """Whether both names have the same role and stem: they are files of ranks of one kind."""
         return (self.role, self.stem) == (other.role, other.stem)
 
     def at(self, axis: str) -> int | None:
@@ -147,7 +147,7 @@ def _match(role: Role, path: str, places: Sequence[int]) -> re.Match[str] | None
 
 
 def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
-    """The numbers of the unnamed groups, and the digits in each."""
+    """The unnamed groups of a match: the index of each, and the digits that it matched."""
     first = 1 + len(match.re.groupindex)
     return [(group, match[group]) for group in range(first, 1 + match.re.groups)]
 

@@ -98,7 +98,7 @@ def is_marked(path: str) -> bool:
 def remove_mark_file(above: Folder, target: str) -> None:
     """Removes the mark file that an earlier target has left.
 
-    A file with other contents is kept. So is anything if the target is a link.
+    A file with other contents is kept. An empty file, or a link at its path, is removed.
     """
     path = mark_file(target)
     now = above.status(path)

@@ -52,9 +52,7 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory into which this process's rows are read, and that from which they are
-        gathered.
-        """
+        """The memory into which this process's rows are read, and the memory that is gathered."""
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
         return (part if self._rows is None else self._rows[:length]), part

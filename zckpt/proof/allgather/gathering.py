@@ -25,7 +25,7 @@ from .readers import BlockMatch, Readers, Seen, memory_of
 from .world import World
 
 GLOO = 32 << 20  # bytes; for larger messages gloo needs more time per byte
-ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
+ALIGNMENT = 8  # bytes; then every tensor in a buffer can be viewed in its type
 
 
 class Flight(Struct, eq=False):
@@ -93,7 +93,7 @@ class Gathering:
         cuda = self.world.device.type == "cuda"
         near = self.world.transport != self.world.device
         own = 1 / self.world.size if cuda and not near else 0
-        # rows, their copy on the device, own rows, the other side twice, a mask of the comparison
+        # gathered rows, their copy on the device, this process's rows, the other side twice, a mask
         share = (most * (2 if cuda else 1) + 1) / self.world.size
         room = int(memory / 2 / (1 + near + own + share))
         if self.world.transport.type == "cpu":
