@@ -156,7 +156,7 @@ class Journal:
             self.folder.unlink(self._path(name))
 
     def _take_back(self) -> None:
-        """Removes what this run has just begun, while its lock still holds."""
+        """Removes the journal if this run has just begun it, while the lock still holds."""
         is_ours = self._is_locked and self._is_at(self._file, self.path)
         if is_ours and self.is_new and self.folder.names() == [JOURNAL]:
             self.folder.unlink(self.path)

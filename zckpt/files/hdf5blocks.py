@@ -5,11 +5,11 @@ and heaps (HDF5 file format specification 3.0, II.A, III.A to III.E, IV.A). A fl
 them can lead to other bytes, or empty a group, and the library reports nothing. Three rules reveal
 it:
 
-- A group has the names that its heap lists. A link that was deleted leaves a free block in the
+* A group has the names that its heap lists. A link that was deleted leaves a free block in the
   heap, or its name if that has less than 16 bytes, which looks like damage. Engines delete none.
-- No two blocks share bytes. - Bytes beside a dataset that belong to no block are zero. They are not
-zero where a dataset lay
-  whose address has changed, or one that was deleted.
+* No two blocks share bytes.
+* Bytes beside a dataset that belong to no block are zero. They are not zero where a deleted dataset
+  lay, or one whose address has changed.
 
 Objects of the new kind have checksums.
 """

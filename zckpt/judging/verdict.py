@@ -2,7 +2,7 @@
 
 `verify`, `report`, `check` and `auto-resume` use it.
 
-    whole        every file exists and is readable whose lack ends resuming, or begins it anew
+    whole        all files exist and are readable without which resuming fails, or starts afresh
     of one save  files do not contradict each other about steps, ranks and names
     intact       checksums, numbers and replicas, which need all bytes: `proof.verify`
     loads here   sizes, stage, engine and model: loads.py

@@ -10,8 +10,8 @@ processes before a restart, have left in the store:
     NAME/failures    how many processes have failed; the first one leaves NAME/failure
     NAME/left        how many have ended
 
-A value is a random word, a counter, or JSON. No process stops waiting for another one by itself.
-The launcher ends the others when a process was killed; the group ends them when one has failed.
+A value is a random word, a counter, or JSON. There is no time limit for a message. The launcher
+ends the others when a process was killed; the group ends them when one has failed.
 """
 
 from __future__ import annotations

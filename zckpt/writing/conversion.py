@@ -59,7 +59,10 @@ from .state_loss import Keeping, dropped_states, unable_to_step
 from .target import has_plain_names, laid_out, named_for
 
 FEW = 16
-"""A number of ranks that is tried instead of a thousand, which takes as long as reading them."""
+"""The number of ranks with which a conversion is tried instead of a thousand.
+
+Trying a thousand ranks takes as long as reading them.
+"""
 
 
 def read_for(

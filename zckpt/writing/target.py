@@ -89,7 +89,7 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 
 
 def _is_in_order(manifest: Manifest) -> bool:
-    """Whether it was read in the order of --param-names, which do not name all of it.
+    """Whether the manifest was read in the order of --param-names, which name only a part of it.
 
     Without ZeRO, model ranks have separate names, and experts have those of one rank.
     """

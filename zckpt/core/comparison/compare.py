@@ -285,7 +285,7 @@ class _Comparison(Struct, eq=False, dict=True):
 class Buffers:
     """One thread's buffers: one for each side, and one for rounded elements.
 
-    If `are_few`, elements are rounded without numpy: its import takes 14 MiB, and longer.
+    If `are_few`, elements are rounded without numpy, whose import takes longer, and 14 MiB.
     """
 
     def __init__(self, size: int, are_few: bool) -> None:

@@ -60,7 +60,9 @@ AXES: Mapping[str, Ranks] = {
     TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
     EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
-"""Maps the axis of a replica (`Entry.axis`) to the ranks that hold it; "" counts as tensor ranks.
+"""Maps the axis of a replica (`Entry.axis`) to the ranks that hold it.
+
+A replica without an axis belongs to a tensor rank.
 """
 
 Hints = Mapping[str, str]

@@ -2,8 +2,8 @@
 
 Pieces that are consecutive both in a file and in the buffer become one read. Small slices of ZeRO-3
 become one read per rank for many tensors, and are then copied to their places one by one. numpy
-would copy tiny slices faster. But its import takes 11 MiB, and longer than most runs need for all
-of their slices. So numpy is imported for strided tensors only.
+would copy tiny slices faster. But importing it takes 11 MiB, and more time than most runs need for
+all of their slices. So numpy is imported for strided tensors only.
 """
 
 from __future__ import annotations

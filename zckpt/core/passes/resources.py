@@ -106,9 +106,9 @@ def _text(path: str) -> str:
 
 
 def own_rank() -> int:
-    """The rank of this process, from torchrun's variables RANK and WORLD_SIZE.
+    """The rank of this process, by torchrun's RANK and WORLD_SIZE; 0 if these are not both set.
 
-    0 if they do not fit. RANK alone proves nothing: in many clusters every shell has one.
+    RANK alone proves nothing: in many clusters every shell has one.
     """
     texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     rank, size = (int(text) if text.isdecimal() else 0 for text in texts)

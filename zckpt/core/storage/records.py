@@ -70,9 +70,10 @@ PassedRecord = tuple[int, int, int, int]
 class RecordChecker:
     """Checks the CRC-32 of records whose bytes may arrive in any order.
 
-    Records are identified by their numbers: a checkpoint has millions, some of which are made when
-    they are read. Damage raises CorruptCheckpoint; with `collect` it is put into `damage` instead.
-    `fingerprints` are those that the files must have. `counts` are complete after `finish`.
+    Records are identified by their numbers. A checkpoint has millions of records, some of which are
+    made when they are read. Damage raises CorruptCheckpoint; with `collect` it is put into `damage`
+    instead. `fingerprints` are those that the files must have. `counts` are complete after
+    `finish`.
     """
 
     def __init__(
