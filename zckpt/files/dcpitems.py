@@ -173,7 +173,7 @@ class ItemFiles:
     ) -> TorchFile:
         """Opens the item of a tensor, and notes its form for other items. Raises as `torch_file`.
 
-        The item may hold anything else than the expected tensor.
+        The item may hold another value than the expected tensor.
         """
         file = self.torch_file(location)
         if self.forms.note(file, key, dtype, sizes, location):

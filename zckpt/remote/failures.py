@@ -54,7 +54,7 @@ NO_CREDENTIALS = (
 
 
 class BrokenOff(StoreError):
-    """An answer that began and ended early; the library does not repeat the request."""
+    """The error for an answer that ended early; the library does not repeat such a request."""
 
 
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:

@@ -41,9 +41,11 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """Moves the layout of a `target` into a subfolder, if its source was in one.
+    """The layout of a `target` whose source was in a subfolder of a numbered folder.
 
-    Other layouts are unchanged. A warning is added if the target's name has no number.
+    A target of the same format and kind gets this subfolder, too. Another target gets the files
+    around the source beside its own. Other layouts are unchanged. A warning is added if the
+    target's name has no number.
     """
     inside, around = source.run.origin.inside, source.files.around
     if format.is_neutral or not inside:

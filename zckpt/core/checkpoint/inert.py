@@ -286,7 +286,8 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Replaces references from `value` to objects among `outer` (given by identity) by ITSELF."""
+    """Puts ITSELF in place of references from `value` to objects among `outer`, given by identity.
+    """
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         pairs = value.items()

@@ -34,7 +34,7 @@ HOW = {
     "chance": "restored {} on trust in a checksum alone (--accept-chance)",
     "made-up": "made up {} in place of lost values (--rebuild)",
 }
-"""The sentence about restored records in every command, by the evidence."""
+"""What every command says about restored records, by the evidence for them."""
 Value = float | int | bool | str | None
 
 
