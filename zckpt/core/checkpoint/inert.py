@@ -286,8 +286,7 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Puts ITSELF in place of references from `value` to objects among `outer`, given by identity.
-    """
+    """Puts ITSELF in place of references from `value` to `outer` objects, given by identity."""
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         pairs = value.items()
