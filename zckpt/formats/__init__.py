@@ -1,24 +1,24 @@
-"""Which formats are there, and which one is at a path?
+"""All checkpoint formats that zckpt reads and writes, and the search for the format at a path.
 
-    format.py      what a format is, and which functions it has
-    reading.py     what a user says about a checkpoint that is to be read
-    paths.py       URLs, packed files and ~ in the place of a folder
-    options.py     all options that formats declare
-    template.py    what a source has for each parameter of the run of --like
-    vocabulary.py  rows of a vocabulary that a target has more or fewer of
-    ranks.py       whether there is a file of each rank
-    numbered.py    a checkpoint in a folder of a numbered one
-    groups.py      the groups that a target's optimizer expects
-    schedulers.py  where a program has the state of its scheduler
-    order.py       in which order checkpoints were saved
-    extra_states.py  what an optimizer has beside the states of its parameters
-    weights_alone.py  the weights of a checkpoint whose optimizer cannot be read
-    nearby.py      where a file is that a checkpoint lacks
-    private.py     how reports call what only one format's files can hold
+    format.py      the record that describes a format and its functions
+    reading.py     the user's options for reading a checkpoint
+    paths.py       URLs, packed files and ~ that are given instead of a folder
+    options.py     the options of all formats
+    template.py    matches a source's parameters with the run of --like
+    vocabulary.py  adds and removes vocabulary rows of embeddings for a target
+    ranks.py       checks that no rank's file is missing
+    numbered.py    checkpoints inside of a numbered folder
+    groups.py      the parameter groups that a target's optimizer expects
+    schedulers.py  where a program keeps its scheduler's state
+    order.py       the order in which checkpoints were saved
+    extra_states.py  optimizer state that belongs to no parameter
+    weights_alone.py  reads the weights of a checkpoint whose optimizer state is unreadable
+    nearby.py      searches for a file that a checkpoint lacks
+    private.py     display names of state that only one format can store
     zero.py        the arithmetic of ZeRO partitions
 
-A folder is a format, except two that formats of one family share: `statedict` and
-`deepspeed_states`.
+Each folder is one format, except `statedict` and `deepspeed_states`: formats of one family share
+these two.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FORMATS: tuple[Format, ...] = (
 OF_TENSORFLOW = "tf_model.h5"  # beside the weights in folders of Hugging Face
 
 DEPTH, MOST_FOLDERS = 4, 1000
-"""How many levels up and down, and among how many folders of one, an error looks around."""
+"""Limits of the search that an error makes: levels of folders up and down, folders per level."""
 OTHER_WORDS = {
     "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
     "format gathered",
@@ -87,7 +87,7 @@ OTHER_WORDS = {
     "gguf": "llama.cpp makes GGUF files of a folder of Hugging Face: zckpt export SRC MODEL, then "
     "convert_hf_to_gguf.py MODEL",
 }
-"""What to type for words that name no format."""
+"""Hints for words that users type and that name no format."""
 
 
 def named(name: str) -> Format:
@@ -102,69 +102,78 @@ def named(name: str) -> Format:
 
 
 def engine_objects() -> frozenset[str]:
-    """Classes and functions that engines put into their own pickles."""
+    """Classes and functions that engines put into their own pickles, of all formats."""
     return frozenset().union(*(item.objects or () for item in FORMATS))
 
 
 def other_objects(manifest: Manifest) -> list[str]:
-    """Classes and functions that a checkpoint names, and that no engine needs."""
+    """Classes and functions that a checkpoint's pickles name and that no engine needs."""
     return objects.others_of(manifest, engine_objects())
 
 
 def trainers_counters(manifest: Manifest) -> list[Sighting]:
-    """The steps that trainer programs state beside a checkpoint of any format; raises OSError."""
+    """The steps in files that trainer programs write beside a checkpoint of any format.
+
+    Raises OSError.
+    """
     return trainers_steps.sightings(manifest, number_in)
 
 
 def of(manifest: Manifest) -> Format | None:
-    """The format of a manifest's files; None if a program made it of others, such as a proof."""
+    """The format of a manifest's files.
+
+    None if no format made the manifest (a proof, for example).
+    """
     return next((item for item in FORMATS if item.name == manifest.format), None)
 
 
 def is_of_trainer(path: str) -> bool:
-    """Whether a trainer's program has put its files into this folder."""
+    """Whether the folder contains files of a trainer program."""
     is_listed = sources.is_folder(path) and not sources.is_denied(path)
     return is_listed and trainers.is_of_program(os.listdir(path))
 
 
 def are_weights_alone(path: str) -> bool:
-    """Whether a trainer's program has saved a model without its optimizer, by its counter."""
+    """Whether a trainer program saved a model here without its optimizer.
+
+    The trainer's own counter file shows that the trainer saved it.
+    """
     return trainers.counter(path) is not None and any(item.detect_weak(path) for item in FORMATS)
 
 
 def family_of(name: str) -> str:
-    """The family of the format of that name; the name itself for a source that is no format."""
+    """The family of the format called `name`; `name` itself if there is no such format."""
     return next((item.family for item in FORMATS if item.name == name), name)
 
 
-# -- the order of several
+# -- the order of several checkpoints
 
 
 def by_age(paths: Iterable[str]) -> list[order.Standing]:
-    """The checkpoints at these paths, the oldest first; order.py has the rules.
+    """The checkpoints at these paths, oldest first, by the rules of order.py.
 
-    Everything that sorts checkpoints of a run, or picks one, asks here.
+    All code that sorts the checkpoints of a run, or picks one of them, calls this function.
     """
     return order.oldest_first(paths, _counted, _updates)
 
 
 def number_of(path: str) -> float | None:
-    """How far the training was, by the first of these numbers that a checkpoint has; None if none.
+    """A checkpoint's progress: the trainer's counter, else a number in its name, else its updates.
 
-    Only its place in time says then where it stands.
+    None if the checkpoint has none of the three. Then only its time of saving gives its order.
     """
     numbers = (find(path) for find in (_counted, order.in_name, _updates))
     return next((number for number in numbers if number is not None), None)
 
 
 def oldest_first(folder: str, names: Iterable[str]) -> list[str]:
-    """The names of checkpoints in a folder by their age."""
+    """The names of checkpoints in a folder, oldest first."""
     paths = {os.path.join(folder, name): name for name in names}
     return [paths[standing.path] for standing in by_age(paths)]
 
 
 def _counted(path: str) -> int | None:
-    """What the program had counted when it saved a checkpoint, as one small file states it."""
+    """The training counter that a small file of the checkpoint states; None without such a file."""
     for counter in (trainers.counter, *(item.counter for item in FORMATS)):
         with suppress(ZckptError, OSError):
             if (number := counter(path)) is not None:
@@ -173,27 +182,27 @@ def _counted(path: str) -> int | None:
 
 
 def _updates(path: str) -> float | None:
-    """The completed updates of a checkpoint's optimizer; None if nothing says them."""
+    """Completed optimizer updates of a checkpoint; None if it does not state any."""
     try:
         for item in FORMATS:
             if (number := item.updates(path)) is not None:
                 return number
         found = find(path)
         manifest = found.format.functions.read(found.path, Reading(nameless=True))
-    except (ZckptError, OSError):  # it is broken: whoever reads it says why
+    except (ZckptError, OSError):  # the checkpoint is broken: the code that reads it reports why
         return None
     steps = (parameter.step for parameter in manifest.parameters.values())
     return max((step for step in steps if step is not None), default=None)
 
 
-# -- recognizing
+# -- recognition
 
 
 class Found(Struct, frozen=True):
-    """The one checkpoint at a path: its format, and the path at which that reads it.
+    """The checkpoint that was found at a path: its format, and the path to read it from.
 
-    In a numbered folder it is the one in the folder `inside`; `others` are left out, because
-    `--root` took this one.
+    `inside` is the checkpoint's folder within a numbered folder, "" otherwise. `others` are further
+    checkpoints of that folder, which `--root` excluded.
     """
 
     format: Format
@@ -203,7 +212,7 @@ class Found(Struct, frozen=True):
 
 
 def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
-    """The format of the one checkpoint at `path`; raises as `find`."""
+    """The format of the one checkpoint at `path`; raises the same errors as `find`."""
     return find(path, name, tag).format
 
 
@@ -211,10 +220,10 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
 def find(
     path: str, name: str | None = None, tag: str | None = None, root: str | None = None
 ) -> Found:
-    """The one checkpoint at `path`, by content; `name` restricts the search to one format.
+    """Finds the one checkpoint at `path` by its content; `name` restricts the search to one format.
 
-    `root` chooses one of several in a numbered folder. Raises NotACheckpoint, which says what is
-    near, and AmbiguousCheckpoint, which lists what is there.
+    `root` chooses one of several checkpoints in a numbered folder. Raises NotACheckpoint, with
+    checkpoints nearby as a hint, and AmbiguousCheckpoint, which lists the candidates.
     """
     if sources.status(path) is None and not os.path.islink(path):
         message, hint = paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path))
@@ -237,7 +246,8 @@ def find(
         )
     for item, tags in tags_of.items():
         if len(tags) > 1 and tag is None:
-            # a folder of single files may be a part of a checkpoint, as of random states
+            # a folder of single files may be part of a larger checkpoint (random states, for
+            # example)
             holder = None if item.detect(path) else _holder(path, weak=False)
             tags = oldest_first(path, tags)
             way = f"choose with --tag {tags[-1]}"
@@ -277,9 +287,10 @@ def find(
 
 
 def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | None:
-    """The one format that has a checkpoint in the folder of a tag; None if the run must be asked.
+    """The one format that recognizes the folder of `tag`.
 
-    A run may have hundreds of tags: to look into all of them for each takes seconds.
+    None if there is no such format, or several. A run may have hundreds of tags. This avoids a look
+    into all of them, which takes seconds.
     """
     folder = os.path.join(path, tag) if tag and is_tag(tag) else ""
     if not folder or not sources.is_folder(folder):
@@ -289,7 +300,11 @@ def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | N
 
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
-    """The first format that finds what folders of others hold too: weights alone, single files."""
+    """The first format that weakly recognizes the folder, and its tags.
+
+    Weak recognition covers weights alone and single files, which folders of other formats contain
+    too.
+    """
     for item in [named(name)] if name else FORMATS:
         if (tags := item.detect_weak(path)) and not _inside(path):
             in_folders = (os.path.join(path, each) for each in inside_numbered(path, item.name))
@@ -298,7 +313,7 @@ def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
 
 
 def _inside(path: str) -> list[str]:
-    """Folders of `path` that are checkpoints."""
+    """Folders directly in `path` that are checkpoints."""
     return [
         name
         for name in _folders(path)
@@ -307,9 +322,9 @@ def _inside(path: str) -> list[str]:
 
 
 def _below(path: str) -> list[str]:
-    """Checkpoints inside, for an error: those of the least depth.
+    """Checkpoints below a path, at the first level that has any; used by errors.
 
-    If all folders there have weights alone, these.
+    Folders with weights alone count only if their level has no other checkpoint.
     """
     for level in _levels(path, DEPTH):
         for is_one in (_detects, inside_numbered, _detects_weights):
@@ -322,7 +337,10 @@ def _below(path: str) -> list[str]:
 def _levels(
     path: str, depth: int, enters: Callable[[str], bool] = lambda name: True
 ) -> Iterator[list[str]]:
-    """The folders below a path by their depth, without those that `enters` is false for."""
+    """Yields the folders below a path, level by level.
+
+    Skips folders for which `enters` is false.
+    """
     level = [""]
     for _ in range(depth):
         level = [
@@ -335,10 +353,10 @@ def _levels(
 
 
 def inside_numbered(path: str, name: str | None = None) -> list[str]:
-    """The checkpoints in a numbered folder, by their paths in it; none for any other folder.
+    """The checkpoints in a numbered folder, as relative paths; empty for any other folder.
 
-    Those of the least depth; if there are weights alone, these. `name` restricts the search to one
-    format. What zckpt has written counts under any name.
+    Returns the first level that has any; weights alone count if that level has nothing else. `name`
+    restricts the search to one format. A folder that zckpt wrote may have any name.
     """
     if not (numbered.is_numbered(path) or is_marked(path)) or _detects(path):
         return []
@@ -353,7 +371,7 @@ def inside_numbered(path: str, name: str | None = None) -> list[str]:
 
 
 def _is_one(path: str, weak: bool, among: Iterable[Format]) -> bool:
-    """Whether a folder is a checkpoint itself, and no run that has one as its tag."""
+    """Whether a folder is a checkpoint itself, and not a run that contains one as a tag."""
     return _detects(path, weak, ([""], [os.path.basename(path)]), among)
 
 
@@ -379,7 +397,10 @@ def _detects(
     tags: Sequence[list[str]] | None = None,
     among: Iterable[Format] = FORMATS,
 ) -> bool:
-    """Whether a format finds a checkpoint, or one with just one of these lists of tags."""
+    """Whether a format recognizes a checkpoint at `path`.
+
+    With `tags`, only these lists of tags count.
+    """
     try:
         found = ((item.detect_weak if weak else item.detect)(path) for item in among)
         return any(each if tags is None else each in tags for each in found)
@@ -392,9 +413,9 @@ def _detects_weights(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the folders in a folder, without those that may not be listed.
+    """Names of the subfolders of a folder.
 
-    Nor is a link to one of the others, as `latest` may be.
+    Folders without read permission are left out, and links to a sibling folder such as `latest`.
     """
     if not sources.is_folder(path):
         return []
@@ -409,7 +430,10 @@ def _folders(path: str) -> list[str]:
 
 
 def _all_of(path: str, inside: Sequence[str]) -> str:
-    """The command for all checkpoints of a Trainer's run, if they are that."""
+    """The hint that names the command for all checkpoints of a Trainer's run.
+
+    "" for other folders.
+    """
     of_trainer = [name for name in _folders(path) if CHECKPOINT.fullmatch(name)]
     if not of_trainer or not {*of_trainer} <= {*inside}:
         return ""
@@ -417,7 +441,7 @@ def _all_of(path: str, inside: Sequence[str]) -> str:
 
 
 def _looks(path: str) -> tuple[str, str]:
-    """What a path that is no checkpoint seems to be, and a hint if one follows from that."""
+    """A description of a path that is no checkpoint, and a hint ("" if there is none)."""
     if not sources.is_folder(path):
         if what := _of_torch(path):
             return what, ""
@@ -431,7 +455,7 @@ def _looks(path: str) -> tuple[str, str]:
 
 
 def _need_h5py(path: str) -> None:
-    """Raises MissingExtra for a folder with HDF5 files, if nothing can look into them."""
+    """Raises MissingExtra if a folder contains HDF5 files and h5py is not installed."""
     if not sources.is_folder(path) or sources.is_denied(path):
         return
     with os.scandir(path) as items:
@@ -441,7 +465,7 @@ def _need_h5py(path: str) -> None:
 
 
 def _of_torch(path: str) -> str | None:
-    """What a file of torch.save has, where that is no state dict; None for other files."""
+    """Describes a torch.save file that contains no state dict; None for other files."""
     try:
         value = peek(path)
     except ZckptError:
@@ -462,7 +486,7 @@ def _of_torch(path: str) -> str | None:
 def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
         return f"{_spelled(path, inside[0])} is one"
-    with suppress(OSError):  # folders around it may be closed to this user
+    with suppress(OSError):  # this user may not read the folders around it
         if holder := _holder(path):
             return f"the directory above it, {holder}, is one"
     names = sorted(os.listdir(path)) if sources.is_folder(path) else []
@@ -472,17 +496,17 @@ def _near(path: str, inside: Sequence[str]) -> str:
 
 
 def _spelled(path: str, name: str) -> str:
-    """The path of a checkpoint, for a hint; of a numbered folder also where its files are."""
+    """The path of a checkpoint for a hint; for a numbered folder it also names the inner folder."""
     here = os.path.join(path, name)
     inside = inside_numbered(here)
     return f"{here} (its files are in {os.path.join(here, inside[0])})" if inside else here
 
 
 def _holder(path: str, weak: bool = True) -> str | None:
-    """The nearest directory above of which a path is a part; else the next one, if it has weights
-    of one model, and `weak` says that these count.
+    """The nearest checkpoint directory above a path that contains the path as a part.
 
-    A folder in a directory of tags or of runs may belong to none of them.
+    Otherwise the parent, if `weak` is true and it holds the weights of one model. A folder in a
+    directory of tags or runs may belong to no checkpoint: then None.
     """
     next_above = folder = os.path.dirname(os.path.abspath(path))
     inside = ""
@@ -500,7 +524,7 @@ def _holder(path: str, weak: bool = True) -> str | None:
 
 
 def _neighbors(path: str) -> str:
-    """What is there instead of a path that does not exist."""
+    """Describes the parent folder of a path that does not exist."""
     above = os.path.dirname(os.path.abspath(path))
     if not sources.is_folder(above):
         return f"{above} does not exist either"

@@ -1,13 +1,13 @@
 """Directories of torch.distributed.checkpoint, as FSDP1, FSDP2 and plain torch save them.
 
-    files.py      which folders make the checkpoint
-    rest.py       the file beside items with all that is no state dict
-    read.py       the state dicts in them, and their manifest
-    items.py      the same by key: an item is read when a program asks for it
-    hf.py         Hugging Face's storage of the same: safetensors without an index
-    write.py      a directory that any number of ranks loads
-    options.py    what a user may ask of such a directory
-    functions.py  what zckpt does with them
+    files.py      finds the folders of one checkpoint
+    rest.py       Lightning's meta.pt: everything outside the state dicts
+    read.py       reads the state dicts and builds their manifest
+    items.py      reads single items by key, on demand
+    hf.py         Hugging Face's storage: safetensors files per rank, without an index
+    write.py      writes a directory that any number of ranks can load
+    options.py    the options of this format as a target
+    functions.py  the table of this format's functions
     gather.py     how torch's planner joins boxes: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.

@@ -1,12 +1,12 @@
-"""Which folders make a checkpoint of torch.distributed.checkpoint.
+"""Finds the folders of a torch.distributed.checkpoint checkpoint.
 
-<dir>                                         one folder with `.metadata` and item files
-<dir>/step-N                                  torchtitan's; the tag chooses one of several
-<dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
-                                              Hugging Face Trainer's; _1 for a second model
-<dir>/model, optim (or optimizer)             the same of NeMo AutoModel, and of many programs
-<dir>/meta.pt                                 beside items: all that is no state dict (Lightning)
-<dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
+    <dir>                                         one folder with `.metadata` and item files
+    <dir>/step-N                                  torchtitan's; the tag chooses one of several
+    <dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
+                                                  Hugging Face Trainer's; _1 for a second model
+    <dir>/model, optim (or optimizer)             the same of NeMo AutoModel, and of many programs
+    <dir>/meta.pt                                 all that is outside of state dicts (Lightning)
+    <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
 
 The folder `model` of such a pair may have Hugging Face's storage, or PEFT's adapter_model.
 """
@@ -44,19 +44,19 @@ ROLES = (
     hf.SHARD,
     role("metadata", r"\.metadata", is_last=True),
 )
-"""What its files are for."""
+"""The roles of this format's files."""
 ADAPTER = peft.WEIGHTS[0]
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag for a checkpoint; the names of torchtitan's folders if there are several."""
+    """Tags at `path`: one empty tag for a checkpoint, else torchtitan's step folders."""
     if not sources.is_folder(path) or _is_megatrons(path):
         return []
     return [""] if folders(path) else steps(path)
 
 
 def steps(path: str) -> list[str]:
-    """The names of torchtitan's folders of one run."""
+    """The names of torchtitan's step folders in one run, in the order of their numbers."""
     if not sources.is_folder(path) or folders(path):
         return []
     names = filter(STEP.fullmatch, sources.names(path))
@@ -64,38 +64,51 @@ def steps(path: str) -> list[str]:
 
 
 def counter(path: str) -> int | None:
-    """The `global_step` in the file that Lightning writes beside items (2.6)."""
+    """The `global_step` in the file meta.pt that Lightning (2.6) writes beside items.
+
+    None without it.
+    """
     file = os.path.join(path, META)
     return number_in(file, (COUNTER,)) if sources.is_file(file) else None
 
 
 def updates(path: str) -> float | None:
-    """The largest step of a parameter, whose items alone are read; None if there is none."""
+    """The largest step of any parameter; None if no step is stored.
+
+    Reads the items of steps only.
+    """
     parts = locate(path)[1] if len(detect(path)) == 1 else ()
     numbers = (number for part in parts for number in numbers_in(part, _steps_of_parameters))
     return max(numbers, default=None)
 
 
 def _steps_of_parameters(keys: Collection[str]) -> list[str]:
-    """The keys of steps in optimizers: beside `state` each of these has `param_groups`."""
+    """The keys of step values in optimizers.
+
+    An optimizer is recognized by `param_groups` beside `state`.
+    """
     optimizers = {key.partition(GROUPS)[0] for key in keys if GROUPS in key}
     states = tuple(optimizer + STATE for optimizer in optimizers)
     return [key for key in keys if key.startswith(states) and key.endswith(STEP_OF)]
 
 
 def detect_weak(path: str) -> list[str]:
-    """Hugging Face's storage: weights alone, which count only where no other format is found."""
+    """One empty tag for Hugging Face's storage: weights alone.
+
+    It counts only if no other format is found.
+    """
     return [""] if sources.is_folder(path) and hf.files(path) else []
 
 
 def has_items(path: str) -> bool:
-    """Whether a folder has such files, even from a save that did not finish."""
+    """Whether a folder contains `.metadata` or item files, even of an unfinished save."""
     names = sources.names(path) if sources.is_folder(path) else ()
     return any(name == METADATA or name.endswith(ITEMS) for name in names)
 
 
 def folders(path: str) -> list[str]:
-    """The folders of one checkpoint: `path` itself, or those for its model and its optimizer."""
+    """The folders of one checkpoint: `path` itself, or one for the model and one for the optimizer.
+    """
     if not sources.is_folder(path):
         return []
     if has_items(path):
@@ -106,7 +119,7 @@ def folders(path: str) -> list[str]:
 
 
 def _pair(path: str) -> list[str]:
-    """A folder of weights and those of an optimizer beside it; empty without either."""
+    """The folders `model` and `optim` (or `optimizer`) in a path; empty unless both exist."""
     model = os.path.join(path, MODEL)
     optimizers = [os.path.join(path, name) for name in OPTIMIZERS]
     beside = [folder for folder in optimizers if has_items(folder)]
@@ -114,26 +127,29 @@ def _pair(path: str) -> list[str]:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether the folder of a model has weights, in one of the forms that are read."""
+    """Whether a model's folder contains weights in a form that zckpt reads."""
     if not sources.is_folder(folder):
         return False
     return has_items(folder) or bool(hf.files(folder)) or sources.is_file(adapter_of(folder))
 
 
 def adapter_of(folder: str) -> str:
-    """The file in which a folder has an adapter's weights, if it has any."""
+    """The path that PEFT's adapter weights have in a folder; the file may be missing."""
     return os.path.join(folder, ADAPTER)
 
 
 def is_of_optimizer(folder: str) -> bool:
-    """Whether a folder of one checkpoint has the items of an optimizer alone."""
+    """Whether a folder of a checkpoint contains optimizer items only."""
     name = os.path.basename(folder)
     found = PARTS.fullmatch(name)
     return name in OPTIMIZERS or (found is not None and found[1] in OPTIMIZERS)
 
 
 def whole_of(folder: str) -> str | None:
-    """The checkpoint of which a folder is one part."""
+    """The checkpoint directory that contains `folder` as one of its parts.
+
+    None if there is none.
+    """
     above = os.path.dirname(os.path.abspath(folder))
     others = folders(above)
     is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, others)
@@ -141,7 +157,7 @@ def whole_of(folder: str) -> str | None:
 
 
 def missing(folders: Sequence[str]) -> list[Notice]:
-    """Warnings about folders of Accelerate's that are not there, though further ones are."""
+    """Warnings about gaps in the numbers of Accelerate's folders."""
     matches = filter(None, (PARTS.fullmatch(os.path.basename(folder)) for folder in folders))
     numbers = by_key((match[1], int(match[2])) for match in matches)
     return [
@@ -156,14 +172,14 @@ def missing(folders: Sequence[str]) -> list[Notice]:
 
 
 def is_pair(names: Sequence[str] | None) -> bool:
-    """Whether these are names of the folders `model` and `optim`, not of Accelerate's."""
+    """Whether the folders are a pair `model` and `optim`, not Accelerate's numbered folders."""
     return MODEL in (names or ())
 
 
 def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
-    """The checkpoint's directory, and its folders with a `.metadata`.
+    """The checkpoint's directory, and its folders with items.
 
-    Raises UnsupportedCheckpoint for Megatron-Core.
+    Raises UnsupportedCheckpoint for a checkpoint of Megatron-Core.
     """
     root = os.path.join(path, tag) if tag else path
     parts = folders(root) if sources.is_folder(root) else []
@@ -182,7 +198,10 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
 
 
 def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The place of an item among those of all folders: `model_1` for the `model` in folder 1."""
+    """The path of an item in the joined tree of all folders.
+
+    `model` in Accelerate's folder number 1 becomes `model_1`.
+    """
     number = os.path.basename(folder).rpartition("_")[2]
     if not PARTS.fullmatch(os.path.basename(folder)) or number == "0":
         return path
@@ -190,7 +209,7 @@ def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def refuse_several(root: str, parts: list[str]) -> None:
-    """Raises UnsupportedCheckpoint for several models of one program: names repeat in them."""
+    """Raises UnsupportedCheckpoint for several models of one program: their names repeat."""
     names = [os.path.basename(folder) for folder in parts if folder != root]
     numbered = any(not name.endswith("_0") for name in names if PARTS.fullmatch(name))
     if numbered or {*OPTIMIZERS} <= {*names}:
@@ -203,9 +222,11 @@ def refuse_several(root: str, parts: list[str]) -> None:
 
 
 def _is_megatrons(folder: str) -> bool:
-    """Whether a folder has the file by which Megatron-Core (0.16.1) recognizes its own.
+    """Whether a folder was written by Megatron-Core.
 
-    Its FSDP has no such file, and it may be lost: then the keys show it.
+    Megatron-Core (0.16.1) recognizes its folders by `metadata.json`. Megatron-FSDP has no such
+    file, and
+    the file may be lost. In these cases the keys of the items decide.
     """
     path = os.path.join(folder, "metadata.json")
     if sources.is_file(path):
@@ -216,7 +237,7 @@ def _is_megatrons(folder: str) -> bool:
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
-    """The checkpoint's own files directly in its directory, from a finished save or not."""
+    """The checkpoint's own files directly in its directory, also of an unfinished save."""
     for name in os.listdir(root) if root in parts else ():
         if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):
             yield os.path.join(root, name)

@@ -1,4 +1,4 @@
-"""What does zckpt do with these files?"""
+"""The functions of the format dcp."""
 
 from ..format import Functions
 from ..groups import in_torch, with_trainers_groups

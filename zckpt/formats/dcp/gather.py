@@ -1,10 +1,10 @@
 """How torch's planner joins what ranks saved: the rule behind `verify --gather`.
 
-`.metadata` states for every key the shape of the tensor and its boxes, for every box the bytes of a
-file, and the keys that lead to it in the state dict (torch 2.13, distributed/checkpoint/planner.py
-and metadata.py). Hugging Face's storage states for every tensor of a rank's file at which offsets
-it begins; the whole ends where the last one ends (hf_storage.py). The reader's modules are not used
-here, because `verify --gather` proves the reader.
+For every key, `.metadata` states the tensor's shape, its boxes with their bytes in a file, and the
+path of keys in the state dict (torch 2.13, distributed/checkpoint/planner.py and metadata.py).
+Hugging Face's storage states the offsets of every tensor in a rank's file; the full tensor ends
+where its last box ends (hf_storage.py). This module does not use the reader's modules, because
+`verify --gather` proves the reader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
-    Raises UnsupportedCheckpoint for a box that is not a tensor, and what `read_table` raises.
+    Raises UnsupportedCheckpoint for a box that is not a tensor, and the errors of `read_table`.
     """
     try:
         return _partitions(*locate(path))
@@ -64,25 +64,25 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
                 value = files.torch_file(table.location(key)).value if is_asked else None
                 _put(tree, place, value)
         stated = table.others.get("zckpt")
-        if isinstance(stated, dict):  # zckpt wrote the directory, and knew the names
+        if isinstance(stated, dict):  # zckpt wrote the directory, and stated the names
             numbers = stated.get("numbers") or numbers
     return gather.partitions(tree, numbers)
 
 
 def _tells_names(path: tuple[Any, ...]) -> bool:
-    """Whether a value says which parameters an optimizer has."""
+    """Whether the value at a path lists an optimizer's parameters."""
     return "param_groups" in path and ("params" in path or "param_names" in path)
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:
-    """Whether a value is in an optimizer's state; the step is always a number."""
+    """Whether the value at a path is optimizer state other than the step, a plain number."""
     last = str(path[-1])
     inside = "state" in path[:-1] or last.startswith("state.")
     return inside and last.rpartition(".")[2] != "step"
 
 
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Sets the value at a path; lists are dictionaries by places."""
+    """Sets the value at a path of a nested dictionary; lists are dictionaries by position."""
     *above, last = path
     for key in above:
         tree = tree.setdefault(key, {})
@@ -124,7 +124,7 @@ def _hugging_face(folder: str) -> dict[str, gather.Saved]:
 
 
 def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
-    """The same with the states of weights as torch has them in an optimizer's state dict."""
+    """The tensors as a model's state dict and, if some are optimizer states, an optimizer's."""
     state: dict[str, dict[str, gather.Saved]] = {}
     fronts: set[str] = set()
     for name in tensors:
@@ -147,6 +147,6 @@ def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
 
 
 def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:
-    """The shape of which these boxes are all parts."""
+    """The smallest shape that contains all of these boxes."""
     axes = range(len(boxes[0].sizes))
     return tuple(max(box.offsets[axis] + box.sizes[axis] for box in boxes) for axis in axes)

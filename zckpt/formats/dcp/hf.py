@@ -1,9 +1,9 @@
-"""How Hugging Face's storage for torch.distributed.checkpoint is read: safetensors of every rank.
+"""Reads and writes Hugging Face's storage for torch.distributed.checkpoint: safetensors per rank.
 
     shard-RRRRR-model-FFFFF-of-NNNNN.safetensors    rank R from 1 on, file F of N
 
-A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. None
-states the whole shape: it ends where the last piece ends.
+`DCP_SHARDING_INFO` in a file's header states at which offsets each piece begins in the full tensor.
+No header states the full shape: the tensor ends where its last piece ends.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ SHARD = role(
 NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"
 EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in)\.weight")
 CONFIGS = ((".hf_metadata",), (), (CONSOLIDATED,))
-"""Where programs keep a model's configuration, in the folder of its weights."""
+"""Where programs keep a model's configuration: folders relative to the folder of its weights."""
 STATE = re.compile(r"(?:[^.]+\.)*?state\.")
 INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
 
 def files(folder: str) -> list[str]:
-    """The ranks' files."""
+    """The files of all ranks, sorted."""
     with os.scandir(folder) as entries:
         return sorted(entry.path for entry in entries if known((SHARD,), entry.name))
 
 
 def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
-    """Every tensor by name; raises IncompleteCheckpoint, InconsistentCheckpoint.
+    """Every tensor by name; adds the files and their records to `saved`.
 
-    `saved` gets the files and their records.
+    Raises IncompleteCheckpoint and InconsistentCheckpoint.
     """
     tree: dict[str, Leaf] = {}
     _require_complete(paths)
@@ -76,7 +76,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
         ]
         shape = tuple(map(max, zip(*ends, strict=True)))
         dtype = parts[0][0].dtype
-        # a rank without rows wrote an empty piece, so the number of pieces is the number of ranks
+        # a rank without rows writes an empty piece, so the number of pieces is the number of ranks
         fragments = assembled(name, dtype, shape, [solid_piece(*part) for part in parts])
         number = number_of(parts[0][0])
         cuts = frozenset(stored.shape for stored, _ in parts) if len(parts) > 1 else frozenset()
@@ -88,7 +88,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
 def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> None:
     """Raises IncompleteCheckpoint if another file states a larger shape of a weight.
 
-    The file of the last rank is missing then, without which nothing else shows the whole shape.
+    Then the file of the last rank is missing. No other shard shows the full shape.
     """
     for name, whole, source in _stated_shapes(folder, weights, saved):
         weight = weights.get(name)
@@ -106,7 +106,10 @@ def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> N
 def _stated_shapes(
     folder: str, weights: Mapping[str, Any], saved: SavedTree
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Shapes of weights as other files state them: an optimizer, whole weights, a configuration."""
+    """Full shapes of weights by other files: optimizer states, full weights, a configuration.
+
+    Yields the weight's name, its shape, and the words that introduce the shape in an error.
+    """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
             if (whole := shape_of(state)) is not None:
@@ -127,10 +130,10 @@ def _stated_shapes(
 
 
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
-    """The tensors as a model's and an optimizer's state dict, if some are an optimizer's.
+    """Splits the tensors into a model's and an optimizer's state dict, if some are states.
 
     `optim.state.fc.weight.exp_avg` is a state if `fc.weight` or `model.fc.weight` is a weight. The
-    storage has no values beside tensors, so the groups are lost.
+    storage keeps tensors only, so the parameter groups are lost.
     """
     for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
         states = [name for name in tensors if name.startswith(root)]
@@ -154,13 +157,19 @@ def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
 
 
 def _fronts(owner: str, weights: Sequence[str]) -> list[str]:
-    """What stands before an optimizer's name of a weight, in the names of weights."""
+    """Prefixes that the weights' names have before the optimizer's name of a weight.
+
+    Shortest first.
+    """
     ends = [name.removesuffix(owner) for name in weights if name.endswith(owner)]
     return sorted((front for front in ends if not front or front.endswith(".")), key=len)
 
 
 def _at(front: str, value: dict[str, Any]) -> dict[str, Any]:
-    """The value under the keys that `front` names; itself without any."""
+    """Nests `value` under the keys of a dotted prefix.
+
+    Returns `value` itself for an empty prefix.
+    """
     for key in reversed(front.split(".")[:-1]):
         value = {key: value}
     return value
@@ -173,13 +182,14 @@ def shells(
     world: int,
     most: int,
 ) -> Iterator[Shell]:
-    """The files of all ranks, of about `most` bytes at most; `box_of` gives a rank's rows.
+    """The files of all ranks, of about `most` bytes at most.
 
-    The values of `scalars` are written; all other elements are the copy's.
+    `box_of` gives a rank's rows of a tensor. Writes the values of `scalars`. All other elements are
+    holes, which the copy fills.
     """
 
     def length(name: str) -> int:
-        """Of each rank, which all have about as much of a tensor."""
+        """Bytes of a tensor on each rank; all ranks have about the same number."""
         return prod(tensors[name].shape) * SIZES[tensors[name].dtype] // world
 
     groups = [*portions(tensors, length, most)] or [[]]
@@ -203,7 +213,7 @@ def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
 
 
 def _require_complete(paths: Sequence[str]) -> None:
-    """Raises IncompleteCheckpoint if a file is missing: without it, shapes would seem smaller."""
+    """Raises IncompleteCheckpoint if a file is missing: shapes would seem smaller without it."""
     there = _by_numbers(paths)
     ranks, _, count = _last(there)
     wanted = every(range(1, ranks + 1), range(1, count + 1), range(count, count + 1))
@@ -211,5 +221,5 @@ def _require_complete(paths: Sequence[str]) -> None:
 
 
 def _last(there: Iterable[Numbers]) -> list[int]:
-    """The largest number of each axis."""
+    """The largest number along each axis."""
     return [*map(max, zip(*there, strict=True))]

@@ -1,8 +1,8 @@
-"""What is saved under each key of a directory of torch.distributed.checkpoint, read on demand.
+"""The saved items of a torch.distributed.checkpoint directory by key, read on demand.
 
 read.py reads every item and finds the model's and the optimizer's state among them. torch's own
-loading asks only for keys, and so does this module. `.metadata` lists the keys; an item's file is
-opened when its value is needed, and only the boxes of a tensor that are needed.
+loading asks for single keys, and this module does the same. `.metadata` lists the keys. An item's
+file is opened when its value is needed, and only the needed boxes of a tensor are read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from .files import locate, refuse_several
 class OpenedItem(Struct, frozen=True):
     """The content of an item's file.
 
-    `value` has inert records instead of objects and tensors. `entry` says where the bytes of such a
-    tensor lie; `records` are those of all its tensors.
+    `value` contains inert records instead of objects and tensors. `entry` maps such a tensor record
+    to
+    the place of its bytes. `records` are the records of all its tensors.
     """
 
     value: Any
@@ -40,16 +41,19 @@ class OpenedItem(Struct, frozen=True):
 
 
 class StoredBox(Struct, frozen=True):
-    """A box of a tensor, saved as an item of its own: `value` is the tensor of this box."""
+    """A box of a tensor, saved as an item of its own.
+
+    `value` of the opened item is the box's tensor.
+    """
 
     sizes: tuple[int, ...]
     open: Callable[[], OpenedItem]
 
 
 class StoredTensor(Struct, frozen=True):
-    """A tensor under a key, in boxes by their offsets along every axis.
+    """The tensor that is saved under a key; its boxes are keyed by their offsets along every axis.
 
-    `dtype` is torch's name of its type, which zckpt may not know.
+    `dtype` is torch's name of the element type, which zckpt may not support.
     """
 
     dtype: str
@@ -58,12 +62,12 @@ class StoredTensor(Struct, frozen=True):
 
     @property
     def stored(self) -> int:
-        """The number of elements that the boxes have."""
+        """The number of elements in all boxes."""
         return sum(prod(box.sizes) for box in self.boxes.values())
 
 
 class StoredValue(Struct, frozen=True):
-    """A value under a key; `is_number` if it is a 0-d tensor."""
+    """The value that is saved under a key; `is_number` is true for a 0-d tensor."""
 
     open: Callable[[], OpenedItem]
     is_number: bool = False
@@ -72,9 +76,9 @@ class StoredValue(Struct, frozen=True):
 class StoredItems(Struct, frozen=True):
     """All items of a checkpoint by key, in the order of `.metadata`.
 
-    `paths` are the keys that lead to each in the program's state dict, if they were saved.
-    `version` and `saving` (checkpoint_id, save_id, ...) are what the metadata `files` say of the
-    save itself.
+    `paths` maps a key to its path in the program's state dict, if `.metadata` has it. `version` and
+    `saving` (checkpoint_id, save_id, ...) describe the save itself; they come from the metadata in
+    `files`.
     """
 
     root: str
@@ -100,7 +104,7 @@ def stored_items(path: str, tag: str | None) -> StoredItems:
     files: list[str] = []
     try:
         for folder in folders:
-            # a program may keep its reader, and delete the checkpoint
+            # a program may keep its reader open and delete the checkpoint
             table, opened = read_table(folder), ItemFiles(keeps_open=False)
             for key, item in table.items.items():
                 items[key] = _stored(table, opened, key, item)

@@ -1,4 +1,4 @@
-"""Which options does a directory of torch.distributed.checkpoint understand?"""
+"""The options of a torch.distributed.checkpoint directory as a target."""
 
 from __future__ import annotations
 

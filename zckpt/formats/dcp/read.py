@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint of torch.distributed.checkpoint: every item, put into one tree."""
+"""Builds the manifest of a torch.distributed.checkpoint checkpoint: one tree of all items."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ from .files import (
 )
 from .rest import read_rest
 
-FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
+FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # these describe no item
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -104,7 +104,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _around(path: str) -> tuple[str, str]:
-    """A path, and the folder in which it lies."""
+    """A path and the folder that contains it."""
     return path, os.path.dirname(path)
 
 
@@ -120,7 +120,7 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
             saved.warnings += missing(parts)
         for folder in parts:
             if has_items(folder):
-                # stated names are those of one model alone
+                # the names that zckpt stated are those of one model
                 is_one = reading.root is not None or all(place_in(f, ("",)) == ("",) for f in parts)
                 _FolderReader(folder, saved, reading).read(is_one)
             else:
@@ -129,7 +129,7 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
             hf.require_last(parts[0], saved.tree[own_key(parts[0])], saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         if saved.folders and len(models) > 1:
-            saved.models, saved.stated = models, None  # each model has its own
+            saved.models, saved.stated = models, None  # each model has its own stated facts
         if shards:
             saved.storage = RANKS
             weights = hf.read(shards, saved)
@@ -158,7 +158,7 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
 
 
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
-    """The weights in a folder without items: Hugging Face's storage, or PEFT's file."""
+    """The weights of a folder without items: Hugging Face's storage, or PEFT's file."""
     if shards := hf.files(folder):
         saved.storage = RANKS
         return hf.read(shards, saved)
@@ -170,7 +170,7 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
 
 
 class _FolderReader:
-    """Puts the items of one folder into the tree."""
+    """Reads the items of one folder into the tree of the checkpoint."""
 
     def __init__(self, folder: str, saved: SavedTree, reading: Reading) -> None:
         self.saved = saved
@@ -181,7 +181,10 @@ class _FolderReader:
         self.items_in = {path: len(items) for path, items in self.table.by_file()}
 
     def read(self, with_names: bool) -> None:
-        """Reads every item, in the order of the saved state, with the names that zckpt stated."""
+        """Reads every item in the order of the saved state.
+
+        `with_names` applies the names zckpt stated.
+        """
         table, saved = self.table, self.saved
         paths, planned = table.paths, table.others["planner_data"]
         if not isinstance(planned, (dict, type(None))):
@@ -205,7 +208,7 @@ class _FolderReader:
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
             item = table.items[key]
             if item is None and sources.is_stand_in(table.location(key).file):
-                continue  # a lost value is left out; of a lost tensor the place is known
+                continue  # a lost value is left out; a lost tensor keeps its place in the manifest
             value = self._value(key, item)
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
@@ -219,16 +222,18 @@ class _FolderReader:
             room = put(saved.tree, path, value, room)
             if self.table.copies and item is not None:
                 self._compare_copies(key, item, path)
-        if self._is_mixed():  # whose steps are an error, or --step-policy accepts it
+        if self._is_mixed():  # mixed saves: an error, unless --step-policy accepts it
             saved.different.clear()
         saved.files += sorted(self.files.sizes)
         self._remark()
 
     def _front(self) -> TreePath:
-        """A key of its own for a folder that is a state dict itself, beside one of another kind.
+        """The extra key for a folder that is a state dict itself.
 
-        Only a model's items are all under names of tensors; only an optimizer's are `state` and
-        `param_groups`. Any other folder has state dicts under a program's keys.
+        Empty if the folder has the usual keys. In a folder of a model alone, the keys of tensors
+        are parameter names. In a folder of an optimizer
+        alone, they are `state` and `param_groups`. Any other folder nests state dicts under a
+        program's keys.
         """
         if not is_pair(self.saved.folders):
             return ()
@@ -243,7 +248,7 @@ class _FolderReader:
         return (own_key(folder),) if is_own else ()
 
     def _remark(self) -> None:
-        """Adds warnings about what `.metadata` says and zckpt cannot use, and unused bytes."""
+        """Adds warnings about unused bytes and about facts in `.metadata` that zckpt cannot use."""
         table, saved = self.table, self.saved
         name = os.path.join(table.folder, METADATA)
         if table.unsaved:
@@ -283,9 +288,9 @@ class _FolderReader:
         return leaves(file, file.value, names)
 
     def _stated(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
-        """The step under a key, as every file with a copy of it states it.
+        """The step under a key, once for every file that contains a copy of it.
 
-        A file of one item (single_file_per_rank=False) says nothing about the others.
+        A file with a single item (single_file_per_rank=False) tells nothing about the other items.
         """
         item, box = self.table.items[key], None
         if item is not None:
@@ -300,7 +305,7 @@ class _FolderReader:
                 yield StepStatement(path, (location.file,), number)
 
     def _is_mixed(self) -> bool:
-        """Whether files state different steps under one key: they are of two saves."""
+        """Whether files state different steps under one key, which shows two mixed saves."""
         stated: dict[TreePath, set[Any]] = {}
         for item in self.saved.steps if self.saved.different else ():
             number = item.value.number() if isinstance(item.value, Leaf) else item.value
@@ -308,9 +313,10 @@ class _FolderReader:
         return any(len(steps - {None}) > 1 for steps in stated.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Notes what ranks hold otherwise that saved without asking each other.
+        """Notes a tensor whose copies differ between ranks that saved without coordination.
 
-        All have written what is whole (`use_collectives=False`). Safetensors state no checksums.
+        With `use_collectives=False` every rank writes replicated tensors. Safetensors have no
+        checksums.
         """
         for box in item.boxes:
             copies = self.table.copies.get((key, box.offsets), ())
@@ -326,7 +332,10 @@ class _FolderReader:
     def _are_equal(
         self, key: str, first: ItemLocation, copy: ItemLocation
     ) -> tuple[bool | None, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Whether two files have the same tensor, and the two shapes; None if no byte was read."""
+        """Whether two files contain the same tensor, and both shapes.
+
+        None if no bytes were compared.
+        """
         stored = [self.files.stored(location, key) for location in (first, copy)]
         if stored[0] is not None and stored[1] is not None:
             a, b = stored[0], stored[1]
@@ -342,7 +351,7 @@ class _FolderReader:
         return equal, shapes
 
     def _value_of_copy(self, key: str, location: ItemLocation) -> Any:
-        """What another rank has saved under a key; None for a tensor that is no number."""
+        """The value that another rank saved under a key; None for a tensor of several elements."""
         stored = self.files.stored(location, key)
         if stored is not None:
             return number_of(stored)() if prod(stored.shape) == 1 else None
@@ -350,7 +359,7 @@ class _FolderReader:
         return leaves(file, file.value)
 
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
-        """One leaf of all boxes of a tensor, or the record of a tensor with a class of its own."""
+        """One leaf for all boxes of a tensor; an inert record for a tensor with its own class."""
         dtype, shape = item.dtype, item.shape
         if len(item.boxes) > 1:
             planned = self.files.planned_boxes(self.table, key, dtype)
@@ -385,7 +394,7 @@ class _FolderReader:
                 continue
             file = self.files.tensor_file(location, key, dtype, box.sizes)
             tensor = file.value
-            if own_class := class_of(tensor):  # an object with tensors inside
+            if own_class := class_of(tensor):  # an object with inner tensors
                 self.saved.records += file.records.values()
                 kind = own_class
                 inner.append((box.offsets, leaves(file, tensor, names)))
@@ -397,7 +406,7 @@ class _FolderReader:
         if inner:
             return inner[0][1] if len(item.boxes) == 1 else InPieces(kind, inner)
         fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
-        # every item has its own memory; safetensors have no checksums
+        # every item has its own storage; safetensors have no checksums
         if parts and number is _no_number:
             number = cache(partial(_number, parts[-1]))
         twin = partial(_twin, dtype, shape, parts) if len(parts) == len(pieces) else no_twin
@@ -410,7 +419,7 @@ class _FolderReader:
     def _planned(
         self, key: str, item: TensorItem, planned: PlannedBoxes, names: Iterator[str]
     ) -> Leaf:
-        """The same of boxes whose items are not opened."""
+        """One leaf for all boxes of a tensor, planned without opening the items' files."""
         dtype, shape = item.dtype, item.shape
         self.saved.records.join(planned.records)
         fragments: Fragments | None = assembled_rows(shape, planned.boxes, planned.extents)

@@ -1,6 +1,6 @@
-"""Which file beside items has all that is no state dict, and what is in it?
+"""The file beside the items that contains everything outside the state dicts (`meta.pt`).
 
-Lightning and Fabric keep loops, callbacks and the like in `meta.pt`, and look for them there alone.
+Lightning and Fabric keep loops, callbacks and the like there, and read them from nowhere else.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from ..statedict.write import StateDicts
 
 
 def rest_of(folder: str) -> str | None:
-    """The path of such a file in a folder."""
+    """The path of `meta.pt` in a folder; None if it is not there."""
     path = os.path.join(folder, lightning.META)
     return path if sources.is_file(path) and is_torch(path) else None
 
 
 def read_rest(folder: str, saved: SavedTree) -> list[str]:
-    """Adds the values of such a file to the items; gives its path, if there is one."""
+    """Adds the values of `meta.pt` to the items.
+
+    Returns its path in a list, empty without the file.
+    """
     path = rest_of(folder)
     file = TorchFile(path) if path is not None else None
     if file is None or not isinstance(file.value, dict):
@@ -50,9 +53,9 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 
 
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
-    """The target's file, if the program looks for one.
+    """The name of the target's `meta.pt`; None if the program does not read one.
 
-    A program that had one file with everything finds its state dicts under its keys for items.
+    If the source is a single Lightning file, its state dicts move to Lightning's keys for items.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:
@@ -67,13 +70,13 @@ def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | Non
 
 
 def rest_shell(name: str, source: Manifest, dicts: StateDicts) -> Shell:
-    """The target's file."""
+    """The shell of the target's `meta.pt`."""
     storages = Storages()
     return shell(name, thawed(rest_values(source, dicts), source.entries, storages), storages)
 
 
 def rest_values(source: Manifest, dicts: StateDicts) -> dict[Any, Any]:
-    """The program's own state, and the scheduler."""
+    """The values of the target's `meta.pt`: the program's own state and the scheduler's state."""
     scheduler = source.state.get("lr_scheduler")
     return {
         **({} if scheduler is None else {dicts.scheduler: scheduler}),
@@ -82,7 +85,7 @@ def rest_values(source: Manifest, dicts: StateDicts) -> dict[Any, Any]:
 
 
 def tensor_names(value: Any) -> Iterator[str]:
-    """The manifest's names of the tensors in a value, in the order of the value."""
+    """Yields the manifest's names of the tensors in a value, in the order of the value."""
     if isinstance(value, TensorName):
         yield value.name
     names: list[str] = []
@@ -91,7 +94,7 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def seal_rest(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record of the file."""
+    """Writes the CRC-32 of every record of `meta.pt`."""
     path = rest_of(root.path)
     records = tuple(each for each in manifest.files.records if each.extent.file == path)
     seal_records(root, manifest.replace(records=records), outcome)

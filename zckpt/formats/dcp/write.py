@@ -1,10 +1,11 @@
-"""A directory of torch.distributed.checkpoint from any manifest, as shells.
+"""Writes any manifest as shells of a torch.distributed.checkpoint directory.
 
-torch.distributed.checkpoint.load requires every key of the program's state dict, and it reads whole
-items. So the keys are complete for torch 2.13, and tensors are cut along their first axis as the
-ranks of `--dp N` cut them. Any other number of ranks loads the same files.
+torch.distributed.checkpoint.load requires every key of the program's state dict, and it reads
+complete
+items. So the keys are complete for torch 2.13. Tensors are cut along their first axis for the
+ranks of `--dp N`. Any other number of ranks loads the same files.
 
-Every rank's items are in files of its own, `__R_K.distcp`, as if N ranks had saved.
+Every rank's items are in its own files, `__R_K.distcp`, as if N ranks had saved.
 """
 
 from __future__ import annotations
@@ -63,18 +64,19 @@ from .files import MODEL, PARTS, folders, has_items, is_pair
 from .options import LAYOUT
 from .rest import rest_for, rest_shell, rest_values, seal_rest, tensor_names
 
-SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
-MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle
-OF_RANK = re.compile(r"(?:dp_)?rank_?\d+")  # the key of what a rank saved for itself
+SMALL = 64 << 10  # bytes; reading a smaller piece takes a rank less time than finding it
+MOST_VALUES = 10_000  # per key of the program's own state: each value becomes an item with a pickle
+OF_RANK = re.compile(r"(?:dp_)?rank_?\d+")  # the key of a value that a rank saved for itself
 TORCHTITAN: tuple[TreePath, TreePath, str] = (), ("optimizer",), "flat"
-"""Of torchtitan: the keys of the model and of the optimizer, and the form of the latter's."""
+"""torchtitan's keys of the model and of the optimizer, and the layout of the optimizer's keys."""
 PathValue = tuple[TreePath, Any]
 
 
 def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
-    """The files of the target, and what it cannot take along; `number` is the model's.
+    """Lays out the files of the target; `number` is the model's number in Accelerate's folders.
 
-    Raises WrongOption and MissingData before anything is written.
+    Also lists what the target cannot store. Raises WrongOption and MissingData before anything is
+    written.
     """
     writer = DcpWriter(source, options, number)
     siblings = [(item.name, item) for item in source.files.siblings]
@@ -103,14 +105,14 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
 
 
 def has_models(source: Manifest, options: Options) -> bool:
-    """Whether the target has a place for several models: Accelerate's folders, with numbers."""
+    """Whether the target can store several models: only Accelerate's numbered folders can."""
     folders = {os.path.basename(os.path.dirname(path)) for path in source.files.paths}
     dialect = options[DIALECT]
     return dialect == "accelerate" or (dialect is None and any(map(PARTS.fullmatch, folders)))
 
 
 class DcpWriter(Struct, eq=False, dict=True):
-    """Everything that is decided before the first byte is written."""
+    """Decides all keys, folders and files of the target before the first byte is written."""
 
     source: Manifest
     options: Options
@@ -160,16 +162,16 @@ class DcpWriter(Struct, eq=False, dict=True):
         return lines
 
     def _values(self) -> list[Notice]:
-        """A note on what the model's part has that is no tensor."""
+        """A note on values in the model's part that safetensors cannot store."""
         values = next(each for name, each in self.parts.items() if name in ("", MODEL))
         lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
-        if self.source.groups is None:  # and those of the target are only assumed
+        if self.source.groups is None:  # the target's groups are assumed
             lost = [name for name in lost if "param_groups" not in name.split(".")]
         message = f"{listed(lost)}: no tensor, and safetensors have nothing else"
         return [note("state-omitted", message, subject=lost[0])] if lost else []
 
     def _files_of_ranks(self) -> list[Notice]:
-        """Warnings about folders with a file of each rank, if the target is for others."""
+        """Warnings about sibling folders with one file per rank, if the target's ranks differ."""
         dp = self.options[DP]
         return [
             warning(
@@ -184,7 +186,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         ]
 
     def _parts(self) -> dict[str, list[PathValue]]:
-        """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
+        """Items by folder: "" for a single folder, or Accelerate's folders of both kinds."""
         dicts, keys, dialect = self.dicts, self.dicts.keys, self.options[DIALECT]
         before = keys.folders
         if dialect is None and keys.adapter and keys.storage is not None:
@@ -238,16 +240,19 @@ class DcpWriter(Struct, eq=False, dict=True):
         return parts
 
     def _is_rest(self, path: TreePath) -> bool:
-        """Whether a value is none of the state dicts', and has a file for it."""
+        """Whether a value belongs in `meta.pt`: it is in no state dict, and the target has the
+        file.
+        """
         own = (self.dicts.model, self.dicts.optimizer)
         return self.rest is not None and not any(path[: len(each)] == each for each in own)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
-        """Items by folder: the model's and the optimizer's, each under the keys of the source.
+        """Items by folder (`model` and `optim`), under the same keys as in the source.
 
-        A program asks each folder for its own keys, so both have the rest of the state, unless a
-        folder is a state dict itself, or has weights alone. Without an optimizer, the target is
-        what the model's folder would be.
+        A program asks each folder for the keys it expects, so both folders get the rest of the
+        state.
+        Exceptions are a folder that is a state dict itself, and one with weights alone. Without an
+        optimizer, the target is the content of the model's folder.
         """
         dicts = self.dicts
         others = sorted(
@@ -277,13 +282,15 @@ class DcpWriter(Struct, eq=False, dict=True):
 
     @property
     def storage(self) -> str | None:
-        """How the target keeps the weights, if not as items. PEFT's file needs an optimizer beside
-        it: alone it is no directory of this format."""
+        """How the target stores the weights if not as items: PEFT's file or Hugging Face's storage.
+
+        PEFT's file is written only beside an optimizer: alone it is no directory of this format.
+        """
         own = self.dicts.keys.storage if self.options[DIALECT] is None else None
         return None if own == ADAPTER and not self.dicts.optimizes else own
 
     def shells(self) -> Iterator[Shell]:
-        """Every file, one at a time; a folder's `.metadata` last."""
+        """Yields every file, one at a time; a folder's `.metadata` comes last."""
         for folder, values in self.parts.items():
             is_model = folder in ("", MODEL)
             files = self._safetensors(values) if is_model and self.storage else None
@@ -293,7 +300,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield rest_shell(self.rest, self.source, self.dicts)
 
     def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
-        """The weights as PEFT's file, or as Hugging Face's storage of all ranks."""
+        """The weights as PEFT's file, or as all ranks' files of Hugging Face's storage."""
         tensors = {
             dotted(path): tensor
             for path, value in values
@@ -307,7 +314,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         yield from hf.shells(tensors, scalars, self._box_of, self.world, self.options.file_size)
 
     def _folder(self, folder: str, values: Sequence[PathValue]) -> list[Shell]:
-        """The files of a folder; they are the same the second time."""
+        """The files of a folder, built once: a second call returns the same list."""
         if folder not in self._files:
             self._files[folder] = [*self._item_files(values)]
         return self._files[folder]
@@ -315,7 +322,7 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _item_files(self, values: Sequence[PathValue]) -> Iterator[Shell]:
         saved: list[SavedItem] = []
         of_ranks: list[list[ItemShell]] = [[] for _ in range(self.world)]
-        # numbers first, so that one file has all steps, however many files rank 0 has
+        # numbers first, so one file contains all steps, however many files rank 0 has
         for path, value in sorted(values, key=lambda pair: self._is_cut(pair[1])):
             for rank, item in self._items(dotted(path), value):
                 of_ranks[rank].append(item)
@@ -328,7 +335,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         yield Shell.of(".metadata", sealed(text))
 
     def _items(self, key: str, value: Any) -> Iterator[tuple[int, ItemShell]]:
-        """What each rank saves of a value: rows of a tensor; rank 0 everything that is not cut."""
+        """Yields the items of a value with the rank that saves them.
+
+        Ranks save rows of tensors; rank 0 saves every value that is not cut.
+        """
         if isinstance(value, Scalar):
             whole = ItemBox((0,) * len(value.shape), value.shape)
             yield 0, ItemShell(key, whole, scalar_shell(value, repr(value)))
@@ -341,14 +351,14 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield 0, ItemShell(key, None, shell("archive", frozen, storages))
 
     def _boxes_of(self, tensor: BlankTensor) -> Iterator[tuple[int, ItemBox]]:
-        """The rows of a tensor, each with the rank that saves them."""
+        """Yields the boxes of rows of a tensor, each with the rank that saves it."""
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         own = max(1, -(-count // self.world))
         for start in range(0, max(1, count), rows):
             yield start // own, _box(tensor.shape, start, rows)
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
-        """A rank's rows of a tensor; None if it has none, or a neighbor saves them."""
+        """A rank's rows of a tensor; None if it saves none, or if a neighbor saves them."""
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         start = rank * -(-count // self.world)
         if start % rows or (start >= count and rank):
@@ -356,11 +366,11 @@ class DcpWriter(Struct, eq=False, dict=True):
         return _box(tensor.shape, start, rows)
 
     def _is_cut(self, value: Any) -> bool:
-        """Whether ranks have rows of a value; rank 0 has what is not cut."""
+        """Whether a value is cut into rows for the ranks; rank 0 saves all other values."""
         return not isinstance(value, Scalar) and self._tensor_of(value) is not None
 
     def _tensor_of(self, value: Any) -> BlankTensor | None:
-        """The tensor that a value is, or stands for."""
+        """The blank tensor of a value that is a tensor or names one; None for other values."""
         if isinstance(value, TensorName):
             entry = self.source.entries[value.name, "state"]
             return BlankTensor(entry.dtype, entry.shape)
@@ -369,7 +379,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         return value if isinstance(value, BlankTensor) else None
 
     def _rows(self, tensor: BlankTensor) -> int:
-        """Rows in a piece: those of one rank, or of several neighbors if these are small."""
+        """The number of rows in a piece: one rank's rows, or several neighbors' if small."""
         if not tensor.shape or not prod(tensor.shape):
             return tensor.shape[0] or 1 if tensor.shape else 1
         own = -(-tensor.shape[0] // self.world)
@@ -409,7 +419,7 @@ class DcpWriter(Struct, eq=False, dict=True):
 
 
 def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:
-    """Rows [start, start + rows) of a tensor, as far as it has them; all of one without axes."""
+    """Rows [start, start + rows) of a tensor, clipped to its shape; a 0-d tensor is complete."""
     sizes = shape and (min(rows, shape[0] - start), *shape[1:])
     return ItemBox(shape and (start, *(0 for _ in shape[1:])), sizes)
 

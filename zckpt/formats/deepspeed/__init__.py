@@ -1,4 +1,4 @@
-"""DeepSpeed's directories of stage 0, 1, 2 and 3, as engine.save_checkpoint writes them.
+"""DeepSpeed's directories of stages 0, 1, 2 and 3, as engine.save_checkpoint writes them.
 
     <run>/latest                                              the tag, as text
     <run>/<tag>/mp_rank_00_model_states.pt                    stage 1, 2: weights, buffers, counters
@@ -7,29 +7,29 @@
     <run>/<tag>/layer_M_expert_N_mp_rank_00_model_states.pt   expert N of layer M
     <run>/<tag>/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   R is the data-parallel rank
 
-With pipelines or tensor parallelism there are further model ranks, mp_rank_01 and so on, each with
-such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeline's layers.
+Pipelines and tensor parallelism add model ranks: mp_rank_01 and so on, each with such files. A
+pipeline's layers have their weights in layer_NN[-model_TT]-model_states.pt.
 
-    layer_names.py       which layer of a pipeline has a tensor, and which stage may have a layer
-    sequence_ranks.py    how many ranks share each sequence (Ulysses)
-    files.py             which files make the checkpoint, of which model ranks; refusals by names
+    layer_names.py       the pipeline layer of a tensor, and the stages that may have a layer
+    sequence_ranks.py    the number of ranks that share each sequence (Ulysses)
+    files.py             finds the checkpoint's files and model ranks; refuses layouts by file names
     flats.py             the flat buffers of fp32 masters and optimizer states
-    ranks.py             what the ranks' files say, and whether they say the same
+    ranks.py             reads the ranks' files and compares what they state
     stage_0/             runs without ZeRO
     model_ranks/         pipelines and tensor parallelism
     moe/                 experts
     ep_optimizers.py     experts without ZeRO: the optimizers of all ep ranks
-    weights.py           the weights alone, where the optimizer cannot be read
-    read.py              the manifest, of model ranks apart or joined
+    weights.py           reads the weights if the optimizer state is unreadable
+    read.py              builds the manifest, with model ranks apart or joined
     gather/              the engine's own rule for its partitions
-    target_ranks.py      which model ranks a target has, and what each one has of the source
-    optimizer_files.py   the files of a target, elastic ones too
-    run_template.py      sources of other engines, with the ranks and groups of a run: `--like`
-    write.py             the same files for other ranks, another stage or type
-    functions.py         what zckpt does with them, and why another run does not load them
+    target_ranks.py      a target's model ranks, and the part of the source that each one has
+    optimizer_files.py   the optimizer files of a target, also elastic ones
+    run_template.py      `--like`: fits a source of another engine to the ranks and groups of a run
+    write.py             writes the same files for other ranks, another stage or type
+    functions.py         the functions of this format, and why another run does not load its files
 
-Each of them imports only what stands above it. What DeepSpeed's universal checkpoints share with
-these files is in formats/deepspeed_states.
+Each module imports only modules listed above it. formats/deepspeed_states contains what these files
+share with DeepSpeed's universal checkpoints.
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 

@@ -1,16 +1,17 @@
-"""What do the optimizers of all ep ranks without ZeRO (stage 0) hold together?
+"""Joins the optimizers of all expert-parallel ranks in a run without ZeRO (stage 0).
 
     expp_rank_0_mp_rank_00_optim_states.pt     experts 0, 1, and all dense parameters
     expp_rank_1_mp_rank_00_optim_states.pt     experts 2, 3, and a copy of the dense parameters
     mp_rank_00_model_states.pt                 a copy of ep rank 0's, which the engine does not load
 
-Every rank keeps a whole optimizer of what it has. The first of the ranks with the same experts
-saves it. If layers have several expert-parallel sizes, files count the ranks of the largest one,
-and several of them have the experts of the other layers. DeepSpeed 0.19.8, engine.py
+Every rank keeps a complete optimizer of its parameters. Of the ranks with the same experts, the
+first
+one saves it. If layers have several expert-parallel sizes, the files count the ranks of the largest
+size, and several files contain the experts of the other layers. DeepSpeed 0.19.8, engine.py
 `_save_moe_checkpoint`.
 
-stage_0/naming.py names the parameters of ep rank 0. The other ranks' optimizers list the same ones,
-of other experts. The groups of experts have none but experts, and the other groups none of them.
+stage_0/naming.py names the parameters of ep rank 0. The optimizers of the other ranks list the same
+parameters with other experts. A group has either experts only or dense parameters only.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
 
 
 def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
-    """Over how many ranks each layer is spread."""
+    """Finds over how many expert-parallel ranks each layer of experts is spread."""
     named = [*(reading.param_names or ())]
     if ranks.listed_shapes:
         named += named_of(ranks)
@@ -111,7 +112,7 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
-    """There is one optimizer for each rank of the largest size, and all have the same groups."""
+    """Checks for one optimizer per rank of the largest size, and for equal groups."""
     path, largest = ranks[0].directory.path, max(layers.sizes)
     if len(ranks) < largest:
         raise IncompleteCheckpoint(
@@ -153,7 +154,7 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
 def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
-    """The optimizers of all ranks, whose parameters have names in the whole model."""
+    """The optimizers of all ranks, with the parameters' names in the full model."""
     whole, layers = experts.whole, experts.layers
     every = ((name, whole.file_of(name), own) for name, own in whole.module.items())
     hidden = {*whole.buffer_names, *whole.second_names}
@@ -172,10 +173,13 @@ def _named(
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
-    """Owners by second name of tied weights, on rank 0: the engine saves both, and states none.
+    """Maps second names of tied weights on rank 0 to their first name: the engine saves both.
 
-    Both have the same bytes (DeepSpeed 0.19.8 saves copies), or the same memory in a file of
-    zckpt's. Weights of one number, or of numbers that are all equal, may be equal by chance.
+    Both have the same bytes (DeepSpeed 0.19.8 saves copies), or the same storage in a file that
+    zckpt
+    wrote. Weights with a single element, or with all elements equal, do not count: they may be
+    equal by
+    chance.
     """
     stated = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
@@ -198,7 +202,7 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
 
 
 def _varies(file: TorchFile, tensor: Tensor) -> bool:
-    """Whether a tensor of its own storage has numbers that differ."""
+    """Whether a tensor with its own storage has elements that differ."""
     if not tensor.contiguous or tensor.numel < 2 or tensor.offset:
         return False
     head = file.read(tensor.part(0, min(tensor.numel, 64)))
@@ -207,9 +211,9 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
-    """The names on the first ep rank; raises as `names_of`.
+    """The names of the first ep rank's parameters; raises the same errors as `names_of`.
 
-    What only the files show, they show of dense parameters and of experts apart.
+    Names that only the files show are found for dense parameters and for experts separately.
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]
@@ -233,9 +237,9 @@ def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] 
 def _joined(
     wholes: Sequence[WholeOptimizer], experts: Experts, step_policy: str | None
 ) -> Manifest:
-    """The whole model; its replicas are the copies that several files have.
+    """The manifest of the full model; copies in several files become its replicas.
 
-    The last optimizer may be a copy of the first's, in the model file.
+    The last optimizer may be a copy of the first one, from the model file.
     """
     first, *others = wholes
     states, slots = first.states, kept(first, step_policy)
@@ -259,7 +263,7 @@ def _joined(
 
 
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
-    """The weights of the whole module, as if a rank beside the others had them."""
+    """The weights of the full module, as if a further rank had them."""
     tensors = ManifestTensors(whole)
     tensors.add_frozen()
     tensors.add_buffers()
@@ -276,7 +280,7 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """Another rank's optimizer, with the first rank's groups."""
+    """The manifest of another rank's optimizer, with the first rank's groups."""
     states, slots = whole.states, kept(whole, step_policy)
     tensors = ManifestTensors(states)
     for buffer in slots:

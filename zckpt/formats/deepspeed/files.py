@@ -1,10 +1,12 @@
-"""Which files make a DeepSpeed checkpoint: its tag, and the files of each model rank in its grid?
+"""Finds the files of a DeepSpeed checkpoint: its tag, and the files of each model rank in the grid.
 
-A directory is as many ZeRO checkpoints as there are model ranks: `mp_rank_MM` is stage MM // tp of
-the pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). Names show
-the sizes, and ranks.py compares what files state. Files of layers exist for pipelines alone, and
-have the tensor rank in their names (`layer_03-model_01-model_states.pt`, or
-`layer_03-model_states.pt` for one). A pipeline with experts has none: its stages are known by their
+A directory contains one ZeRO checkpoint per model rank: `mp_rank_MM` is stage MM // tp of the
+pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). File names
+show
+the sizes, and ranks.py compares what files state. Only pipelines have files of layers, with the
+tensor rank in their names (`layer_03-model_01-model_states.pt`, or `layer_03-model_states.pt` for
+one
+tensor rank). A pipeline with experts has no files of layers: its stages are known by their
 parameters.
 
 DeepSpeed's own guess counts the names that begin with `layer_01`, and fails if that layer is a
@@ -62,19 +64,23 @@ from . import sequence_ranks
 from .sequence_ranks import Found
 
 COUNTERS = "global_steps", "global_samples"
-"""Keys of a model file, the first of which counts the updates; they follow each other (0.19.8)."""
+"""Keys of a model file, which follow each other; the first one counts the updates (0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = role("expert", r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt", "expert", "mp")
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 
 class RankFiles(Struct, frozen=True):
-    """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank.
+    """The files of one model rank, as paths in rank order.
 
-    Files of experts are by the number of the layer in its model rank, and of the expert in it.
-    `of_ep` are the optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed`
-    is what was opened of these files, and of those of other model ranks. `number` is that of the
-    model rank. `sp` are the ranks of a sequence that the names count as model ranks.
+    `models` is one file in stages 1 and 2, and one per data-parallel rank in stage 3. `experts` is
+    keyed
+    by the layer's number in its model rank and the expert's number in the layer. `of_ep` are the
+    optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed` caches the
+    opened
+    files of all model ranks. `number` is the model rank. `sp` is the number of sequence-parallel
+    ranks
+    that the file names count as model ranks.
     """
 
     models: Sequence[str]
@@ -91,7 +97,7 @@ class RankFiles(Struct, frozen=True):
 
 
 class GridFiles(Struct, frozen=True):
-    """The files of every model rank, in order, and those of layers by layer and tensor rank."""
+    """The files of every model rank, in order, and the files of layers by (layer, tensor rank)."""
 
     ranks: Sequence[RankFiles]
     layers: Mapping[tuple[int, ...], str]
@@ -99,7 +105,7 @@ class GridFiles(Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one model rank, and no pipeline."""
+        """Whether there is one model rank and no pipeline."""
         return len(self.ranks) == 1 and not self.grid.staged
 
     @property
@@ -111,21 +117,21 @@ class GridFiles(Struct, frozen=True):
         return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
 
     def layers_of(self, tp: int) -> dict[int, TorchFile]:
-        """The opened files of one tensor rank's layers, in the order of the model."""
+        """The opened layer files of one tensor rank, in the order of the model."""
         paths = {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
         return dict(zip(paths, open_files([*paths.values()], self.parsed), strict=True))
 
 
 def detect(path: str) -> list[str]:
-    """Tags of the checkpoints at `path`; a tag directory's own is its name.
+    """Tags of the checkpoints at `path`; for a tag directory, its own name.
 
-    A single file counts only to be refused by name.
+    A single foreign file counts as a checkpoint only so that an error can name it.
     """
     return KIND.detect(path) or ([""] if is_foreign(path) else [])
 
 
 def tags(path: str) -> list[str]:
-    """All tags of a run; none if they are those of several models of one save (Accelerate)."""
+    """All tags of a run; empty if they are several models of one save (Accelerate)."""
     if not sources.is_folder(path) or holds_states(path):
         return []
     names = tags_of(path)
@@ -133,12 +139,12 @@ def tags(path: str) -> list[str]:
 
 
 def pointer(path: str) -> str | None:
-    """The tag that `latest` names, which the engine writes when all ranks have saved."""
+    """The tag in the file `latest`, which the engine writes after all ranks have saved."""
     return pointed(path, KIND.pointer)
 
 
 def counter(path: str) -> int | None:
-    """The `global_steps` of the first model file; None if the path is not that of one tag."""
+    """The `global_steps` of the first model file; None if the path is not one tag."""
     try:
         folder = KIND.locate(path, None).path
     except ZckptError:
@@ -148,7 +154,7 @@ def counter(path: str) -> int | None:
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
-    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint.
+    """Finds the directory of one tag; raises NotACheckpoint and AmbiguousCheckpoint.
 
     Raises UnsupportedCheckpoint for files that torch.save did not write.
     """
@@ -161,17 +167,17 @@ def locate(path: str, tag: str | None) -> TagDirectory:
 
 
 def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFiles:
-    """The files of all ranks; of what zckpt has `written`, those of layers are not there yet.
+    """The files of all ranks. `written` is the grid of a target whose layer files do not exist yet.
 
-    Raises IncompleteCheckpoint if one is missing, as far as names show, UnsupportedCheckpoint for
-    what is not read yet: NVMe offload, AutoEP beside AutoTP, a pipeline in which only some stages
-    have experts.
+    Raises IncompleteCheckpoint if the names show that a file is missing. Raises
+    UnsupportedCheckpoint
+    for NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some stages have experts.
     """
     found = files_in(directory, os.listdir(directory.path))
     layers, has_experts = found[LAYER], bool(found[EXPERT])
     of_ranks = (*found[MODEL], *found[MODEL_3], *found[OPTIMIZER])
     if has_experts and any(place[-1] for place in of_ranks):
-        # AutoEP beside AutoTP spreads experts over all model ranks: no file of them is missing
+        # AutoEP beside AutoTP spreads experts over all model ranks, so no expert file is missing
         for file in open_files([*found[MODEL].values()][:1], Parsed()):
             refuse_folded(directory, dictionary(file, file.value))
     ranks = rank_files(directory, found, Parsed())
@@ -183,7 +189,7 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     if layers:
         numbers, tp = sorted({layer for layer, _ in layers}), 1 + max(tp for _, tp in layers)
         need_files(directory, LAYER, found, ((each, n) for each in numbers for n in range(tp)))
-    elif has_experts and tp > 1:  # stages have other parameters
+    elif has_experts and tp > 1:  # pipeline stages have different parameters
         names = _parameters(ranks)
         alike = names.count(names[0])
         tp = tp if tp % alike else alike
@@ -199,17 +205,17 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
 
 
 def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
-    """The names of the parameters of each model rank, as its model file lists them."""
+    """The names of each model rank's parameters, as its model file lists them."""
     files = open_files([own.models[0] for own in ranks], ranks[0].parsed)
     shapes = [shapes_of_groups(dictionary(f, f.value).get("param_shapes"), f) for f in files]
     return [{*chain.from_iterable(own)} for own in shapes]
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
-    """The files among the names of the directory, which must be those of one run.
+    """The checkpoint's files among the names of the directory, by role; all must be of one run.
 
-    Raises InconsistentCheckpoint; UnsupportedCheckpoint if the names show experts of an old
-    release, or NVMe offload.
+    Raises InconsistentCheckpoint. Raises UnsupportedCheckpoint if the names show NVMe offload, or
+    experts of an old release.
     """
     names = sorted(names)
     if any(map(OLD_EXPERT.names.fullmatch, names)):
@@ -248,9 +254,9 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
 
 
 def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[RankFiles]:
-    """Those of each model rank; raises IncompleteCheckpoint if one is missing, by the names.
+    """The files of each model rank; raises IncompleteCheckpoint if the names show a missing one.
 
-    The ranks of a sequence, which are no model ranks, have files of one.
+    Sequence-parallel ranks are no model ranks: their files are joined as data-parallel ranks.
     """
     if not (found[MODEL] or found[MODEL_3]):
         raise IncompleteCheckpoint(
@@ -292,16 +298,17 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
 def need_files(
     directory: TagDirectory, role: Role, found: Found, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint unless all wanted files of this role are there, or none."""
+    """Raises IncompleteCheckpoint if some, but not all, wanted files of this role are missing."""
     if found[role]:
         refuse_gaps(directory.path, gaps(role, found[role], wanted))
 
 
 def without_pointer(directory: TagDirectory) -> list[Notice]:
-    """A warning for a run whose file `latest` is lost: the engine loads nothing, and goes on.
+    """A warning if a run's file `latest` is missing: the engine then loads nothing and continues.
 
-    `load_checkpoint` says so in its log alone, and gives (None, None) (0.19.8). Trainers' programs
-    have rules of their own: see judging/verdict.py.
+    `load_checkpoint` only logs this and returns (None, None) (0.19.8). Trainer programs have rules
+    of
+    their own: see judging/verdict.py.
     """
     run, tag = directory.run, directory.tag
     if run is None or pointer(run) is not None:
@@ -317,7 +324,7 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
 
 
 def recovery_scripts(tag: str) -> list[Notice]:
-    """What is left out where DeepSpeed's scripts lie in the run directory around a tag's."""
+    """A note on DeepSpeed's recovery scripts in the run directory, which are not copied."""
     run = os.path.dirname(os.path.abspath(tag))
     names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:

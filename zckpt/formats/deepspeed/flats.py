@@ -1,8 +1,9 @@
-"""Where the ranks keep their flat buffers: fp32 masters and optimizer states.
+"""Reads the ranks' flat buffers of fp32 masters and optimizer states.
 
-One buffer per parameter group in stage 1 and 2, one per sub-group in stage 3. Padding differs:
-stage 1 and 2 save masters without it and states with it, BF16_Optimizer saves both with it,
-stage 3 pads every parameter.
+Stages 1 and 2 have one buffer per parameter group, stage 3 has one per sub-group. Padding differs:
+stages 1 and 2 save masters without it and states with it. BF16_Optimizer saves both with it. Stage
+3
+pads every parameter.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ from ..deepspeed_states.states import (
     in_user_order,
 )
 
-MOST_IN_SEQUENCE = 64  # ranks that one looks for where files are of some of them
-BESIDE = "base_optimizer_state_step"  # what elastic files have instead of groups
+MOST_IN_SEQUENCE = 64  # largest factor to try when the files may be of some of the ranks only
+BESIDE = "base_optimizer_state_step"  # elastic files have this key instead of groups
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
-"""The flat buffers of a group: the ranks that share each of them, and the parameters in it."""
+"""Maps a group's place and parameters to its flat buffers: their ranks and parameters."""
 
 
 def flat_buffers(
     ranks: EngineStates, step_policy: str | None, sharing: Sharing | None = None
 ) -> Iterator[FlatBuffer]:
-    """Every flat buffer of the checkpoint; without `sharing` all ranks share all of them."""
+    """Yields every flat buffer of the checkpoint.
+
+    Without `sharing`, all ranks share all buffers.
+    """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
     if odd := [len(tensors) for tensors in masters if len(tensors) != len(shapes)]:
@@ -77,7 +81,7 @@ def flat_buffers(
 
 
 def _masters(ranks: EngineStates, state: Mapping[str, Any]) -> list[Tensor]:
-    """A rank's part of every flat buffer of masters."""
+    """A rank's partitions of all flat buffers of masters."""
     key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     tensors = state.get(key)
     if not isinstance(tensors, list) or not all(isinstance(value, Tensor) for value in tensors):
@@ -96,7 +100,7 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 
 
 class _RankedBuffer(Struct, dict=True):
-    """Flat buffer number `place`; every rank has one partition of it, one of `masters`."""
+    """Flat buffer number `place`; `masters` are the ranks' partitions of its masters."""
 
     ranks: EngineStates
     place: int
@@ -113,7 +117,7 @@ class _RankedBuffer(Struct, dict=True):
         self.spans = dict(zip(self.shapes, zip(starts, numels, strict=True), strict=True))
         if partitioned and total and not any(held):
             refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
-        # elements that a rank's tensor may have
+        # the number of elements that a rank's tensor may have
         self.lengths = {total} if partitioned else zero.partition_sizes(total, dp)
         if not ({*held} == {total} if partitioned else zero.fits(total, sum(held), dp)):
             if partitioned and self._is_of_more_ranks(numels, held):
@@ -126,15 +130,16 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
-        """Whether each rank has its part of a multiple of the ranks; stage 3."""
+        """Whether each rank's partition has the length for a multiple of the ranks (stage 3)."""
         worlds = range(2 * self.ranks.dp, MOST_IN_SEQUENCE * self.ranks.dp + 1, self.ranks.dp)
         lengths = (sum(-(-numel // world) for numel in numels) for world in worlds)
         return len({*held}) == 1 and held[0] in lengths
 
     def numbers(self) -> Iterator[str]:
-        """States that are one number and not a partition: tensors of one element, if that shows.
+        """Names of states that are one number rather than a partition: tensors of one element.
 
-        A partition may have one element as well; then another buffer shows it.
+        A partition may have one element as well. Then only another buffer can show that it is a
+        number.
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.states[0].items():
@@ -144,7 +149,10 @@ class _RankedBuffer(Struct, dict=True):
                 yield key
 
     def read(self, group: int, numbers: Collection[str], step_policy: str | None) -> FlatBuffer:
-        """All that the ranks keep of this buffer; `numbers` are states of one number."""
+        """Reads all that the ranks keep of this buffer.
+
+        `numbers` are names of states of one number.
+        """
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
         own: dict[Any, Sequence[Any]] = {}
@@ -152,10 +160,10 @@ class _RankedBuffer(Struct, dict=True):
         counted = [self.ranks.number(rank, each) for rank, each in enumerate(kept)]
         is_step = all(each is None or steps.step_of(each) is not None for each in counted)
         for key in dict.fromkeys(chain.from_iterable(self.states)):
-            if key == "step" and is_step:  # else it is a state like any other
+            if key == "step" and is_step:  # otherwise it is a state like any other
                 continue
             values = self._values(key, is_number=key in numbers)
-            if not isinstance(key, str):  # a number as a key is no name of a slot
+            if not isinstance(key, str):  # a key that is a number cannot name a slot
                 own[key] = values
             elif key not in numbers and (slot := self._slot(key, values)):
                 slots.append(slot)
@@ -172,11 +180,12 @@ class _RankedBuffer(Struct, dict=True):
         )
 
     def _values(self, key: Any, is_number: bool) -> list[Any]:
-        """A state on every rank; a number as it was before the engine's elastic save cut it off.
+        """A state's value on every rank; restores a number that the engine's elastic save cut off.
 
-        That save takes a partition's padding off every tensor that is not 0-d, numbers too
-        (0.19.8). The storage still has the element (`_stored`); if not, another rank's number
-        stands for it.
+        That save removes a partition's padding from every tensor that is not 0-d, even from numbers
+        (0.19.8). The storage still has the element (`_stored`). If it does not, another rank's
+        number is
+        used.
         """
         values = [state.get(key) for state in self.states]
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
@@ -188,9 +197,9 @@ class _RankedBuffer(Struct, dict=True):
     # -- tensors
 
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
-        """A state that is a slot: every rank's tensor is as long as its partition.
+        """A state as a slot, if every rank's tensor is as long as its partition; else None.
 
-        With or without padding: masters are saved without it, states with it.
+        Lengths with and without padding match: masters are saved without it, states with it.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
@@ -211,7 +220,7 @@ class _RankedBuffer(Struct, dict=True):
         return zero.FlatGroup(extents, SIZES[tensors[0].dtype])
 
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
-        """Every parameter's part of the ranks' partitions."""
+        """The slot whose fragments are every parameter's part of the ranks' partitions."""
         dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
             what = f"ranks keep {name} in different types: {', '.join(dtypes)}"
@@ -226,10 +235,12 @@ class _RankedBuffer(Struct, dict=True):
         return BufferSlot(name, dtypes[0], {own: part(*span) for own, span in self.spans.items()})
 
     def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
-        """A state that is kept whole on every rank whose partition the parameter reaches into.
+        """A state that every rank keeps complete for each parameter in its partition; else None.
 
-        Muon's `momentum_buffer` in stage 1 and 2 without offload, since it orthogonalizes whole
-        matrices: a rank's parameters follow each other. The first rank's copy is taken.
+        Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. Muon orthogonalizes
+        full
+        matrices, so a rank's partition has complete states one behind the other. The first rank's
+        copy is used.
         """
         group = self._group(self.masters)
         dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}
