@@ -264,9 +264,9 @@ class _RankedBuffer(Struct, dict=True):
     def _steps(
         self, group: int, kept: Sequence[Any], policy: str | None
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
-        """Every place that states this buffer's step, on which all ranks must agree.
+        """Every place that states this buffer's step; all ranks must agree on the step.
 
-        `kept` is what the ranks' states have.
+        `kept` has the step in each rank's state.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
@@ -293,7 +293,7 @@ class _RankedBuffer(Struct, dict=True):
         return sightings, place, warnings
 
     def _stated(self, what: str, where: str, values: Sequence[Any]) -> steps.StatedSteps:
-        """What the ranks state in one place; raises if only some of them state a step."""
+        """The steps that the ranks state in one place; raises if only some ranks state a step."""
         stated = steps.StatedSteps(where)
         for rank, value in enumerate(values):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
@@ -308,7 +308,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """The one element in the storage of an empty tensor; any other value as it is."""
+    """The one element in the storage of an empty tensor; any other value unchanged."""
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value
     return Tensor(value.storage, value.dtype, 0, (1,), (1,))

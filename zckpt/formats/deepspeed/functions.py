@@ -1,9 +1,8 @@
-"""What does zckpt do with these files?
+"""The functions of the format deepspeed, and the obstacles to loading its files unchanged.
 
-Why a run does not load them as they are (`obstacles`): they are for one grid of ranks, one stage,
-type and optimizer. ZeRO's loader compares `dp_world_size`, and opens the files of its own ranks by
-their names (0.19.8). Without ZeRO the model file has everything, and any number of data ranks loads
-it.
+The files fit one grid of ranks, one stage, one type and one optimizer (`obstacles`). ZeRO's loader
+compares `dp_world_size`, and opens its own ranks' files by name (0.19.8). Without ZeRO the model
+file has everything, and any data-parallel size loads it.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ OF_ENGINES = {
     "round_robin_gradients": "round_robin",
     "parameter_alignment": "aligned",
 }
-"""What of an engine decides how its files are cut, by its name for a sentence."""
+"""Engine settings that decide how the files are cut: display name to attribute."""
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Everything in which the files and the run of these options differ."""
+    """Every difference between the files and the run that these options describe."""
     own, new = _engine_of(source, Options()), _engine_of(source, options)
     pairs = _pairs(own, new)
     if is_other_optimizer(new, source):
@@ -59,18 +58,18 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
     scheduler, state = schedulers.named_in(options[CONFIG]), source.state.get("lr_scheduler")
     if scheduler and not schedulers.fits(state, scheduler):
         decided = schedulers.decide(source, scheduler)
-        if decided.state != state:  # else the program has its own, or no conversion makes one
+        if decided.state != state:  # otherwise the program has its own, or no conversion makes one
             reason = schedulers.lacking(source, scheduler)
             lines.append(replace(reason, code="scheduler-differs", severity="error", hint=""))
     return lines
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
-    """In what the engine of a program that has saved `run` differs from that of a target.
+    """Differences between the engine that saved `run` and the engine of a target.
 
-    Types are no difference: the loader casts them, and finds the files by both names (0.19.8).
+    Types do not count: the loader casts them, and finds the files by both names (0.19.8).
     """
-    if options[CONFIG] is not None:  # which says it
+    if options[CONFIG] is not None:  # the ds_config states the engine
         return []
     own, new = _engine_of(source, options), _engine_of(run, Options())
     pairs = _pairs(own, new)
@@ -93,18 +92,21 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 
 def begins(source: Manifest, options: Options) -> Beginning:
-    """What a target needs of parameters that were never updated; `source` has its engine."""
+    """What a target needs for parameters that were never updated.
+
+    `source` has the target's engine.
+    """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 
 
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
-    """The engine of every model rank."""
+    """The target engine, which is the same for every model rank."""
     grid = Grid(source.run.origin.pp or 1, source.run.origin.tp or 1)
     return TargetEngine(replace(source, place=Place(0, grid)), options)
 
 
 def _pairs(own: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
-    """What two engines have of all that decides what is in their files."""
+    """Settings of two engines that decide the content of files, in pairs by display name."""
     pairs = {what: (getattr(own, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
     if own.partitioned and new.partitioned:
         pairs["sub_group_size"] = own.sub_group_size, new.sub_group_size
@@ -114,7 +116,7 @@ def _pairs(own: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
 
 
 def missing(source: Manifest, options: Options) -> list[Notice]:
-    """The state of the scheduler that the given ds_config makes, if a target would have none."""
+    """An error if the ds_config makes a scheduler and the target would have no state for it."""
     name = schedulers.named_in(options[CONFIG])
     if name is None:
         return []

@@ -1,10 +1,11 @@
-"""Which layer of a pipeline has a tensor, and which stage may have a layer, as names say it?
+"""Parses names of pipeline tensors: the layer of a tensor, and the layers that a stage may have.
 
     3.fc.weight                     of layer 3
     tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
 
-In files of layers both have the rest of the name alone. A stage has the layers whose numbers are in
-its names, and some of those up to the next stages' numbers: tied ones, functions and frozen ones.
+In files of layers, both have only the rest of the name. A stage has the layers whose numbers are in
+its names. It may also have some layers before the next stage's first number: tied layers, functions
+and frozen layers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ...core.grouping import by_key
 TIED = "tied_modules."
 Value = TypeVar("Value")
 
-Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is used, by its key
+Uses = Mapping[str, set[int]]  # for each tied layer's key, the numbers of the layers that use it
 
 
 class LayerName(Struct, frozen=True):
-    """A name: the `number` of a layer, or the `key` of a tied one, and what follows."""
+    """A tensor's name: its layer's `number` or its tied layer's `key`, and the rest of the name."""
 
     number: int | None
     key: str | None
@@ -40,23 +41,23 @@ class LayerName(Struct, frozen=True):
 
 
 def prefix_of(number: int, tied: Mapping[int, str]) -> str:
-    """What precedes the names in the file of a layer; `tied` are the keys of tied ones."""
+    """The prefix of the names in a layer's file; `tied` maps layers to keys of tied layers."""
     return f"{TIED}{tied[number]}." if number in tied else f"{number}."
 
 
 def tied_key(name: str) -> str | None:
-    """The key of a tied layer's tensor; None for one of another layer."""
+    """The key of a tied layer's tensor; None for a tensor of another layer."""
     return LayerName.of(name).key
 
 
 def untied_layers(names: Iterable[str]) -> list[int]:
-    """The layer of each tensor that is of no tied one."""
+    """The layer number of each tensor outside of tied layers."""
     numbers = (LayerName.of(name).number for name in names)
     return [number for number in numbers if number is not None]
 
 
 def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """What is said of the tensors of tied layers, by key and by the name in the file."""
+    """Values of the tensors of tied layers, by key and then by the name in the layer's file."""
     parts = ((LayerName.of(name), value) for name, value in values.items())
     own = by_key((part.key, (part.inner, value)) for part, value in parts if part.key is not None)
     return {key: dict(each) for key, each in own.items()}
@@ -72,14 +73,17 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
 
 
 def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
-    """The layers at which tied ones have files, by key."""
+    """For each tied layer's key, the layers whose files belong to it."""
     keys = (tied_key(name) for names in pipeline.parameters for name in names)
     of_files = by_key((key, number) for number, key in pipeline.tied.items())
     return {key: {*of_files.get(key, ())} for key in keys if key is not None}
 
 
 def spans(pipeline: Pipeline, count: int) -> list[range]:
-    """The layers, of so many, that each stage may have: others show theirs by numbers."""
+    """For each stage, the range of layers that it may have, of `count` layers.
+
+    The numbers in the names of the other stages limit the range.
+    """
     shown = [untied_layers(names) for names in pipeline.parameters]
     own = []
     for stage in range(len(shown)):
@@ -90,6 +94,6 @@ def spans(pipeline: Pipeline, count: int) -> list[range]:
 
 
 def spans_with(pipeline: Pipeline, key: str, count: int) -> list[range]:
-    """The same of the stages that have a copy of a tied layer."""
+    """The layer ranges of the stages that have a copy of the tied layer `key`."""
     stages = zip(pipeline.parameters, spans(pipeline, count), strict=True)
     return [span for names, span in stages if key in map(tied_key, names)]

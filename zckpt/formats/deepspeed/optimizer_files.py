@@ -1,4 +1,4 @@
-"""The files of a target with ZeRO: every rank's partitions of masters and optimizer states."""
+"""Writes the optimizer files of a ZeRO target: ranks' partitions of masters and states."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank.
+    """Yields one optimizer file per rank.
 
-    In stage 3 they differ only in tensors, in states of partitions, and in estimates of ranks.
+    In stage 3 the files differ only in tensors, in partition states, and in ranks' estimates.
     """
     differs = target.source.states.of_form("partition", "estimate")
     alike = target.engine.partitioned and not differs
@@ -44,7 +44,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 
 
 class _RankFile:
-    """What one rank's optimizer file has."""
+    """The content of one rank's optimizer file."""
 
     def __init__(self, target: DeepSpeedTarget, rank: int, is_elastic: bool) -> None:
         self.target, self.rank, self.is_elastic = target, rank, is_elastic
@@ -66,7 +66,7 @@ class _RankFile:
     def _flat(self) -> dict[str, Any]:
         target, wrapped = self.target, self.target.engine.wraps_bf16
         parts: list[_RankPartition] = []
-        for buffer in target.buffers:  # experts are cut over the ranks that have the same
+        for buffer in target.buffers:  # experts are cut over the ranks that have the same experts
             _, place = target.expert_ranks.place(self.rank, buffer.ep)
             parts.append(_RankPartition(buffer, target.dp // buffer.ep, place))
         common = {
@@ -95,7 +95,7 @@ class _RankFile:
         }
 
     def _states(self, partition: _RankPartition) -> dict[str, Any]:
-        """The states of one flat buffer; Muon keeps the momentum of whole parameters."""
+        """The states of one flat buffer; Muon keeps the momentum of complete parameters."""
         target, buffer = self.target, partition.buffer
         states = numbers(target, buffer, self.storages)
         for slot, dtype in buffer.slots.items():
@@ -108,10 +108,10 @@ class _RankFile:
         return {**states, **target.thawed(own, self.storages)}
 
     def _base_and_step(self, states: Mapping[int, Any]) -> dict[str, Any]:
-        """The base optimizer's state_dict; in elastic files a list of its states alone.
+        """The base optimizer's state_dict; in elastic files a list of its states.
 
-        Beside this list the engine wants the step of the groups, whether its optimizer uses that or
-        not (0.19.8: it stops without, also if it has written none itself).
+        The engine also requires the groups' step beside this list, even if its optimizer does not
+        use it (0.19.8: it fails without, even on files that it wrote itself).
         """
         target = self.target
         if not self.is_elastic:
@@ -122,7 +122,7 @@ class _RankFile:
             "base_optimizer_state_step": step.get("step", target.buffers[0].step),
         }
 
-    # -- stage 3: a rank's slices of every parameter follow each other
+    # -- stage 3: a rank's slices of all parameters follow each other
 
     def _partitioned(self) -> dict[str, Any]:
         target, tensor = self.target, self.storages.tensor
@@ -144,15 +144,16 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """Those of the engine's parameters; slices of one have none between each other."""
+    """Padding after each of the engine's parameters. Expert slices of one parameter have none."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
 
 class _RankPartition:
-    """Rank `rank`'s share of a flat buffer that `dp` ranks share in stage 1 and 2, in elements.
+    """A rank's partition of a flat buffer that `dp` ranks share in stages 1 and 2, in elements.
 
-    `size` is its length with the padding, `owned` without; `total` is that of all without.
+    `size` is its length with padding, `owned` its length without padding. `total` is the length of
+    all partitions without padding.
     """
 
     def __init__(self, buffer: TargetBuffer, dp: int, rank: int) -> None:
@@ -163,7 +164,7 @@ class _RankPartition:
         self.owned = max(0, min(self.size, self.total - self.start))
 
     def overlaps(self) -> Iterator[tuple[str, int, int, int]]:
-        """Parameters that reach into the partition: name, elements, its part [start, stop)."""
+        """Parameters that overlap the partition: name, elements, and range [start, stop) in it."""
         starts = self.buffer.starts
         for number in range(max(0, bisect_right(starts, self.start) - 1), len(starts) - 1):
             begin, numel = starts[number] - self.start, self.buffer.numels[number]
@@ -174,7 +175,7 @@ class _RankPartition:
                 yield self.buffer.names[number], numel, start, stop
 
     def mapping(self) -> OrderedDict[str, Foreign]:
-        """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
+        """The places of parameters in this partition, as DeepSpeed's converter reads them."""
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
         for name, _, start, stop in self.overlaps():
@@ -192,15 +193,16 @@ class _RankPartition:
 def is_elastic(target: DeepSpeedTarget) -> bool:
     """Whether to write elastic files: hyper-parameters are unknown, and the engine resumes exactly.
 
-    Elastic files hold no hyper-parameters, so that the engine keeps those that it was built with;
-    other files would need a guess. DeepSpeed 0.19.8, stage_1_and_2.py
-    `_restore_base_optimizer_state`, resumes exactly if:
+    Elastic files contain no hyper-parameters, so the engine keeps those it was built with. Other
+    files would need a guess. DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`,
+    resumes exactly under two conditions:
 
-    * The stage is 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader goes
-      by the keys of the first. No Muon, which keeps whole momenta: the loader gives every rank
-      those of rank 0. Moments are in fp32: the loader makes all of them so.
-    * Numbers are Python's. One that is a tensor, such as the step of torch's Adam, is filled up
-      with the partition's padding, unless there is none or the engine is elastic itself.
+    * The stage is 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader uses
+      the keys of the first group. The optimizer is not Muon, which keeps momenta of complete
+      parameters: the loader gives rank 0's to every rank. Moments are fp32: the loader casts all to
+      fp32.
+    * Numbers are Python numbers. A number in a tensor, such as the step of torch's Adam, would get
+      the partition's padding. It works if there is no padding, or if the engine itself is elastic.
     """
     engine, buffers, options = target.engine, target.buffers, target.options
     is_unknown = are_inferred(target.source) and not are_given(target.source)
@@ -227,11 +229,11 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """What a user must know before resuming from elastic files.
+    """Warnings for resuming from elastic files.
 
-    The engine's own elastic save takes the padding of a partition off its step as well. This
-    happens if the loader has turned the step into a tensor of one element (0.19.8). All ranks load
-    rank 0's.
+    The engine's own elastic save removes a partition's padding from its step as well. This happens
+    if the loader has turned the step into a tensor of one element (0.19.8). All ranks load rank
+    0's.
     """
     message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "

@@ -1,4 +1,4 @@
-"""Opens the files of all ranks, and checks that they are the whole of one save."""
+"""Opens the files of all ranks, and checks that they are one complete save."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from . import sequence_ranks
 from .files import GridFiles, RankFiles
 from .layer_names import LayerName, untied_layers
 
-# what all ranks state alike, once groups of experts are in one order
+# all ranks state the same for these keys, once groups of experts are in one order
 OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
 
 
 def open_ranks(
     directory: TagDirectory, files: RankFiles, layers: Mapping[int, TorchFile] | None
 ) -> EngineStates:
-    """What the files of all data ranks of one model rank say.
+    """Opens and checks the files of all data ranks of one model rank.
 
-    `layers` are the files of a pipeline's layers by their numbers, if this is a stage of one: then
-    the module's tensors are there.
+    `layers` are the files of a pipeline's layers by number, if the model rank is a pipeline stage.
+    Then the module's tensors are there.
 
-    Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
-    or saves differ, or a file is of a kind that is not read.
+    Raises if the files are not one complete ZeRO checkpoint: a rank is missing, world sizes or
+    saves differ, or zckpt does not read this kind of file.
     """
     models = open_files(files.models, files.parsed)
     for file in models:
@@ -95,7 +95,7 @@ def open_ranks(
 
 
 def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) -> dict[str, Any]:
-    """The base optimizer's {state, param_groups}; elastic files list the states alone."""
+    """The base optimizer's {state, param_groups}; in elastic files only the states."""
     base = state.get("optimizer_state_dict" if partitioned else "base_optimizer_state")
     if isinstance(base, list):
         return {"state": dict(enumerate(base))}
@@ -107,7 +107,7 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
 
 
 def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
-    """The error for a directory with model files alone, whose model file has no optimizer."""
+    """The error for a directory without optimizer files, whose model file has no optimizer."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{directory.path} holds no optimizer files",
@@ -117,12 +117,12 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 
 
 def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
-    """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism.
+    """Raises UnsupportedCheckpoint for old versions and features that the model files show.
 
     ZenFlow's files have matrices transposed, under shapes that do not show it: its
-    `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7 stage 1
-    and 2 transpose the weights of the module back, and from then on they do not. Stage 3 transposes
-    the parameters themselves (engine_stage3.py).
+    `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7, stages 1
+    and 2 transpose the weights of the module back; since then they do not. Stage 3 transposes the
+    parameters themselves (engine_stage3.py).
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
@@ -150,12 +150,12 @@ def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) 
 def _check_world(
     directory: TagDirectory, model: Mapping[str, Any], state: Mapping[str, Any], files: RankFiles
 ) -> None:
-    """Raises unless the model file and the partitions are of as many ranks as there are files."""
+    """Raises unless the model file and the partitions state as many ranks as there are files."""
     dp = len(files.optimizers)
     _check_count(directory, "dp", files.optimizers, model, files.sp)
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
-    if counts - {dp} and not model.get("num_experts"):  # those of experts.py
+    if counts - {dp} and not model.get("num_experts"):  # experts.py handles those of experts
         sizes = ", ".join(map(str, counts))
         refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
 
@@ -167,9 +167,9 @@ def _check_count(
     model: Mapping[str, Any],
     sp: int = 1,
 ) -> None:
-    """Raises unless there are files of as many ranks of an axis as a model file states.
+    """Raises unless the number of files equals the ranks along an axis that a model file states.
 
-    `sp` are the ranks of a sequence that the names count as model ranks.
+    `sp` is the number of sequence-parallel ranks that the file names count as model ranks.
     """
     count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
     stated = model.get(f"{axis}_world_size")
@@ -201,7 +201,7 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
-    """What all ranks state alike of their groups."""
+    """The hyper-parameters of all groups that all ranks must state equally."""
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
 
@@ -212,14 +212,14 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of_stage(
     states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
 ) -> list[dict[str, tuple[int, ...]]] | None:
-    """Names and shapes of each flat buffer, in their order; None if no slices are stated.
+    """Names and shapes of each flat buffer, in order; None if no slices are stated.
 
     DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
     with `param_shapes: None`. The optimizer files state the name, the place and the number of
     elements of each slice (`param_slice_mappings`). The files of layers have the shapes.
 
-    `states` are the optimizer's of all data ranks, `layers` the files of the tensor rank's layers.
-    Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
+    `states` are the optimizer states of all data ranks, `layers` the files of the tensor rank's
+    layers. Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
     UnsupportedCheckpoint if several tied layers may have it.
     """
     mappings: list[Any] = [state.get("param_slice_mappings") for state in states]
@@ -241,7 +241,7 @@ def shapes_of_stage(
 def _shape(
     name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
 ) -> tuple[int, ...]:
-    """The shape of a parameter; no file says which layer is a tied one."""
+    """The shape of a parameter by the layer files; no file states which layer is a tied one."""
     own = LayerName.of(name)
     shapes = {
         tensor.shape
@@ -272,11 +272,12 @@ def _shape(
 
 
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> int:
-    """How many ranks share each sequence, of contents that show the grid that the names show.
+    """Checks that files' contents match the grid of their names.
 
-    Older files state no sizes: tensor ranks have the parameters of the first one of a stage. The
-    layers of a stage come after those of the stage before it; tied ones have no number. Raises
-    InconsistentCheckpoint for other contents, UnsupportedCheckpoint for axes that are not known.
+    Returns the sequence-parallel size. Older files state no sizes. Then tensor ranks must have the
+    parameters of their stage's first rank, and the layers of a stage must come after those of the
+    previous stage; tied layers have no number. Raises InconsistentCheckpoint for other contents,
+    UnsupportedCheckpoint for unknown axes.
     """
     pp, tp = files.grid.pp, files.grid.tp
     named = files.ranks[0].sp if files.ranks else 1
@@ -336,23 +337,23 @@ LISTS = (
     "partition_count",
     "param_alignment_paddings",
 )
-"""What a rank's optimizer state lists by group, as far as it is read."""
+"""Keys of a rank's optimizer state that are lists by group, as far as zckpt reads them."""
 
 
 def _in_order(
     state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A rank's optimizer state and base state, with the groups in the order of the first rank's.
+    """A rank's optimizer state and base state, with groups in the order of the first rank.
 
-    If layers of experts have several expert-parallel sizes, DeepSpeed (0.19.8, moe/utils.py) goes
-    through a set of their names: every process may list its groups of experts in another order.
-    A rank whose groups have other names keeps its order: the reader refuses it later.
+    If layers of experts have several expert-parallel sizes, DeepSpeed (0.19.8, moe/utils.py)
+    iterates over a set of their names. So every process may list its groups of experts in another
+    order. A rank whose groups have other names keeps its order: the reader refuses it later.
     """
     names = _names(base)
     if names == first or sorted(names) != sorted(first):
         return state, base
     places = by_key((name, place) for place, name in enumerate(names))
-    order = [places[name].pop(0) for name in first]  # equal names stand in one order
+    order = [places[name].pop(0) for name in first]  # equal names keep their order
     flats, groups = base["state"], base["param_groups"]  # a group has one flat tensor
     base = {
         **base,
@@ -364,6 +365,6 @@ def _in_order(
 
 
 def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Name and kind of every group of a rank."""
+    """The name of every group of a rank, and whether it is a group of experts."""
     groups = base.get("param_groups") or ()
     return [(str(group.get("name")), group.get("moe") is True) for group in groups]

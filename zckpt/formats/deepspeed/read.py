@@ -1,11 +1,11 @@
-"""The manifest of a DeepSpeed checkpoint: of its model ranks apart, or of their common model.
+"""Builds the manifest of a DeepSpeed checkpoint, with model ranks apart or joined.
 
     model rank     a checkpoint by itself, in its place in the grid
     tensor rank    the slices of all stages of a pipeline, and of the files of its layers
     whole          the slices of all tensor ranks
 
-To write a run for another data-parallel size at the same grid, nothing has to be joined. Each model
-rank keeps its own copies, drifted or not, and nothing has to be known about how tensors were cut.
+Writing a run for another data-parallel size at the same grid requires no join. Each model rank
+keeps its own copies, drifted or not, and the cuts of tensors need not be known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .stage_0.stages import open_stages
 from .weights import without_optimizer
 
 Keys = Mapping[int, str] | None
-"""The keys of tied layers by the numbers of their files, for files without bytes."""
+"""Keys of tied layers by the numbers of their files, for files whose bytes are not written yet."""
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
 )
@@ -53,12 +53,14 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
     Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` several model ranks are not
-    joined: the manifest has them apart. With `reading.with_slicings` the rules are applied to a run
-    of one tensor rank too, which they do not change. Raises NotACheckpoint, IncompleteCheckpoint (a
-    rank is missing), InconsistentCheckpoint (ranks contradict each other), CorruptCheckpoint,
-    MissingData (nothing says how parameters are cut, or what they are called),
-    UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If the optimizer alone is lost or
-    cannot be read, the weights are, where nothing else is left or asked for: `lost` says so.
+    joined: the manifest keeps them separately. With `reading.with_slicings` the rules are also
+    applied to a run of one tensor rank, which they do not change.
+
+    Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
+    contradict each other), CorruptCheckpoint, MissingData (nothing shows how parameters are cut, or
+    their names), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10). If only the optimizer
+    is lost or unreadable, the weights are read if nothing else is left or asked for; `lost` states
+    this.
     """
     directory = locate(path, reading.tag)
     try:
@@ -88,7 +90,7 @@ def _read(directory: TagDirectory, reading: Reading) -> Manifest:
 def of_tensor_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """The model of each tensor rank by itself: its slices of all stages of the pipeline."""
+    """The model of each tensor rank: its slices of all pipeline stages."""
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
@@ -119,7 +121,7 @@ def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None
 def of_model_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """The manifest of each model rank, with its place."""
+    """The manifest of each model rank, with its place in the grid."""
     opened = [*_opened(directory, files, reading, tied)]
     states = [own for own, _, _ in opened]
     sp = check_grid(directory, files, states)
@@ -144,7 +146,7 @@ def of_model_ranks(
 def _opened(
     directory: TagDirectory, files: GridFiles, reading: Reading, tied: Keys
 ) -> Iterator[tuple[EngineStates, Callable[[str | None], Manifest], Keys]]:
-    """Of each model rank what its files say, its manifest at a step policy, and its tied layers."""
+    """For each model rank: its states, a function from step policy to manifest, its tied layers."""
     ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
     if ranks[0].optimizers:
         for number, own in enumerate(ranks):
@@ -169,7 +171,7 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
         return with_experts(ranks, files, step_policy)
     buffers, config = [*flat_buffers(ranks, step_policy)], ranks.effective_config(ranks.round_robin)
     manifest = manifest_of(ranks, buffers, "deepspeed", config, ranks.module_dtype)
-    # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
+    # stages 1 and 2 pad with zeros; stage 3 leaves what was in memory (0.19.8)
     return manifest.replace(zero_padding=not ranks.partitioned)
 
 
@@ -177,7 +179,7 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
 
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    """The model ranks apart, whose contents show the same grid."""
+    """The manifest that keeps the model ranks separate; checks their grid."""
     ranks = of_model_ranks(directory, files, reading)
     steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
     ranks = [with_steps(rank, steps) for rank in ranks]
@@ -195,7 +197,7 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
-    """All model ranks in one manifest; each keeps its tensors and parameters."""
+    """One manifest with all model ranks; each rank keeps its tensors and parameters."""
     whole = united(manifests)
     assert manifests[0].place is not None
     grid = manifests[0].place.grid
@@ -214,11 +216,12 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
 def _with_weights_of_layers(
     ranks: Sequence[Manifest], models: Sequence[Manifest]
 ) -> Iterator[Manifest]:
-    """The ranks, each with the weights of its masters that are in files of layers, and their type.
+    """Adds to each model rank the weights of its masters that lie in files of layers.
 
-    `models` are the whole models of the tensor ranks. No file says of which stage the copies of a
-    tied weight are, so that each stage gets all of them. If there are fewer copies than stages,
-    only the first one gets them: a stage that uses the layer by a function saves no weight.
+    Also sets the type of these weights. `models` are the full models of the tensor ranks. No file
+    states which stage a copy of a tied weight comes from, so each stage gets all copies. If there
+    are fewer copies than stages, only the first stage gets them: a stage that uses the layer
+    through a function saves no weight.
     """
     tp = len(models)
     tensors = (chain(model.entries.values(), model.replicas) for model in models)

@@ -1,16 +1,16 @@
-"""A source of another engine, with what only a run of DeepSpeed knows: `--like RUN`.
+"""`--like RUN`: completes a source of another engine with facts that only a DeepSpeed run has.
 
     from RUN       stages and layers of a pipeline, rules of slices, groups and their members, the
                    ds_config, the order of parameters, the program's arguments
     from source    weights, masters, moments, steps, hyper-parameters, the state of the scheduler if
                    the program of RUN loads it
 
-The result is a manifest like one of RUN, so that the writers need no second way. Both must have the
-same parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may be a
-universal checkpoint of such a run too. No tensor of RUN's model arrives.
+The result is a manifest like that of RUN, so the writers need no special case. Both must have the
+same parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may also
+be a universal checkpoint of such a run. No tensor of RUN's model is used.
 
-Turned down: layers and groups by names. No file of another engine says where a layer is tied, or
-how parameters are grouped and cut.
+Rejected alternative: layers and groups by names. No file of another engine states where a layer is
+tied, or how parameters are grouped and cut.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..template import Group, Template
 
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
-ITERATION = "iteration"  # the step in the client state of Megatron-DeepSpeed
+ITERATION = "iteration"  # the step in Megatron-DeepSpeed's client state
 OF_SOURCE: tuple[Form, ...] = ("number", "other", "unsupported")
-"""The states of the source's own optimizer that a target gets; all others are the run's."""
-OF_RANKS = ("args", INFO)  # of the client state: they are about the grid
+"""Forms of optimizer states that a target takes from the source; other states come from the run."""
+OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 
 def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
@@ -70,7 +70,7 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
 
 
 class _Run(Template):
-    """The run of `--like`, and what the source has for it."""
+    """The run of `--like` as a template that the source's values fill."""
 
     way_to_groups = "--groups-from RUN takes the groups of the run and its hyper-parameters"
 
@@ -143,7 +143,7 @@ class _Run(Template):
         return tuple(result)
 
     def _state(self) -> dict[str, Any]:
-        """The run's state, with the source's scheduler and client state; its own counters go."""
+        """The run's state without its counters, with the source's scheduler and client state."""
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
         own = like.state.get("optimizer") or {}
@@ -171,7 +171,7 @@ class _Run(Template):
         }
 
     def _counters(self) -> dict[str, Any]:
-        """Those of a run of as many steps, each with as many samples as one of the run's."""
+        """Counters for the source's steps, with as many samples per step as in the run."""
         step, before = counted_updates(self.source), self.run.state.get("counters") or {}
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
         rate, rest = divmod(int(samples), int(steps)) if steps else (0, 1)
@@ -202,7 +202,7 @@ class _Run(Template):
         return {**theirs, **moved}
 
     def _has_other_scheduler(self) -> bool:
-        """Whether the source's is of another class: it has no counter of the run's, or its name."""
+        """Whether the source's scheduler has another class: other counters or another name."""
         named = [
             schedulers.named_in(side.run.engine.config)
             for side in (self.source, self.run)
@@ -213,7 +213,7 @@ class _Run(Template):
 
 
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
-    """The source's hyper-parameter, in the form in which the run has it."""
+    """The source's hyper-parameter, in the run's form (a tuple or a list, for example)."""
     if key in OF_IMPLEMENTATIONS or key not in group:
         return theirs
     value = group[key]

@@ -1,8 +1,8 @@
-"""How many ranks share each sequence (Ulysses, ALST)?
+"""The number of ranks that share each sequence (Ulysses, ALST).
 
-With the `mpu` of DeepSpeed's sequence parallelism (parallel_state_sp.py), ZeRO cuts over all ranks,
-of which `sp` share each sequence. No weight is cut. But this `mpu` gives the rank in the sequence
-for the model rank, so that files show it like a tensor rank:
+With the `mpu` of DeepSpeed's sequence parallelism (parallel_state_sp.py), ZeRO cuts over all ranks;
+`sp` of them share each sequence. No weight is cut. But this `mpu` returns the rank in the sequence
+as the model rank, so files show it like a tensor rank:
 
     to 0.19.5     zero_pp_rank_{r}_mp_rank_{r % sp}_...; in stages 1 and 2 mp_rank_00 is the one
                   model file
@@ -10,7 +10,7 @@ for the model rank, so that files show it like a tensor rank:
     since 0.19.6  zero_pp_rank_{r}_mp_rank_00_..., as without sequence parallelism
 
 With `mesh_param` ZeRO cuts over the data ranks alone. The ranks of a sequence write the same files,
-in which nothing shows them (0.19.8).
+which do not show them (0.19.8).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ..deepspeed_states.directories import EXPERT, LAYER, MODEL, MODEL_3, OPTIMIZER
 
 Found = Mapping[Role, Mapping[Numbers, str]]
-"""The paths of all files by their roles, and by the numbers in their names."""
+"""The paths of all files by role, and by the numbers in their names."""
 DIMENSIONS, PP, TP = "checkpoint_parallel_dimensions", "pp_degree", "tp_degree"
 WORLDS = ("dp_world_size", "mp_world_size")
 
 
 def of_names(found: Found) -> int:
-    """How many ranks of a sequence the names count as model ranks; 1 if they count none.
+    """The sequence-parallel size that the names count as model ranks; 1 if they count none.
 
-    Each data rank has the files of one model rank, which no grid of model ranks has.
+    Each data rank has the files of one model rank only, which no grid of model ranks does.
     """
     places = {*found[MODEL_3], *found[OPTIMIZER]}
     sp = 1 + max((model for _, model in places), default=0)
@@ -41,7 +41,7 @@ def of_names(found: Found) -> int:
 
 
 def as_data_ranks(found: Found) -> Found:
-    """The same files, all of one model rank."""
+    """The same files, renumbered as one model rank."""
     of_ranks = (MODEL_3, OPTIMIZER)
     return {
         role: {(rank, 0): path for (rank, _), path in files.items()} if role in of_ranks else files
@@ -50,12 +50,15 @@ def as_data_ranks(found: Found) -> Found:
 
 
 def at(dp: int, sp: int) -> int:
-    """The number of `dp` ranks' sequence ranks, if names of some of them show at least `sp`."""
+    """The smallest sequence-parallel size from `sp` on that divides `dp`.
+
+    Used if the names of some ranks only show that the size is at least `sp`.
+    """
     return next((size for size in range(sp, 2 * sp) if dp % size == 0), sp)
 
 
 def stated_sizes(model: Mapping[str, Any]) -> str:
-    """All sizes of the run that a model file states: "dp_world_size 2, mp_world_size 1"."""
+    """All sizes of the run that a model file states, such as "dp_world_size 2, mp_world_size 1"."""
     dimensions = model.get(DIMENSIONS)
     sizes = {key: model[key] for key in WORLDS if key in model}
     sizes |= dimensions if isinstance(dimensions, dict) else {}
@@ -63,10 +66,10 @@ def stated_sizes(model: Mapping[str, Any]) -> str:
 
 
 def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: int) -> int:
-    """How many ranks share each sequence of a run, by one of its model files.
+    """The sequence-parallel size of a run, by one of its model files.
 
-    The names of files show `grid` and `dp` ranks, and `named` ranks of a sequence. Raises
-    UnsupportedCheckpoint for sizes that have no meaning here, InconsistentCheckpoint for those of
+    File names show `grid`, `dp` ranks, and `named` sequence-parallel ranks. Raises
+    UnsupportedCheckpoint for sizes without a meaning here, InconsistentCheckpoint for the sizes of
     another grid.
     """
     stated = model.get(DIMENSIONS)

@@ -1,12 +1,12 @@
-"""What DeepSpeed's ranks all-gather, by the engine's own rule, for `verify --gather`.
+"""DeepSpeed's own all-gather rule for what its ranks hold, for `verify --gather`.
 
-model_rank.py   flat buffers and files of one model rank; its optimizer at stage 0
-tensor.py       where the slices of tensor ranks belong
-grid.py         all model ranks: stages of a pipeline, tensor ranks
+    model_rank.py   flat buffers and files of one model rank; its optimizer in stage 0
+    tensor.py       the places of tensor ranks' slices in full tensors
+    grid.py         all model ranks: stages of a pipeline, tensor ranks
 
-These modules share only the parser of torch files with the reader, and the text of a family's rules
-(`--tp-rules neox`), which a user could have written. They state again which file belongs to which
-rank, which keys hold what, what a rule means and where a parameter begins, so that a proof does not
+With the reader, these modules share only the parser of torch files and the text of a family's rules
+(`--tp-rules neox`), which a user could have written. They define again which file belongs to which
+rank, what each key contains, what a rule means and where a parameter begins. So a proof does not
 repeat a mistake of the reader. The reader runs first and refuses unknown or damaged files.
 DeepSpeed 0.19.8.
 """

@@ -1,7 +1,7 @@
-"""What all ranks hold together: one model rank's tensors, or those of a grid, joined.
+"""The tensors of all ranks together: those of one model rank, or of a grid, joined.
 
-Which file is of which place in the grid, and what layers are called, say `PipelineModule` and
-`PipeModelDataParallelTopology`.
+`PipelineModule` and `PipeModelDataParallelTopology` define each file's place in the grid and the
+names of layers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 TIED = re.compile(r"(tied_modules\.[^.]*)\.(.*)")
-HEAD = 1 << 15  # elements that tell copies and slices of untrained tensors apart
+HEAD = 1 << 15  # elements that distinguish copies from slices of untrained tensors
 
 
 class Slice(Struct, frozen=True):
-    """A tensor of one tensor rank, whose elements lie in `runs`.
+    """A tensor of one tensor rank; its elements lie in `runs`.
 
-    `strides` are given if its one run is not row-major.
+    `strides` are given if the tensor has one run that is not row-major.
     """
 
     key: Key
@@ -54,7 +54,7 @@ class Slice(Struct, frozen=True):
         return data
 
     def boxes(self, piece: Piece) -> Iterator[BoxPart]:
-        """The elements of a piece, each run of them by itself."""
+        """The elements of a piece as boxes, one per run."""
         if self.strides:
             if piece.sizes != self.shape:
                 raise UnsupportedCheckpoint(
@@ -74,8 +74,8 @@ class Slice(Struct, frozen=True):
 def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     """All tensors of the engine: weights, masters and moments.
 
-    `tp_rules` is a family or a file that says how tensor ranks cut parameters. Several model ranks
-    are joined; further copies have the same name.
+    `tp_rules` is a family or a file that says how tensor ranks cut parameters. Tensors of several
+    model ranks are joined. Further copies have the same name.
     """
     names = os.listdir(directory)
     if not any(map(SEVERAL.search, names)):
@@ -83,7 +83,7 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     numbers = {int(match[1]) for name in names if (match := MODEL_RANK.search(name))}
     data_ranks = [match["rank"] for name in names if (match := OPTIMIZER.fullmatch(name))]
     if len(numbers) > 1 and 0 < len(data_ranks) == len({*data_ranks}):
-        # to 0.19.5 rank r loads mp_rank_{r % sp} of a run in which sp ranks share a sequence
+        # up to 0.19.5, rank r of a run with sequence parallelism loads mp_rank_{r % sp}
         return list(ModelRank(directory, None).partitions())
     ranks = [ModelRank(directory, number) for number in sorted(numbers)]
     if not ranks[0].optimizers:
@@ -112,9 +112,10 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
 
 
 def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
-    """How many model ranks are tensor ranks, if there are no files of layers.
+    """The number of tensor ranks if there are no files of layers.
 
-    With experts the others are stages: these keep their modules in the model files.
+    With experts, the other model ranks are pipeline stages, which keep their modules in the model
+    files.
     """
     first = ranks[0]
     if not first.experts:
@@ -127,7 +128,7 @@ def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
 
 
 def slices(part: Partition) -> Iterator[Slice]:
-    """The tensors of a part, each by itself."""
+    """Yields the tensors of a partition separately."""
     assert not isinstance(part, Nameless | Joined)
     if isinstance(part, Whole):
         runs = solid(prod(part.shape), part.extent)
@@ -157,10 +158,10 @@ def slices(part: Partition) -> Iterator[Slice]:
 def _of_layers(
     files: Sequence[tuple[int, TorchFile]], trained: set[str], own: Sequence[Slice]
 ) -> Iterator[Slice]:
-    """The tensors of all layers of one tensor rank: "{number of the layer}.{name in the file}".
+    """The tensors of one tensor rank's layers: "{number of the layer}.{name in the file}".
 
-    A tied layer is `tied_modules.{key}`. No file says the key: it is the one of whose parameters
-    all masters, which are among the rank's `own` tensors, round to the weights in the file.
+    A tied layer is `tied_modules.{key}`. No file states the key. It is the key whose masters, among
+    the rank's `own` tensors, all round to the weights in the file.
     """
     tied = by_key(
         (m[1], (m[2], each))
@@ -186,7 +187,7 @@ def _of_layers(
 
 
 def _rounds(master: Slice, weight: Slice | None) -> bool:
-    """Whether a master rounds to a weight, by their first elements."""
+    """Whether the first elements of a master round to those of a weight."""
     import torch
 
     if weight is None or master.shape != weight.shape or weight.strides:
@@ -206,7 +207,10 @@ def _rounds(master: Slice, weight: Slice | None) -> bool:
 def _joined(
     by_rank: Sequence[Mapping[Key, Sequence[Slice]]], trained: set[str], rules: Rules
 ) -> Iterator[Named]:
-    """The slices of all tensor ranks as whole tensors; each further copy by itself."""
+    """Yields the joined slices of all tensor ranks as full tensors.
+
+    Each further copy separately.
+    """
     weights = {
         each.dtype for rank in by_rank for name in trained for each in rank.get((name, "param"), ())
     }
@@ -222,10 +226,10 @@ def _joined(
 
 
 def _is_whole(own: Sequence[Slice | None], weights: set[str]) -> bool:
-    """Whether all ranks have the whole of a tensor that is not trained, and that no rule names.
+    """Whether all ranks have an untrained tensor complete, if no rule names the tensor.
 
-    The engine never joins these. A tensor of another type than all trained weights is a buffer, and
-    buffers are whole. So is a tensor of which all ranks have the same bytes.
+    The engine never joins such tensors. A tensor of another type than all trained weights is a
+    buffer, and buffers are replicated. So is a tensor with the same bytes on all ranks.
     """
     if None in own or len({each.shape for each in own if each}) > 1:
         return False

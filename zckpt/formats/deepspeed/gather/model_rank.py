@@ -1,16 +1,16 @@
-"""What the data ranks of one model rank all-gather, and which files are its own, at any stage?
+"""The tensors that the data ranks of one model rank all-gather, and its files, at any stage.
 
-Stages 1, 2 and 3: names and shapes stand in the order in which the engine flattened them
-(`param_shapes`). Stages 1 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group;
-stage 3 (stage3.py) cuts every parameter, pads it, and concatenates a rank's slices. A group of
-experts (`_configure_moe_settings` in stage_1_and_2.py) is cut over the ranks that have the same
-experts (utils/groups.py).
+Stages 1, 2 and 3: `param_shapes` lists names and shapes in the order in which the engine flattened
+them. Stages 1 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group. Stage 3
+(stage3.py) cuts every parameter, pads it, and concatenates a rank's slices. A group of experts
+(`_configure_moe_settings` in stage_1_and_2.py) is cut over the ranks with the same experts
+(utils/groups.py).
 
 Stage 0: nothing is partitioned. Rank 0 saves the module, and the optimizer's state by number. The
 engine loads numbers in the order of its own groups, so a tensor has no name in the file
-(`Nameless`). Two kinds have one. A file of zckpt's lists the names of each group. FP16_Optimizer's
-flat tensors have the parameters where the module's weights, which are views, lie in the group's
-16-bit buffer (runtime/fp16/fused_optimizer.py and unfused_optimizer.py).
+(`Nameless`). Names exist in two cases. A file that zckpt wrote lists the names of each group.
+FP16_Optimizer's flat tensors lay out parameters as the group's 16-bit buffer does, and the module's
+weights are views of that buffer (runtime/fp16/fused_optimizer.py and unfused_optimizer.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...deepspeed_states.module_names import as_in_module
 from ..stage_0.samples import TensorInFile, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The parameters of a group, in the order in which they lie."""
+"""The parameters of a group and their shapes, in the order of the flat buffer."""
 
 OF_DATA_RANK = r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<number>\d+)_?"
 OPTIMIZER = re.compile(OF_DATA_RANK + r"optim_states\.pt")
@@ -44,19 +44,19 @@ OF_EP_RANK = re.compile(r"expp_rank_(?P<rank>\d+)_mp_rank_(?P<number>\d+)_optim_
 LOCAL = re.compile(
     r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
 )
-"""The number of an expert in a parameter's name."""
+"""Matches the number of an expert in a parameter's name."""
 
 KEYS = {
     False: ("single_partition_of_fp32_groups", "base_optimizer_state"),
     True: ("fp32_flat_groups", "optimizer_state_dict"),
 }
-"""Of masters and of the base optimizer, by whether every parameter is cut by itself (stage 3)."""
+"""Keys of the masters and of the base optimizer; True is stage 3, which cuts each parameter."""
 FLATS = "fp32_groups_flat"
-"""The masters of FP16_Optimizer in stage 0, which flattens each group."""
+"""The key of FP16_Optimizer's masters in stage 0, which flattens each group."""
 
 
 class ModelRank:
-    """The files of one model rank, as each data rank loads its own; without a number of all."""
+    """The files of one model rank, as each data rank loads them; None opens all model ranks."""
 
     def __init__(self, directory: str, number: int | None = 0) -> None:
         names, parsed = os.listdir(directory), Parsed()
@@ -68,7 +68,7 @@ class ModelRank:
             return [TorchFile(os.path.join(directory, m[0]), parsed) for m in own]
 
         self.optimizers, self.models = opened(OPTIMIZER), opened(MODEL)
-        if not self.models:  # but for stage 3, one file for all data ranks
+        if not self.models:  # except in stage 3, one file for all data ranks
             path = os.path.join(directory, f"mp_rank_{number or 0:02d}_model_states.pt")
             self.models = [TorchFile(path, parsed)]
         self.experts, self.of_ep_ranks = opened(EXPERT), opened(OF_EP_RANK)
@@ -80,14 +80,14 @@ class ModelRank:
         self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
         self.masters, self.base = KEYS[self.cuts_each_parameter]
         self.kept = [self._kept(state) for state in self.states]
-        self.numbers = {"step"}  # states that are one number, also where a rank has one element
+        self.numbers = {"step"}  # one-number states, also where a rank has one element
         for group in chain.from_iterable(self.kept[:1]):
             self.numbers |= {
                 k for k, own in group.items() if own.numel == 1 < group["master"].numel
             }
 
     def partitions(self) -> Iterator[Partition]:
-        """All tensors of this model rank, but those of its layers in a pipeline."""
+        """All tensors of this model rank, except those in files of pipeline layers."""
         groups = self.param_shapes() if self.optimizers else []
         named = _in_whole_model(chain.from_iterable(groups))
         for number, shapes in enumerate(groups):
@@ -97,13 +97,13 @@ class ModelRank:
                 yield from self._flat_group(number, own, ranks)
         yield from self._frozen()
         yield from self._module()
-        for file in self.experts:  # each with its number in the whole layer
+        for file in self.experts:  # each one has the expert's number in the full layer
             yield from (_stored((name, "param"), file, each) for name, each in file.value.items())
         if not self.optimizers:
             yield from _whole_optimizers(self.models[0], self.of_ep_ranks or self.models)
 
     def param_shapes(self) -> list[Shapes]:
-        """Of every flat group; raises MissingData if no file lists them."""
+        """The parameters of every flat group; raises MissingData if no file lists them."""
         if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
                 "proof-unsupported",
@@ -115,7 +115,10 @@ class ModelRank:
         return groups
 
     def _stated(self) -> list[Shapes] | None:
-        """In the optimizer files before 0.6.0, one dictionary before 0.5.4; None in stage 0."""
+        """The listed parameters of every flat group; None in stage 0.
+
+        Before 0.6.0 the optimizer files list them, before 0.5.4 in one dictionary.
+        """
         places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
         stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
         if (shapes := next(stated, None)) is None:
@@ -128,7 +131,7 @@ class ModelRank:
     def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """A rank's tensors of every flat group, by slot; elastic files list the states alone.
 
-        Groups are in the order of rank 0: experts of several sizes have none of their own.
+        Groups are in the order of rank 0. Groups of experts of several sizes have no fixed order.
         """
         base, masters = state[self.base], state[self.masters]
         states = base
@@ -164,7 +167,7 @@ class ModelRank:
     # -- what is in model files
 
     def _frozen(self) -> Iterator[Partition]:
-        """Stage 3 cuts frozen parameters too, each by itself."""
+        """Yields the frozen parameters of stage 3, which cuts each one separately."""
         if not self.cuts_each_parameter:
             return
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.models]
@@ -180,10 +183,10 @@ class ModelRank:
                 yield from map(partial(_stored, (name, "param")), self.models, tensors)
 
     def _module(self) -> Iterator[Whole]:
-        """The module's own tensors: all of them, in stage 3 only the buffers.
+        """The module's own tensors: all of them, or only the buffers in stage 3.
 
-        `exclude_frozen_parameters` leaves out a frozen weight by its first name alone. A second
-        name that stays behind (`shared_params`) is not a weight of the checkpoint.
+        `exclude_frozen_parameters` leaves out a frozen weight under its first name only. A
+        remaining second name (`shared_params`) is not a weight of the checkpoint.
         """
         buffers = self.model.get("buffer_names") or ()
         seen: set[object] = set()
@@ -208,7 +211,7 @@ def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
 
 
 def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a rank of stage 1 or 2 says of its groups; elastic files say nothing."""
+    """The groups that a rank of stage 1 or 2 states; elastic files state none."""
     base = state.get("base_optimizer_state")
     return base["param_groups"] if isinstance(base, dict) else []
 
@@ -228,7 +231,7 @@ def _partitioned(
     members: Sequence[FlatMember],
     interleaved: bool = False,
 ) -> Partitioned:
-    """A flat buffer of which each file has one of the tensors."""
+    """A flat buffer; each file has one of the tensors as its partition."""
     extents = tuple(file.extent(own) for file, own in zip(files, tensors, strict=True))
     return Partitioned(tensors[0].dtype, extents, members, interleaved)
 
@@ -236,8 +239,8 @@ def _partitioned(
 def _behind_each_other(
     slot: str, shapes: Shapes, paddings: Sequence[int] = (), dp: int = 1
 ) -> list[FlatMember]:
-    """The parameters of a flat buffer, in which each has its part of `dp` and then its padding."""
-    if len(paddings) < len(shapes):  # none; or of AutoEP's stacks, which is never aligned
+    """The parameters of a flat buffer: each one's `dp`-th part, followed by its padding."""
+    if len(paddings) < len(shapes):  # none; AutoEP's stacks are never aligned
         paddings = [0] * len(shapes)
     members, first = [], 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=False):
@@ -247,9 +250,10 @@ def _behind_each_other(
 
 
 def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
-    """AutoEP stacks a rank's experts; files of experts have slices, whose names end with a number.
+    """Replaces AutoEP's stack of a rank's experts by slices, whose names end with a number.
 
-    auto_ep_layer.py, `load_moe_state_dict` of engine.py: slices of a rank in the order of experts.
+    Files of experts contain slices. auto_ep_layer.py, `load_moe_state_dict` of engine.py: a rank's
+    slices are in the order of experts.
     """
     stated = model.get("ds_autoep_layers") or ()
     stacks = {f"{each['expert_key_prefix']}.{w}" for each in stated for w in ("w1", "w2", "w3")}
@@ -263,9 +267,9 @@ def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
-    """As long as the masters, which may have been saved without their padding at the end.
+    """Whether the tensors are as long as the masters, which may lack the padding at the end.
 
-    That is less than two elements a rank (the engine aligns a group to twice its ranks).
+    That padding is less than two elements per rank (the engine aligns a group to twice its ranks).
     """
     more = [own.numel - master.numel for own, master in zip(tensors, masters, strict=True)]
     alike = len({tensor.numel for tensor in tensors}) == 1
@@ -278,7 +282,7 @@ def _whole_momenta(
     masters: Sequence[Tensor],
     members: Sequence[FlatMember],
 ) -> Iterator[Whole]:
-    """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part.
+    """Muon in stages 1 and 2: a rank has the full momentum of each parameter in its partition.
 
     Yields nothing if the tensors have other lengths.
     """
@@ -302,11 +306,11 @@ def _whole_momenta(
 
 
 def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[Partition]:
-    """The tensors of the optimizer in the model file; with experts those of all ep ranks.
+    """The optimizer's tensors in the model file, or with experts, in the files of all ep ranks.
 
-    Each copy of a parameter comes once. An ep rank loads the model file, its own experts' files and
-    the optimizer of its ep rank, whose numbers stand in the order of its own groups (engine.py
-    `load_moe_state_dict`). Dense parameters are taken from the first optimizer.
+    Each copy of a parameter is yielded once. An ep rank loads the model file, its own experts'
+    files and the optimizer of its ep rank. That optimizer's numbers follow the order of its own
+    groups (engine.py `load_moe_state_dict`). Dense parameters come from the first optimizer.
     """
     first = files[0].value["optimizer"]
     shapes = [_tuples(own) for own in model.value["param_shapes"] or ()]
@@ -327,7 +331,7 @@ def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[
 def _group(
     file: TorchFile, optimizer: Mapping[str, Any], place: int, numbers: Sequence[Any], known: Shapes
 ) -> Iterator[Partition]:
-    """The tensors of one group; `known` are the names and shapes of its parameters, if any are."""
+    """The tensors of one group; `known` has its parameters' names and shapes, if there are any."""
     states = optimizer.get("optimizer_state_dict", optimizer)["state"]
     if FLATS in optimizer:
         (number,) = numbers
@@ -347,7 +351,7 @@ def _group(
         for slot, tensor in own.items():
             if slot == "step":
                 continue
-            # numbers and factors, such as Adafactor's rows and columns, are no tensors like it
+            # numbers, and factors such as Adafactor's rows and columns, do not have its shape
             if name is None or tensor.numel < 2 or tensor.shape != known[name]:
                 yield Nameless(slot, _stored(UNNAMED, file, tensor))
             else:
@@ -355,7 +359,7 @@ def _group(
 
 
 def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
-    """Names and shapes of every group, from the 16-bit buffer that has the bytes of its master."""
+    """Names and shapes of every group, by the 16-bit buffer that equals its rounded master."""
     buffers: dict[str, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in model.value["module"].items():
         if isinstance(tensor, Tensor) and tensor.numel:
@@ -386,7 +390,10 @@ def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[S
 
 
 def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
-    """By ep rank, the data ranks that have the parameters of a group: all, or those of experts."""
+    """For each ep rank, the data ranks that share the parameters of a group.
+
+    For a dense group, these are all data ranks.
+    """
     ep = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
     config, edp = model.get("ds_config"), dp // ep
     if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
@@ -395,9 +402,10 @@ def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> lis
 
 
 def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
-    """Gives a parameter's name in the whole model; dense parameters have no number.
+    """A function that maps a parameter's name on an ep rank to its name in the full model.
 
-    The experts of ep rank e are those that follow e times as many as rank 0 has of a layer.
+    Names of dense parameters stay. The experts of ep rank e follow those of the ranks before it;
+    each ep rank has as many experts of a layer as rank 0.
     """
     local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
 

@@ -1,9 +1,9 @@
-"""Where do the slices of tensor ranks belong in the whole tensor, by DeepSpeed's own rule?
+"""Places the slices of tensor ranks in the full tensor, by DeepSpeed's own rule.
 
 `merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) asks in this order: the affine
 map, replicated, averaged, two halves, sub-parameters, rows or columns. `stated` makes a table in
-that order, and a file of --tp-rules is one too. Its lines give the places of elements. Padded rows
-of a vocabulary stay. All this is written apart from the reader's.
+that order, and a file of --tp-rules is also such a table. Its lines give the places of elements.
+Padded rows of a vocabulary stay. All this is written independently of the reader.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ....errors import UnsupportedCheckpoint
 from ....naming.tensor_families import FAMILIES
 
 Shapes = Sequence[tuple[int, ...] | None]
-"""A tensor's shape on every tensor rank; None where a rank has none of it."""
+"""A tensor's shape on every tensor rank; None for a rank without the tensor."""
 Widths = Sequence[Sequence[int]]
-"""Of each sub-parameter, how much every rank has."""
+"""For each sub-parameter, its width on every rank."""
 
 
 class Piece(Struct, frozen=True):
-    """A box of the whole tensor; it lies in a rank's slice from element `first` on, row-major."""
+    """A box of the full tensor; it starts at element `first` of a rank's slice, row-major."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -39,14 +39,14 @@ class Piece(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True):
-    """The whole shape, and the pieces of each copy that the ranks have of the tensor."""
+    """The full shape of a tensor, and the ranks' pieces of each copy of it."""
 
     shape: tuple[int, ...]
     copies: Sequence[Sequence[Piece]]
 
     @classmethod
     def replicated(cls, shapes: Shapes) -> Cut:
-        """Every rank has all of it."""
+        """Every rank has the full tensor."""
         own = [(rank, shape) for rank, shape in enumerate(shapes) if shape is not None]
         copies = [[Piece(rank, (0,) * len(shape), shape, 0)] for rank, shape in own]
         return cls(own[0][1], copies)
@@ -55,7 +55,7 @@ class Cut(Struct, frozen=True):
     def along(
         cls, shapes: Shapes, axis: int, widths: Widths = (), folds: int = 1, unit: int = 1
     ) -> Cut:
-        """Slices that lie behind each other along an axis, each sub-parameter by itself.
+        """Slices that follow each other along an axis, separately for each sub-parameter.
 
         The axis is a view of `folds` x sub-parameters x `unit`; the sub-parameters are cut.
         """
@@ -64,7 +64,7 @@ class Cut(Struct, frozen=True):
         before, behind = first[:axis], first[axis + 1 :]
         lengths = [folds * unit * sum(of_rank) for of_rank in zip(*widths, strict=True)]
         pieces: list[Piece] = []
-        start, starts = 0, [0] * len(shapes)  # along the axis, in the whole and in each slice
+        start, starts = 0, [0] * len(shapes)  # along the axis, in the full tensor and in each slice
         for part in [*widths] * folds:
             for rank, width in enumerate(part):
                 sizes = (*before, width * unit, *behind)
@@ -76,12 +76,12 @@ class Cut(Struct, frozen=True):
 
 
 class Rules(Struct, frozen=True):
-    """What names must fit, in the order of the questions, and how such a parameter is cut."""
+    """Lines in order: a test of the parameter's name, and a function that makes the cut."""
 
     lines: Sequence[tuple[Callable[[str], object], Callable[[str, Shapes], Cut]]]
 
     def explicit(self, name: str, shapes: Shapes) -> Cut | None:
-        """How a parameter is cut; None if no line and no pattern names it."""
+        """How a parameter is cut; None if no line matches its name."""
         return next((cut(name, shapes) for fits, cut in self.lines if fits(name)), None)
 
 
@@ -91,7 +91,7 @@ FIRST = {
     "parameter_with_2_sub_params_cat_dim_0": "0:2x",
 }
 LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_patterns": "0"}
-"""Keys of a checkpoint, before and behind sub-parameters, as lines of --tp-rules say the same."""
+"""Keys of a checkpoint that apply before and after sub-parameters, as lines of --tp-rules."""
 
 
 def stated(info: Mapping[str, Any]) -> Rules:
@@ -114,7 +114,7 @@ def stated(info: Mapping[str, Any]) -> Rules:
 def _by_view(
     info: Mapping[str, Any], pattern: str, about: Mapping[str, Any], name: str, shapes: Shapes
 ) -> Cut:
-    """Sub-parameters of a view: widths in the whole; before version 0.4 also their count."""
+    """The cut of sub-parameters in a view: full widths; before version 0.4 also their count."""
     view, axis = about["shape"], about["partition_dim"]
     spec, ranks = view[axis], len(shapes)
     own = [shape for shape in shapes if shape is not None]
@@ -130,7 +130,7 @@ def _by_view(
     sizes = [size if size >= 0 else total // known for size in sizes]
     outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
     dims = range(len(own[0]))
-    # the axis itself first: a slice may have one element along others
+    # the axis itself first: along other axes a slice may have one element
     for dim in [axis, *dims] if len(view) == len(own[0]) else dims:
         before, behind = prod(own[0][:dim]), prod(own[0][dim + 1 :])
         if before and behind and not outer % before and not inner % behind:
@@ -144,7 +144,7 @@ def _by_view(
 
 
 def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
-    """Views of the whole tensor and of a rank's slice, by offsets and strides (affine.py)."""
+    """The cut by an affine map: views of the full tensor and of slices (affine.py)."""
     shape = tuple(about["logical_shape"])
     steps = _strides(shape)
     boxes: dict[Any, list[list[Piece]]] = {}
@@ -170,14 +170,14 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Those of a row-major tensor, in elements: the proof's own, as all its arithmetic."""
+    """The strides of a row-major tensor, in elements; the proof does its own arithmetic."""
     return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _row_major(
     rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, strides: Sequence[int]
 ) -> Iterator[Piece]:
-    """A box of a slice in pieces whose elements follow each other; none if it is empty."""
+    """Yields a box of a slice as pieces of contiguous elements; none if it is empty."""
     axes = zip(sizes, strides, _strides(sizes), strict=True)
     gaps = [axis for axis, (size, stride, step) in enumerate(axes) if size > 1 and stride != step]
     outer = gaps[-1] + 1 if gaps else 0
@@ -188,7 +188,7 @@ def _row_major(
 
 
 def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
-    """A line of --tp-rules, which says the axis and what is cut along it one by one."""
+    """The cut by a line of --tp-rules: the axis, and the sub-parameters that are cut along it."""
     dim, _, about = rule.partition(":")
     if rule in ("replicated", "sum"):
         cut = Cut.replicated(shapes)
@@ -204,7 +204,7 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
-    """The rule of a user's file or family, and then of the checkpoint."""
+    """The rules of a user's file or family, followed by those of the checkpoint."""
     own = stated(info or {})
     if given is None:
         return own

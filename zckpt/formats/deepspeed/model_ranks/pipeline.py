@@ -1,4 +1,4 @@
-"""How the stages of a pipeline become one model: names are global, so they are put together.
+"""Joins the stages of a pipeline into one model; names are global, so stages are united by name.
 
 A stage's optimizer files have its trained parameters. Weights, frozen parameters and buffers are in
 a file for each layer, under names without the layer (`PipelineModule`, DeepSpeed 0.19.8):
@@ -6,9 +6,9 @@ a file for each layer, under names without the layer (`PipelineModule`, DeepSpee
     layer_03-model_states.pt   fc.weight    ->   3.fc.weight
     layer_00-model_states.pt   weight       ->   tied_modules.embed.weight
 
-The file of a tied layer does not say its key. It is the one whose masters round to its weights. A
-layer that is a plain function, or a tied one with a function of its own, has no file. Each stage
-that uses a tied layer has its own copy of weights, masters and moments.
+The file of a tied layer does not state its key. Its key is the one whose masters round to its
+weights. A layer that is a plain function has no file, nor does a tied layer with a function of its
+own. Each stage that uses a tied layer has its own copy of weights, masters and moments.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from ..layer_names import (
     spans_with,
 )
 
-SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
+SAMPLE = 1 << 14  # elements that are compared with masters to recognize a tied layer
 
 
 def joined_stages(
     stages: Sequence[Manifest], files: Mapping[int, TorchFile], step_policy: str | None
 ) -> Manifest:
-    """The whole model of one tensor rank, from its stages and the files of its layers.
+    """The full model of one tensor rank, from its stages and the files of its layers.
 
     Raises IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or
     shapes contradict each other.
@@ -67,7 +67,7 @@ def joined_stages(
         engine=replace(engine, dtype=next((w.dtype for w in weights), engine.dtype)),
         state={
             **whole.state,
-            # which frozen parameters are listed is known of each stage, not of the whole
+            # listed frozen parameters are known for each stage, not for the full model
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
         },
         pipeline=layers.pipeline,
@@ -76,7 +76,7 @@ def joined_stages(
 
 
 def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
-    """The whole model of one tensor rank, from its stages.
+    """The full model of one tensor rank, from its stages with experts.
 
     Each stage with experts keeps its module in its own model file, as a run without a pipeline
     does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
@@ -93,13 +93,13 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
 
 
 class _Layers:
-    """The files of all layers of one tensor rank by their numbers, and what stages say of them."""
+    """The files of one tensor rank's layers by number, and what the stages state about layers."""
 
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
         places = [stage.place for stage in stages if stage.place is not None]
         self.stages, self.files, self.root = stages, files, stages[0].root
         self.count = max(files, default=-1) + 1
-        from_last = stages[::-1]  # so that the first stage's count
+        from_last = stages[::-1]  # the first stage overrides the others
         self.shapes = {n: own.shape for stage in from_last for n, own in stage.parameters.items()}
         self.buffers = {name for place in places for name in place.buffers}
         self.tensors = {
@@ -128,7 +128,7 @@ class _Layers:
     # -- tied layers
 
     def _alike(self) -> dict[int, list[str]]:
-        """The keys of tied layers whose shapes a file has, unless names have its layer's number."""
+        """For layers without numbered names: keys of tied layers whose shapes match the file."""
         wanted, known = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
         for number, tensors in self.tensors.items():
@@ -138,7 +138,7 @@ class _Layers:
         return alike
 
     def _tied(self) -> dict[int, str]:
-        """The keys of tied layers by the numbers of their files, whose weights masters round to."""
+        """The key of the tied layer for each layer file whose weights equal the rounded masters."""
         every = (entry for stage in self.stages[::-1] for entry in stage.entries.values())
         masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
         names = of_tied({name: name for name in self.shapes})
@@ -165,7 +165,7 @@ class _Layers:
         return tied
 
     def check_places(self) -> None:
-        """Files of tied layers lie in stages that have the keys, in the order of their parameters.
+        """Checks that files of tied layers lie in stages with their keys, in the parameters' order.
 
         Raises InconsistentCheckpoint.
         """
@@ -193,7 +193,10 @@ class _Layers:
                     )
 
     def perhaps_tied(self) -> Iterator[Notice]:
-        """A warning about files with shapes of a tied layer, of which more stages have copies."""
+        """Warnings about files with the shapes, but not the weights, of a tied layer.
+
+        Only tied layers with fewer files than stages count.
+        """
         copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):
             near = spans_with(self.pipeline, key, self.count)
@@ -213,7 +216,7 @@ class _Layers:
     # -- what files of layers have
 
     def beside(self) -> Manifest:
-        """The tensors of all layers, as if a rank beside stages had them; tied ones have copies.
+        """The tensors of all layer files, as if a further rank had them; tied layers give replicas.
 
         Raises unless every trained parameter is in the file of its layer, with the same shape.
         """
@@ -238,13 +241,13 @@ class _Layers:
         )
 
     def _weight(self, number: int, inner: str, name: str) -> Entry:
-        """A tensor in the file of a layer, under its name in the whole model."""
+        """A tensor in a layer's file, under its name in the full model."""
         tensor = self.tensors[number][inner]
         fragments = self.files[number].fragments(tensor)
         return Entry(name, "param", tensor.dtype, tensor.shape, fragments)
 
     def _is_buffer(self, name: str, entry: Entry) -> bool:
-        """Whether model files list it; by its type or name, for versions that list none."""
+        """Whether a tensor is a buffer: by the model files' list, else by type and name."""
         if self.buffers:
             return name in self.buffers
         return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
@@ -271,7 +274,7 @@ class _Layers:
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
-    """The groups of a stage that stand as its layers do: tied ones by first use, then by number."""
+    """Groups whose parameters stand as the layers do: tied ones by first use, then by number."""
     for names in by_key((about.group, name) for name, about in stage.parameters.items()).values():
         numbers = (LayerName.of(name).number for name in names)
         places = [-1 if number is None else number for number in numbers]

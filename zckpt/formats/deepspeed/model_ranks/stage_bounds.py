@@ -1,16 +1,16 @@
-"""At which layers do the stages of a pipeline begin?
+"""The first layer of each pipeline stage of a target (the bounds).
 
-    --pp-bounds 0,5,9             the user says it
-    --pp-partition uniform:9      DeepSpeed's rule: as many layers for each stage
-    --pp-partition parameters     DeepSpeed's rule: as many trained elements for each stage
-    --pp-partition type:REGEX     DeepSpeed's rule: as many layers of a class for each stage
+    --pp-bounds 0,5,9             bounds that the user gives
+    --pp-partition uniform:9      DeepSpeed's rule: equal numbers of layers per stage
+    --pp-partition parameters     DeepSpeed's rule: equal numbers of trained elements per stage
+    --pp-partition type:REGEX     DeepSpeed's rule: equal numbers of layers of a class per stage
     --pp 1                        one stage has all layers
 
-No file states how many layers there are. Functions have no file, so some may follow the last layer
-that has one. No file states classes either: those of one class are taken to have parameters alike.
-Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
-runtime/utils.py, whose choice between equal costs counts too: the engine cuts its own layers, and a
-stage loads only what it has itself.
+No file states the number of layers. Functions have no file, so some may follow the last layer that
+has one. No file states classes either: layers with the same parameters are assumed to be of one
+class. Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
+runtime/utils.py. The choice between equal costs must match too: the engine cuts its own layers, and
+a stage loads only its own layers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ LAST = "the last bound is the number of all layers, functions included"
 
 
 def is_cut(pp: int, options: Options) -> bool:
-    """Whether `options` ask for other stages than the `pp` of the source."""
+    """Whether `options` ask for other stages than the `pp` stages of the source."""
     is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
     return is_given or options[PP] not in (None, pp)
 
 
 def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[int, ...]:
-    """The first layer of each stage, then the number of all layers.
+    """The first layer of each stage, followed by the number of all layers.
 
-    Raises WrongOption if the options do not fit the source's `pipeline`, or do not say it.
+    Raises WrongOption if the options do not fit the source's `pipeline`, or do not determine the
+    bounds.
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
     layers, stages = pipeline.layers, options[PP] or len(pipeline.parameters)
@@ -71,7 +72,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
 
 
 def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[Notice]:
-    """What DeepSpeed's rule for the bounds takes for granted of the program."""
+    """A warning with the assumptions about the program that DeepSpeed's rule makes."""
     if (method := options[PP_PARTITION]) is None:
         return []
     message = (
@@ -84,7 +85,7 @@ def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[No
 
 
 def refuse_without_stages(root: str, options: Options) -> None:
-    """Raises WrongOption for an option of pipelines, if the source is none."""
+    """Raises WrongOption for a pipeline option if the source is no pipeline."""
     for option in STAGES:
         if options[option] is not None:
             raise WrongOption(
@@ -118,7 +119,7 @@ def _check_given(
 
 
 def _unknown(says: str, example: str = "with --pp-bounds") -> WrongOption:
-    """The error if nothing in the files shows the bounds."""
+    """The error for bounds that neither the options nor the files show."""
     return WrongOption(
         "stages-do-not-fit",
         says,
@@ -132,7 +133,7 @@ def _text(bounds: Sequence[int]) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers in words: 0, 1, 3 to 7."""
+    """Sorted numbers as text with ranges: 0, 1, 3 to 7."""
     runs = groupby(enumerate(numbers), lambda each: each[1] - each[0])
     parts = [[number for _, number in run] for _, run in runs]
     return ", ".join(
@@ -144,9 +145,9 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
-    """Trained elements of each layer; a tied layer has its own at each use.
+    """Trained elements of each layer; each use of a tied layer counts.
 
-    Raises WrongOption if a use of a tied layer is in no file.
+    Raises WrongOption if no file shows all uses of a tied layer.
     """
     uses = uses_of_files(pipeline)
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
@@ -164,9 +165,9 @@ def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
 
 
 def layers_alike(model: Manifest) -> list[int]:
-    """The layers that have parameters alike, as those of one class: the most that there are.
+    """The largest set of layers with the same parameter names and shapes, as of one class.
 
-    Empty if other layers are as many, with as many parameters.
+    Empty if another set has as many layers with as many parameters.
     """
     names = ((LayerName.of(name), own.shape) for name, own in model.parameters.items())
     kinds = by_key((n.number, (n.inner, shape)) for n, shape in names if n.number is not None)
@@ -178,7 +179,7 @@ def layers_alike(model: Manifest) -> list[int]:
 
 
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
-    """The bounds if the method means the layers alike; raises WrongOption if it cannot."""
+    """The bounds if the method selects the alike layers; raises WrongOption if it cannot."""
     alike = layers_alike(model)
     says = f"--pp-partition {method} goes by the classes of layers, which no file states"
     if len(alike) < stages:
@@ -205,21 +206,21 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers for each stage; the first stages have one more."""
+    """Bounds with equal numbers of layers per stage; the first stages have one more."""
     return tuple(accumulate(slicing.dealt(layers, stages), initial=0))
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Bounds between which the largest sum of weights exceeds the smallest by little.
+    """Bounds that keep the difference between the largest and smallest sum of weights small.
 
-    DeepSpeed extends the best partition of each begin by one stage. That is not always the best
-    partition of all. Of equal ones it takes the last.
+    DeepSpeed extends the best partition of each prefix by one stage, which is not always the best
+    partition overall. Of equal partitions it takes the last.
     """
     count = len(weights)
     if count <= stages:
         return uniform(count, stages)
     sums = [0, *accumulate(weights)]
-    # by the number of layers so far: the largest and the smallest sum, and the bounds
+    # by the number of layers so far: the largest and smallest sum, and the bounds
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, inf, (0,))}
     for _ in range(stages):
         longer = {}

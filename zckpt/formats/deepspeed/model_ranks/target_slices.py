@@ -1,10 +1,10 @@
-"""How a whole model is cut over the tensor ranks of a target.
+"""Cuts a full model for the tensor ranks of a target.
 
-    source                      the whole tensors, with the rules by which they were cut
-    one manifest for each rank  shapes of its slices: they give the files of that rank
-    the files read back         slices at their places in whole tensors, by the same rules
+    source                      the full tensors, with the rules by which they were cut
+    one manifest for each rank  shapes of its slices: they determine the files of that rank
+    the files read back         slices at their places in full tensors, by the same rules
 
-So no offset is computed here. Each parameter is cut evenly, as the engine's layers cut theirs.
+So this module computes no offset. Each parameter is cut evenly, as the engine's layers cut it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """The whole model, with what each rank states at this number of tensor ranks."""
+    """The full model, with the sizes that each rank states for `tp` tensor ranks."""
     client = dict(source.state.get("client_state") or {})
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
     padded_size = {PADDED: max(rows)} if rows else {}
@@ -68,13 +68,13 @@ def sized(source: Manifest, tp: int) -> Manifest:
 
 
 def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[Notice]]:
-    """How parameters are cut over the target's ranks, what each rank has of them; and doubts."""
+    """The table of cuts over the target's ranks, each rank's manifest, and warnings."""
     names = names_in(source)
-    if tp == 1:  # whole, whatever the rules
+    if tp == 1:  # not cut, whatever the rules
         table = Table(TENSOR_RANK, rows=[Row(names)])
         return table, split(sized(source, tp), table), []
     placements = _facts(source).placements
-    if not source.parameters.keys() <= placements.keys():  # none, or of other names
+    if not source.parameters.keys() <= placements.keys():  # no rules, or rules for other names
         raise MissingData(
             "cuts-unknown",
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
@@ -114,7 +114,7 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[No
 def _candidates(
     name: str, parameter: Parameter, tp: int, stated: UniversalInfo | None, auto: AutoTP | None
 ) -> Iterator[Shapes]:
-    """Shapes that ranks may have: those that the source states of as many, or shares of an axis."""
+    """Candidate shapes of the ranks: as the source states for `tp` ranks, or even shares."""
     own = None if stated is None else stated.stated_shapes(name)
     if own is not None and len(own) == tp:
         yield own
@@ -130,7 +130,7 @@ def _candidates(
 def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]:
     if auto is None or auto.heads or "affine_map" in (info or {}):
         return []
-    message = (  # it gives some ranks more heads if they cannot be dealt evenly
+    message = (  # AutoTP gives some ranks more heads if it cannot deal them evenly
         "each tensor rank gets an equal share of the attention: --tp must divide "
         "num_key_value_heads of the model, because AutoTP deals whole heads"
     )
@@ -141,11 +141,11 @@ def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[Notice]
 
 
 def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
-    """The rows that each vocabulary has in the target.
+    """The number of rows that each vocabulary has in the target.
 
     Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If no
-    `args` state that number, and the source has more rows than its ranks need, the rows stay as
-    they are, unless the target's ranks cannot share them.
+    `args` state that number, and the source has more rows than its ranks need, the rows are kept.
+    They change only if the target's ranks cannot share them.
     """
     stated = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = stated if isinstance(stated, int) and stated > 0 else None
@@ -158,7 +158,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
             hint="give a rule `vocab:N` for them with --tp-rules FILE",
         )
     if given is None and facts and is_auto(source):
-        return {}  # AutoTP pads nothing: ranks have shares that differ by one row
+        return {}  # AutoTP pads nothing: the ranks' shares differ by one row
     before, rows = source.run.origin.tp or 1, dict[str, int]()
     for name, about in facts.items():
         is_rounded = about.rows == -(-about.used // before) * before
@@ -169,7 +169,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
 
 
 def _vocabularies(source: Manifest) -> dict[str, Vocabulary]:
-    """The rows of each vocabulary, as far as its name was not changed."""
+    """The rows of each vocabulary that has its original name."""
     facts = _facts(source).vocabularies
     return {name: about for name, about in facts.items() if name in source.parameters}
 
@@ -182,13 +182,13 @@ def _facts(source: Manifest) -> TensorParallel:
 
 
 def is_auto(source: Manifest) -> bool:
-    """Whether the ds_config is of a run with AutoTP."""
+    """Whether the ds_config belongs to a run with AutoTP."""
     assert isinstance(source.run.engine, FlatBufferEngine)
     return isinstance((source.run.engine.config or {}).get("tensor_parallel"), Mapping)
 
 
 def auto_of(source: Manifest) -> AutoTP:
-    """The shares of AutoTP, by config.json beside the source, or by its uneven shares."""
+    """AutoTP's rule for shares, from config.json beside the source or from uneven shares."""
     heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:
         stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})

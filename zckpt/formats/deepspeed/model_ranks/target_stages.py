@@ -1,18 +1,19 @@
-"""Which stage of a pipeline has which parameters, if the layers are cut at other bounds?
+"""Assigns parameters to the stages of a pipeline that is cut at other bounds.
 
     layers     0 | 1  2  3  4 | 5  6  7  8        bounds 0,5,9; every layer has a number,
     new        0  1  2 | 3  4  5 | 6  7  8        bounds 0,3,6,9; functions too
 
 What DeepSpeed 0.19.8 does (`PipelineModule._build`): a stage has the layers from its bound to the
 next one, and a copy of every tied layer that is used there. Its tied layers come first, in the
-order of their first use, then the others by number. A group of which it has no parameter is
+order of their first use, then the others by number. A group without a parameter in the stage is
 dropped. Files of layers do not change: they have no stage.
 
-With experts there are no files of layers: the module of a stage is in its model file, and the
+With experts there are no files of layers. The module of a stage is in its model file, and the
 numbers of layers are in names. So no file shows where tied layers are used.
 
-A use of a tied layer by a function of its own has no file. The source's stages show where it is, as
-each has its own copy. A source of one stage does not: then the last layer without a file is taken.
+A tied layer that is used through a function of its own has no file at that use. The source's stages
+show where it is, because each one has its own copy. With a single source stage, the last layer
+without a file is assumed.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stage
 def recut(
     whole: Manifest, models: Sequence[Manifest], pipeline: Pipeline, grid: Grid, options: Options
 ) -> tuple[Grid, tuple[Manifest, ...], list[Notice]]:
-    """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
+    """The target's grid and model ranks for the bounds that `options` give, and inferred facts.
 
-    `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
-    Raises as `cut_again`.
+    `models` are the pipelines of the cut tensor ranks; `whole` has the parameters of all of them.
+    Raises the same errors as `cut_again`.
     """
     inferred: list[Notice] = []
     if is_cut(len(pipeline.parameters), options):
         pipeline, inferred = cut_again(whole, pipeline, grid.staged, options)
     grid, ranks = replace(grid, pp=len(pipeline.parameters)), list[Manifest]()
     for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True):
-        row = Row(names, has_weights=not grid.staged)  # they are in files of layers
+        row = Row(names, has_weights=not grid.staged)  # the weights are in files of layers
         for model in models:
             own = _part(model, row, grid.pp)
             ranks.append(replace(own, place=Place(len(ranks), grid, tuple(buffers))))
@@ -58,7 +59,7 @@ def recut(
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
-    """The layers of a pipeline with experts, whose names begin with their numbers."""
+    """The layers of a pipeline with experts, by the numbers at the start of names."""
     names = [LayerName.of(name) for name in (*model.parameters, *model.buffers)]
     numbers = {name.number for name in names if name.number is not None}
     if not numbers or any(name.number is None and name.key is None for name in names):
@@ -69,10 +70,11 @@ def layers_of_names(model: Manifest, options: Options) -> list[int]:
 def cut_again(
     model: Manifest, pipeline: Pipeline, has_files: bool, options: Options
 ) -> tuple[Pipeline, list[Notice]]:
-    """The pipeline with the stages that `options` give, and what had to be inferred.
+    """The pipeline with the stages that `options` give, and notices of inferred facts.
 
-    Without files of layers a stage has all of its module's names. Raises WrongOption for bounds
-    that do not fit, UnsupportedCheckpoint for an order of parameters that is not the layers'.
+    Without files of layers, a stage has all of its module's names. Raises WrongOption for bounds
+    that do not fit. Raises UnsupportedCheckpoint if the parameters are not in the order of the
+    layers.
     """
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
@@ -94,13 +96,14 @@ def cut_again(
 def _uses(
     root: str, pipeline: Pipeline, bounds: Sequence[int]
 ) -> tuple[dict[str, set[int]], list[Notice]]:
-    """The layers at which tied ones are used, by key; and warnings of what no file shows.
+    """The layers at which tied layers are used, by key; and warnings about inferred uses.
 
-    If no file shows any use of a layer, it is taken to be used at the first layer without names of
-    the first stage that has it, and at the last one of the others.
+    If no file shows any use of a tied layer, its uses are assumed at layers without names. These
+    are the first such layer of the first stage with the tied layer, and the last one of further
+    stages.
     """
     uses, inferred = uses_of_files(pipeline), list[Notice]()
-    if len(bounds) == 2:  # one stage has all
+    if len(bounds) == 2:  # a single stage has all layers
         return {key: places or {0} for key, places in uses.items()}, inferred
     for key, places in uses.items():
         is_shown = bool(places)
@@ -147,23 +150,27 @@ def _stage_of(layer: int, bounds: Sequence[int]) -> int:
 
 
 class _Stage(Struct, frozen=True):
-    """The stage with the layers `span` of a model, whose tied layers have these uses."""
+    """The stage with the layers `span` of a model; `uses` are the uses of its tied layers."""
 
     model: Manifest
     span: range
     uses: Uses
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """Tied layers come first, by their first use, then others by number; None: of no layer."""
+        """The sort key of a parameter within the stage.
+
+        None if it belongs to no layer of the stage. Tied layers come first, by first use, then
+        other layers by number.
+        """
         layer = next((n for n in layers_with(name, self.uses) if n in self.span), None)
         return None if layer is None else (int(tied_key(name) is None), layer)
 
     def having(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that are of its layers."""
+        """The names that belong to layers of this stage."""
         return [name for name in names if self.place(name)]
 
     def trained(self) -> list[str]:
-        """Its trained parameters, in their order."""
+        """The stage's trained parameters, in the optimizer's order."""
         parameters = self.model.parameters.items()
         names = self.having(name for name, own in parameters if own.trainable)
         if not names:
@@ -176,7 +183,7 @@ class _Stage(Struct, frozen=True):
         return sorted(names, key=self._order)
 
     def check_order(self, names: Iterable[str]) -> None:
-        """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do."""
+        """Raises UnsupportedCheckpoint unless a group's parameters are in layer order."""
         trained = [name for name in names if self.model.parameters[name].trainable]
         if sorted(trained, key=self._group) != sorted(trained, key=self._order):
             raise UnsupportedCheckpoint(
@@ -192,12 +199,15 @@ class _Stage(Struct, frozen=True):
         return self.model.parameters[name].group or 0
 
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
-        """A use of a tied layer that is not known has no file, and is taken for the last one."""
+        """The sort key of a parameter by group, then by layer.
+
+        An unknown use of a tied layer has no file, and counts as the last one.
+        """
         return self._group(name), self.place(name) or (0, self.span.stop)
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
-    """One of `pp` stages of a whole pipeline: its parameters, groups and layers of experts."""
+    """One of `pp` stages of a full pipeline: its parameters, groups and layers of experts."""
     own = part(model, row)
     assert isinstance(own.run.engine, FlatBufferEngine)
     layers = tuple(

@@ -1,9 +1,9 @@
-"""How do the slices of tensor ranks become whole tensors, and are the ranks' copies equal?
+"""Turns the slices of tensor ranks into full tensors, and compares the ranks' copies.
 
-Each tensor rank has been read as a model by itself. Rules say how its parameters are cut: the
-user's (naming/tensor_rules.py), then those that the checkpoint states (naming/universal_info.py).
-By them slices become boxes of whole tensors, and no byte is read. What all ranks have is taken from
-the first one, and the others are copies that must be equal.
+Each tensor rank has been read as a model of its own. Rules define how its parameters are cut. The
+user's rules (naming/tensor_rules.py) come first, then those that the checkpoint states
+(naming/universal_info.py). By these rules slices become boxes of full tensors; no byte is read. A
+replicated tensor is taken from the first rank, and the other ranks' copies must be equal.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' s
 def joined_slices(
     ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None
 ) -> Manifest:
-    """The model of all tensor ranks. `tp_rules` are the user's, the first ones that count.
+    """The model of all tensor ranks; `tp_rules` are the user's rules, which come first.
 
-    Raises MissingData that lists parameters of which nothing says how they are cut, and
-    InconsistentCheckpoint or WrongOption for rules that do not fit the ranks' shapes.
+    Raises MissingData with the parameters that no rule covers. Raises InconsistentCheckpoint or
+    WrongOption for rules that do not fit the ranks' shapes.
     """
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
@@ -60,7 +60,7 @@ def joined_slices(
 
 
 def _on_ranks(ranks: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, Shapes]:
-    """The shapes of all ranks by name, of any rank: AutoTP may leave a rank nothing."""
+    """The shapes on all ranks by name; None where AutoTP leaves a rank no part."""
     every = [*ranks]
     return {name: [own.get(name) for own in every] for name in dict.fromkeys(chain(*every))}
 
@@ -77,7 +77,7 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
 
 
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
-    """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
+    """How buffers are cut; buffers of equal shapes are cut by the user's rules only."""
     shapes = _on_ranks(
         {n: e.shape for n in rank.buffers if (e := rank.entries.get((n, "param"))) is not None}
         for rank in ranks
@@ -94,7 +94,7 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
 
 
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
-    """What the whole lacks by the user's rules, and what no file shows of them."""
+    """Warnings about sums, which the joined model lacks, and about the user's rules."""
     if sums := [name for name, sliced in cut.items() if sliced.placement.is_sum]:
         message = (
             f"each tensor rank has a part of {listed(sums, 4)}: what is shown is the part of "
@@ -107,7 +107,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
 
 
 def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
-    """How each parameter was cut; and of vocabularies, which rows are padding."""
+    """How each parameter was cut, and for vocabularies, which rows are padding."""
     return TensorParallel(
         {name: sliced.placement for name, sliced in cut.items()},
         {
@@ -128,15 +128,15 @@ IF_COPIES_DIFFER = {
     EP_RANK: "if these copies drifted in training, take those of ep rank 0 with --replicas rank0; "
     "if not, files of different saves may be mixed: copy all files again",
 }
-"""What the user may do, by the axis whose ranks hold the copies."""
+"""The user's remedies, by the axis whose ranks hold the copies."""
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares the copies that model ranks hold of a tensor; gives warnings.
+    """Compares the copies of tensors that model ranks hold; returns warnings.
 
-    Raises InconsistentCheckpoint if copies of tensor ranks differ and `replicas` does not say what
-    is taken, or if all ranks hold the same of a parameter that a rule cuts; UnsupportedCheckpoint
-    for parts of a sum.
+    Raises InconsistentCheckpoint if copies of tensor ranks differ and `replicas` does not choose
+    one, or if a rule cuts a parameter that all ranks hold in full. Raises UnsupportedCheckpoint for
+    parts of a sum.
     """
     if manifest.ranks:
         return _own_copies(manifest)
@@ -146,12 +146,12 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _own_copies(manifest: Manifest) -> list[Notice]:
-    """Warnings of copies that differ, if anything says which tensors are copies.
+    """Warnings about copies that differ, where the files or rules show which tensors are copies.
 
-    Each model rank keeps its own: nothing else has to be known of slices.
+    Each model rank keeps its own copies, so nothing else needs to be known about slices.
     """
     warnings = compare_apart(manifest)
-    if len(manifest.models) == 1:  # it has no copies on other tensor ranks
+    if len(manifest.models) == 1:  # there are no copies on other tensor ranks
         return warnings
     try:
         model = joined_slices(manifest.models, manifest.run.origin.tp_rules, KEEP)

@@ -1,6 +1,6 @@
-"""A model with experts (`deepspeed.moe.layer.MoE`), which are spread over data-parallel ranks.
+"""A model with experts (`deepspeed.moe.layer.MoE`), spread over data-parallel ranks.
 
-experts.py   the files of experts, and those of a target; which ranks share which experts
-auto_ep.py   which experts the stacked parameters of AutoEP have
-regroup.py   a source for another expert-parallel size
+    experts.py   the files of experts, read and written; the ranks that share experts
+    auto_ep.py   the experts in the stacked parameters of AutoEP
+    regroup.py   converts a source to another expert-parallel size
 """

@@ -1,11 +1,11 @@
-"""Which experts do the stacked parameters of AutoEP have? The model file says it.
+"""Splits the stacked parameters of AutoEP into experts; the model file describes them.
 
     model["ds_autoep_layers"]       module_path, num_experts, ep_size, expert_placement
     model["param_shapes"]           mlp.experts.w1 of shape [2, 20, 16]: those of ep rank 0
     layer_0_expert_3_...            mlp.experts.w1.3 of shape [20, 16]
 
-A stacked parameter lies in a flat buffer as the slices of its experts do, one after the other. So
-every slice is a parameter by itself here. DeepSpeed 0.19.8, module_inject/auto_ep_layer.py.
+In a flat buffer, a stacked parameter is the slices of its experts, one after the other. So zckpt
+treats every slice as a parameter. DeepSpeed 0.19.8, module_inject/auto_ep_layer.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWN_INFO = {"universal_checkpoint_version", "expert_parameter_patterns", "ds_aut
 
 
 def with_slices(ranks: EngineStates) -> EngineStates:
-    """What the ranks say, with a parameter for each expert's slice of a stacked one.
+    """The ranks' states, with one parameter per expert instead of each stacked parameter.
 
     Raises UnsupportedCheckpoint (stage 3, AutoTP beside it, an order of experts or of parameters
     that zckpt does not read) and InconsistentCheckpoint.
@@ -63,9 +63,10 @@ def with_slices(ranks: EngineStates) -> EngineStates:
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Owners by second name of the routers' weights: a module of the model's own has them too.
+    """Maps second names of the routers' weights to AutoEP's names.
 
-    No list of the engine has these names. Both were saved, with the same bytes.
+    A module of the model has the same weights. No list of the engine has these names. Both names
+    were saved, with the same bytes.
     """
     file = ranks.models[0]
     known = {*chain.from_iterable(ranks.param_shapes())}
@@ -84,7 +85,7 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
 
 
 def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShapes:
-    """Names and shapes with slices in the place of stacked parameters."""
+    """Names and shapes with slices instead of stacked parameters."""
     sliced: ParameterShapes = {}
     for name, shape in shapes.items():
         if name.rpartition(".")[0] in prefixes:
@@ -95,7 +96,7 @@ def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShap
 
 
 def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
-    """Each ep rank must have the experts that follow those of the rank before it."""
+    """Checks that each ep rank has the experts that follow those of the previous rank."""
     count, ep, path = layer.get("num_experts"), layer.get("ep_size"), layer.get("module_path")
     if not (isinstance(count, int) and isinstance(ep, int) and ep > 0 and not count % ep):
         raise InconsistentCheckpoint(

@@ -1,12 +1,12 @@
-"""A model's experts in the files of all ranks: their own files, flat buffers, and global names.
+"""Reads and writes experts: their own files, flat buffers, and names in the full model.
 
     layer_M_expert_N_mp_rank_00_model_states.pt     M counts the layers, N the experts of the layer
 
-Each has the 16-bit weights and buffers of one expert, by their names in the whole model, with the
-number N. Each model rank counts its own layers. The model file lists how many experts each layer
-has (`num_experts`), and the parameters of rank 0, whose experts are numbered from 0. These names
-stand for the experts of every ep rank. So a flat group of experts is as many flat buffers as there
-are ep ranks, and each is cut over the ranks that have the same experts:
+Each file has the 16-bit weights and buffers of one expert, by their names in the full model, with
+the number N. Each model rank counts its own layers. The model file lists the number of experts of
+each layer (`num_experts`), and the parameters of rank 0, whose experts are numbered from 0. These
+names stand for the experts of every ep rank. So a flat group of experts is one flat buffer per ep
+rank, and each is cut over the ranks with the same experts:
 
     dp 4, ep 2         rank 0     rank 1     rank 2     rank 3
     dense group          1/4        2/4        3/4        4/4
@@ -62,8 +62,8 @@ from ..flats import flat_buffers
 from .auto_ep import ROUTER, with_slices
 
 UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
-ELEMENTS = 64  # that are compared of a parameter
-PARAMETERS = 8  # that are compared of a flat buffer
+ELEMENTS = 64  # compared elements of a parameter
+PARAMETERS = 8  # compared parameters of a flat buffer
 GATE = ".deepspeed_moe.gate.wg.weight"
 SWAPPED = "files of experts seem to be swapped"
 MIXED = "model and optimizer files of different saves seem to be mixed"
@@ -74,9 +74,9 @@ def file_name(layer: int, expert: int, mp_rank: str) -> str:
 
 
 class LayerFiles(Struct, frozen=True):
-    """The opened files of all experts of one layer, whose name all keys begin with.
+    """The opened files of all experts of the layer `name`, a prefix of all keys.
 
-    Each has tensors by their names in the whole model.
+    Each file has tensors by their names in the full model.
     """
 
     name: str
@@ -84,7 +84,7 @@ class LayerFiles(Struct, frozen=True):
 
     @property
     def gate(self) -> str:
-        """What stands before the experts in the module of the layer."""
+        """The name of the gate or router, which stands before the experts in the layer's module."""
         parts = expert_name(next(iter(self.files[0].value)))
         return self.name + (ROUTER if parts is not None and parts.is_slice else GATE)
 
@@ -92,8 +92,8 @@ class LayerFiles(Struct, frozen=True):
 def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     """The files of all layers, in the engine's order.
 
-    Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
-    one with another expert than its name says, or one of another shape).
+    Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (an extra file, a
+    file with another expert than its name says, or a file with other shapes).
     """
     path, counts, paths = ranks.directory.path, ranks.model.get("num_experts"), files.experts
     if not isinstance(counts, list):
@@ -133,7 +133,7 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
 
 
 def _layer(files: Sequence[TorchFile]) -> LayerFiles:
-    """The files of one layer, each of which has the tensors of its own expert, and all alike."""
+    """The files of one layer; checks that each has the tensors of its expert, with equal shapes."""
     layer, first = "", list[object]()
     for number, file in enumerate(files):
         forms: list[object] = []
@@ -174,17 +174,17 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 
 
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
-    """The names on rank 0, by its own numbers, as far as the files list any."""
+    """The parameters, frozen parameters and buffers on rank 0 that the files list, by its names."""
     return tuple(chain(*ranks.param_shapes(), ranks.frozen_shapes or (), ranks.buffer_names))
 
 
 def spread_over(
     ranks: EngineStates, files: Sequence[LayerFiles], named: Iterable[str], ep: int | None = None
 ) -> ExpertLayers:
-    """The layers over `ep` ranks, or over as many as rank 0 shows; `named` are names on it.
+    """The layers of experts, spread over `ep` ranks, or over the number that rank 0's names show.
 
-    Raises InconsistentCheckpoint if ranks cannot share the experts, and UnsupportedCheckpoint if
-    none of the names is in a layer.
+    `named` are names on rank 0. Raises InconsistentCheckpoint if ranks cannot share the experts,
+    and UnsupportedCheckpoint if a layer has none of the names.
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
@@ -218,9 +218,9 @@ def spread_over(
 def with_tensors(
     ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
 ) -> EngineStates:
-    """What the ranks say, with the tensors of all experts where they stand in the module.
+    """The ranks' states, with the tensors of all experts at their place in the module.
 
-    Buffers and second names of rank 0's experts become those of all.
+    Buffers and second names of rank 0's experts are repeated for all experts.
     """
     behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
@@ -241,7 +241,10 @@ def with_tensors(
 
 
 class Experts(Struct, frozen=True):
-    """The experts in the files of all ranks; `whole` has those of all in its module."""
+    """The experts in the files of all ranks.
+
+    The module of `whole` has the tensors of all experts.
+    """
 
     ranks: EngineStates
     whole: EngineStates
@@ -251,7 +254,7 @@ class Experts(Struct, frozen=True):
     def sharing(
         self, group: int, shapes: ParameterShapes
     ) -> list[tuple[EngineStates, ParameterShapes]]:
-        """The flat buffers of a group: the ranks that share each, and what lies in it.
+        """The flat buffers of a group: the ranks that share each one, and its parameters.
 
         Raises InconsistentCheckpoint if the files contradict each other about a group of experts.
         """
@@ -297,18 +300,19 @@ class Experts(Struct, frozen=True):
                 tensors.add_trainable(buffer)
                 of_experts = (name for name in buffer.shapes if name in self.whole.apart)
                 names += islice(of_experts, PARAMETERS)
-        except InconsistentCheckpoint:  # partitions of other lengths
+        except InconsistentCheckpoint:  # the partitions have other lengths
             return False
         entries = tensors.entries
         pairs = ((entries[name, "param"], entries[name, "master"]) for name in names)
         return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     def complete(self, manifest: Manifest) -> Manifest:
-        """The manifest of the whole module, which says what its experts are, and has them in order.
+        """The manifest of the full module, with a description of its experts, in order.
 
-        Raises InconsistentCheckpoint if the optimizer knows an expert without a weight. DeepSpeed
-        drops what has `expert` in the name of its MoE layer, and saves only what is below
-        `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
+        Raises InconsistentCheckpoint if the optimizer has an expert whose weight is missing.
+        DeepSpeed drops all names with `expert` in the name of their MoE layer, and saves only those
+        below `deepspeed_experts` separately. A residual MLP is lost (0.19.8,
+        `_get_non_moe_state_dict`).
         """
         unsaved = [name for name in manifest.parameters if (name, "param") not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
@@ -338,7 +342,10 @@ class Experts(Struct, frozen=True):
         return in_order(manifest)
 
     def _order(self, manifest: Manifest) -> list[str]:
-        """All parameters, in every group as they lie; experts of all ranks between each other."""
+        """All parameters by group, in the order of the flat buffers.
+
+        Experts of all ranks interleaved.
+        """
         groups = by_key(
             (about.group if about.trainable else None, name)
             for name, about in manifest.parameters.items()
@@ -354,7 +361,7 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     """The manifest of one model rank with experts.
 
     Raises UnsupportedCheckpoint (AutoEP, elastic files, experts that are spread over tensor ranks,
-    an order of ranks that nothing shows), IncompleteCheckpoint and InconsistentCheckpoint.
+    an unknown order of ranks), IncompleteCheckpoint and InconsistentCheckpoint.
     """
     ranks = with_slices(ranks)
     if ranks.partitioned or ranks.elastic:
@@ -371,27 +378,27 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     whole = with_tensors(ranks, files, layers)
     experts = Experts(ranks, whole, layers, _places(ranks, whole, layers))
     config = ranks.effective_config(ranks.round_robin)
-    if experts.places.data_first:  # which a ds_config that is saved by its name does not say
+    if experts.places.data_first:  # a ds_config that is saved by its name does not state it
         config = {**config, "use_data_before_expert_parallelism": True}
     buffers = _with_one_step([*flat_buffers(ranks, step_policy, experts.sharing)], step_policy)
     manifest = manifest_of(whole, buffers, "deepspeed", config, whole.module_dtype)
-    # stages 1 and 2 fill up with zeros
+    # stages 1 and 2 pad with zeros
     return experts.complete(manifest).replace(zero_padding=True)
 
 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
-    """Which ranks have which experts: by the ds_config, or by bytes if only its name is known.
+    """The experts of each rank: by the ds_config, or by bytes if only its file name is known.
 
-    A run that was started with the file of a ds_config saves only its name. Then neighbors may have
-    different experts, or the same (`use_data_before_expert_parallelism`). Every rank's masters
-    round to the weights of its own experts, so that only one of the two fits.
-    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if none does.
+    A run that was started with the file of a ds_config saves only the file's name. Then neighbor
+    ranks may have different experts, or the same ones (`use_data_before_expert_parallelism`). Every
+    rank's masters round to the weights of its own experts, so only one of the two orders fits.
+    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if neither does.
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
     every = ([*names] for names in ranks.param_shapes())
     are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
-    if not are_regular and not ranks.round_robin:  # perhaps round robin, which nothing shows
+    if not are_regular and not ranks.round_robin:  # perhaps round robin: nothing shows it
         refuse(ranks.directory, UNKNOWN)
     orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
     fitting = [order for order in orders if Experts(ranks, whole, layers, order).fit]
@@ -410,7 +417,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
     """Whether a group of experts is cut over more ranks than there are data ranks.
 
-    Without `enable_expert_tensor_parallelism` tensor ranks have other experts each.
+    Without `enable_expert_tensor_parallelism`, each tensor rank has different experts.
     """
     counts = ranks.first.get("partition_count")
     sizes = (
@@ -422,7 +429,7 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
 
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
-    """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
+    """The flat buffers of all ep ranks, with one step per group; raises if steps differ."""
     stated = by_key(
         (buffer.group, (f"flat group {buffer.group}, {next(iter(buffer.shapes))}", buffer.step))
         for buffer in buffers
@@ -433,7 +440,7 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
 
 
 def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:
-    """One file for each expert of each layer of the target."""
+    """Yields one file for each expert of each layer of the target."""
     named = ((name, expert_name(name)) for name in target.module_names)
     members = by_key(((parts.layer, parts.number), name) for name, parts in named if parts)
     for number, layer in enumerate(target.experts.listed):

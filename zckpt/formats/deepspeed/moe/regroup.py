@@ -1,9 +1,9 @@
-"""A source whose experts are spread over the ranks of the target.
+"""Regroups the experts of a source for another expert-parallel size.
 
-Another expert-parallel size changes which experts a rank has, and so the groups of experts: their
-names (`ep_size_2`), and where DeepSpeed cuts them, since it counts the elements of one rank
-(0.19.8, moe/utils.py `split_params_into_different_moe_groups_for_optimizer`). The experts
-themselves and all dense groups stay as they are.
+Another expert-parallel size changes the experts of a rank, and so the groups of experts. Their
+names change (`ep_size_2`), and also where DeepSpeed cuts them, because it counts the elements of
+one rank (0.19.8, moe/utils.py `split_params_into_different_moe_groups_for_optimizer`). The experts
+themselves and all dense groups stay unchanged.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of,
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...groups import regrouped
 
-GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
+GROUP_SIZE = 178_956_971  # elements; the engine's default of `max_group_size`
 
 
 def over_ranks(source: Manifest, options: Options) -> Manifest:
-    """The source with the groups that its experts have at the target's expert-parallel size.
+    """The source with the groups of experts for the target's expert-parallel size.
 
-    Raises WrongOption (sizes that do not divide, groups that may be cuts of one), MissingData (the
-    source does not state its layers or groups), InconsistentCheckpoint (an order of parameters that
-    another size does not have).
+    Raises WrongOption (sizes that do not divide, groups that may be cuts of one group), MissingData
+    (the source does not state its layers or groups), InconsistentCheckpoint (the order of
+    parameters does not carry over to another size).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     if unplaced := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
@@ -71,7 +71,7 @@ def over_ranks(source: Manifest, options: Options) -> Manifest:
 def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before: int) -> None:
     """Raises WrongOption unless ranks and experts can be shared evenly.
 
-    `given` is the --dp of the user; without it the target has as many ranks as `before`.
+    `given` is the user's --dp. Without it, the target has `before` ranks.
     """
     dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:
@@ -94,7 +94,7 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
 
 
 def check_target(target: DeepSpeedTarget) -> None:
-    """Raises WrongOption for a stage that cannot have these experts."""
+    """Raises WrongOption if the target's stage or settings do not support its experts."""
     if not target.experts:
         return
     engine, sizes = target.engine, target.experts.sizes
@@ -131,7 +131,7 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
 
 
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
-    """The source at another size, which the ds_config of AutoEP states too."""
+    """The source at another expert-parallel size; also updates the size in AutoEP's ds_config."""
     assert source.groups is not None
     assert isinstance(source.run.engine, FlatBufferEngine | StateDictEngine)
     spread = layers.with_ep(ep)
@@ -167,9 +167,10 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
 
 
 def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
-    """The groups of one ep rank, as they were before the engine cut those that were too large.
+    """The groups of one ep rank, with the engine's cuts of large groups undone.
 
-    Raises WrongOption if neighbors may be cuts of one group, and are not cut as the engine cuts it.
+    Raises WrongOption if neighbor groups may be cuts of one group, but not at the engine's own
+    limit.
     """
     groups, every = source.groups or (), source.parameters.items()
     members = by_key((about.group or 0, name) for name, about in every if about.trainable)
@@ -207,17 +208,17 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
     yield cut
 
 
-# -- layers that the names of a source show, if it does not state them
+# -- layers that the names of a source show if the source does not state them
 
 
 def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
     """A manifest that states its layers; `unplaced` are experts' tensors of unknown layers.
 
-    State dicts of a whole model, such as those that zckpt wrote from a DeepSpeed run, have all
-    experts by their numbers, and the groups of their optimizer still have DeepSpeed's names.
+    State dicts of a full model, such as those that zckpt wrote from a DeepSpeed run, have all
+    experts by number. The groups of their optimizer still have DeepSpeed's names.
 
-    Raises InconsistentCheckpoint (experts are missing) and MissingData (the engine cannot be one
-    whose names show layers; or the optimizer has no groups of experts).
+    Raises InconsistentCheckpoint (experts are missing) and MissingData (the source's engine does
+    not name layers, or the optimizer has no groups of experts).
     """
     engine = source.run.engine
     if not isinstance(engine, StateDictEngine):

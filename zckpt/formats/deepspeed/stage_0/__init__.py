@@ -1,8 +1,8 @@
-"""A run without ZeRO (stage 0): the model file has the whole optimizer, without names.
+"""A run without ZeRO (stage 0): the model file has the full optimizer, without names.
 
-optimizer.py   the optimizer in the model file; a model rank's manifest; a target's optimizer
-numbers.py     what it knows by each number: state, master, shape
-naming.py      which names its numbers have
-stages.py      the optimizers of a pipeline's stages
-samples.py     reads the bytes that show names
+    optimizer.py   reads and writes the optimizer in the model file; a model rank's manifest
+    numbers.py     the optimizer's state, master and shape for each number
+    naming.py      the parameter names of these numbers
+    stages.py      the optimizers of a pipeline's stages
+    samples.py     reads the bytes that identify weights
 """

@@ -1,6 +1,6 @@
-"""Which weight does each parameter of a stage-0 optimizer belong to? Its state has no names.
+"""Finds the weight of each parameter in a stage-0 optimizer, whose state has no names.
 
-The first of these ways that an optimizer has decides:
+The first applicable way decides:
 
     stated    a file of zckpt's has names: `param_shapes`
     given     the user gives them: --param-names
@@ -9,8 +9,8 @@ The first of these ways that an optimizer has decides:
     listed    torch's own optimizer has names: `param_names`
     shapes    torch's own optimizer: no other weight has the shape of the states
 
-Where bytes or shapes leave several weights, the order of the module decides: the parameters of a
-group are in that order, and only one way to keep it may fit. Otherwise nothing is read.
+If bytes or shapes leave several weights, the order of the module decides. The parameters of a group
+are in that order, and only one way to keep it may fit. Otherwise the optimizer is refused.
 
 DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
 """
@@ -47,21 +47,24 @@ name the trained parameters with --param-names names.txt, group by group. Two li
 program, before deepspeed.initialize, write that file:
     names = {p: name for name, p in model.named_parameters()}
     open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
-"""The hint where the optimizer has masters: frozen parameters have none."""
+"""The hint for an optimizer with masters, which has none for frozen parameters."""
 
 
 class Named(NamedTuple):
-    """The names of each group's parameters; `inferred` are those that only an order shows."""
+    """The names of each group's parameters.
+
+    Only the order of the module shows the `inferred` names.
+    """
 
     members: Members
     inferred: Sequence[str]
 
 
 class Nameless(Struct, frozen=True):
-    """An optimizer, or some of its groups, and the weights that may be its parameters.
+    """An optimizer (or some groups) without names, and the weights that may be its parameters.
 
-    `stated` are names by group in a file of zckpt's, of which `inferred` were inferred when it was
-    written, and `given` those of the user.
+    `stated` are names by group in a file that zckpt wrote. Of these, `inferred` were already
+    inferred when that file was written. `given` are the user's names by group.
     """
 
     path: str
@@ -81,7 +84,7 @@ class Nameless(Struct, frozen=True):
 
     @property
     def masters(self) -> list[list[TensorInFile]]:
-        """Those of each group."""
+        """The masters of each group."""
         return [[number.master for number in own if number.master] for own in self.groups]
 
     @property
@@ -90,7 +93,7 @@ class Nameless(Struct, frozen=True):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the weights are in other files, as those of layers and of experts are."""
+        """Whether the weights are in other files than the masters (of layers or experts)."""
         return any(weight.file is not self.flats[0].file for weight in self.weights.values())
 
     def missing(self, why: str) -> MissingData:
@@ -103,9 +106,9 @@ def names_of(
 ) -> list[Named]:
     """The names of each optimizer's parameters.
 
-    The user's `param_names` are those of all optimizers, one after another. Raises MissingData if
-    nothing shows names, WrongOption for names of the user that do not fit, InconsistentCheckpoint
-    if a file states names that are not among `weights`.
+    The user's `param_names` list the parameters of all optimizers, one optimizer after another.
+    Raises MissingData if nothing shows names, WrongOption for names of the user that do not fit,
+    InconsistentCheckpoint if a file states names that are not among `weights`.
     """
     asked = [Nameless.of(states, weights) for states in every]
     if param_names is not None and not any(each.stated for each in asked):
@@ -120,7 +123,7 @@ def names_of(
 
 
 def named(asked: Nameless) -> Named:
-    """The names of an optimizer's parameters; raises as `names_of`."""
+    """The names of an optimizer's parameters; raises the same errors as `names_of`."""
     return next(found for way in WAYS if (found := way(asked)) is not None)
 
 
@@ -128,19 +131,22 @@ def named(asked: Nameless) -> Named:
 
 
 def by_file(asked: Nameless) -> Named | None:
-    """A file of zckpt's has them."""
+    """Names that a file written by zckpt states; None without them."""
     if not asked.stated:
         return None
     members: Members = [[*own] for own in asked.stated]
     if not asked.is_flat:
         members = _with_frozen(asked.groups, asked.stated)
-    if asked.weights:  # or this is a stage whose layers are not there yet
+    if asked.weights:  # no weights: this is a stage whose layers are not written yet
         _check_known(asked, members)
     return Named(members, [*asked.inferred])
 
 
 def by_user(asked: Nameless) -> Named | None:
-    """The user gives them, and no master rounds to the weight of another name."""
+    """Names that the user gives; None without them.
+
+    Raises if a master rounds to the weight of another name.
+    """
     if asked.given is None:
         return None
     shapes, names = shapes_of(asked.weights), [*chain.from_iterable(asked.given)]
@@ -159,7 +165,7 @@ def by_user(asked: Nameless) -> Named | None:
 
 
 def by_torch(asked: Nameless) -> Named | None:
-    """Torch's own optimizer has them."""
+    """Names that torch's own optimizer states; None unless all trained parameters have one."""
     trained = [[number.name for number in own if not number.is_frozen] for own in asked.groups]
     if not all(chain.from_iterable(trained)):
         return None
@@ -169,7 +175,7 @@ def by_torch(asked: Nameless) -> Named | None:
 
 
 def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
-    """The names of what is trained, with None in the places of frozen parameters."""
+    """The names of trained parameters, with None in the places of frozen ones."""
     return [
         [None if number.is_frozen else next(names, None) for number in group]
         for group, names in zip(groups, map(iter, trained), strict=True)
@@ -177,7 +183,7 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
 
 
 def _without_frozen(groups: Groups, names: Sequence[Sequence[str]]) -> Members:
-    """The names of all parameters, but for None in the places of frozen ones."""
+    """The given names of all parameters, with frozen ones replaced by None."""
     return [
         [None if number.is_frozen else name for number, name in zip(group, own, strict=True)]
         for group, own in zip(groups, names, strict=True)
@@ -194,7 +200,7 @@ def _check_known(asked: Nameless, members: Members) -> None:
 
 
 def shared_out(asked: Sequence[Nameless], param_names: Sequence[str]) -> list[list[Sequence[str]]]:
-    """The user's names by optimizer, those of flat masters by group too; raises WrongOption."""
+    """The user's names by optimizer, for flat masters also by group; raises WrongOption."""
     weights = asked[0].weights
     if not asked[0].is_flat:
         *counts, last = [sum(map(len, each.groups)) for each in asked]
@@ -232,9 +238,9 @@ def shared_out(asked: Sequence[Nameless], param_names: Sequence[str]) -> list[li
 def check_rounding(
     masters: Sequence[TensorInFile], names: Sequence[str], weights: Weights, *, strict: bool
 ) -> None:
-    """Raises WrongOption if the user gives a master's name to another one.
+    """Raises WrongOption if the user gives a master the name of a weight it does not round to.
 
-    Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
+    Unless `strict`, a master that rounds to no weight is accepted: a program may have changed the
     weights since.
     """
     of_weights, of_masters = labels([*weights.values()], masters)
@@ -254,10 +260,10 @@ def check_rounding(
 
 
 def by_views(asked: Nameless) -> Named | None:
-    """The engine lays a group's 16-bit weights out as one buffer, and saves them as views of it.
+    """Names by views: the engine saves a group's 16-bit weights as views of one buffer.
 
-    The buffer has the bytes of the flat master. There is none if another program saved the file
-    again.
+    The buffer has the bytes of the rounded flat master. There is no such buffer if another program
+    saved the file again.
     """
     if not asked.is_flat or asked.is_apart:
         return None
@@ -278,7 +284,7 @@ def by_views(asked: Nameless) -> Named | None:
 
 
 def _filled(views: Sequence[Tensor]) -> Tensor | None:
-    """The buffer that views fill, one behind the other; None if there are gaps."""
+    """The buffer that views fill without gaps; None if there are gaps."""
     storage, dtype = views[0].storage, views[0].dtype
     *starts, total = accumulate((view.numel for view in views), initial=0)
     are_next = all(v.contiguous and v.offset == n for v, n in zip(views, starts, strict=True))
@@ -287,7 +293,7 @@ def _filled(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def by_bytes(asked: Nameless) -> Named | None:
-    """Each master has the bytes of its weight once it is rounded."""
+    """Names by bytes: each rounded master has the bytes of its weight."""
     orders = asked.masters
     if asked.is_flat:
         orders = [cut(asked, flat) for flat in asked.flats]
@@ -310,9 +316,9 @@ def by_bytes(asked: Nameless) -> Named | None:
 
 
 def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
-    """The masters in a flat one.
+    """Cuts a flat master into its parameters' masters.
 
-    Its next elements must round to weights of one shape, and to none of another.
+    At each position, the next elements must round to weights of exactly one shape.
     """
     weights = [*asked.weights.values()]
     shapes = dict.fromkeys(stored.tensor.shape for stored in weights)
@@ -342,7 +348,7 @@ def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
 
 
 def by_shapes(asked: Nameless) -> Named:
-    """Torch's own optimizer: no other weight has the shape of the states."""
+    """Names for torch's own optimizer: each state has the shape of exactly one weight."""
     trained = [[number.shape for number in own if not number.is_frozen] for own in asked.groups]
     found = _matched(asked, trained, shapes_of(asked.weights), "shape")
     return Named(_with_frozen(asked.groups, found.members), found.inferred)
@@ -352,7 +358,7 @@ WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
 
 
 def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
-    """The names in a pipeline, if they are by shapes those of all stages as one optimizer.
+    """The names in a pipeline, by the shapes of all stages together as one optimizer; else None.
 
     Group by group, the stages' parameters follow each other as the layers do. None if two layers
     have equal weights: they may be a tied layer.
@@ -394,11 +400,11 @@ def _in_order(asked: Nameless) -> Named | None:
 def _matched(
     asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> Named:
-    """The names of all parameters, if there is one way; `what` equal labels mean.
+    """The names of all parameters by their labels; `what` names the labels' meaning in errors.
 
-    `labelled` are the labels of weights by their names, in the module's order. A group all of whose
-    labels are unique may be in any order, and a whole group that has another must be in the
-    module's. Raises MissingData with the names of the weights that cannot be told apart.
+    `labelled` maps weights to labels, in the module's order. A group whose labels are all unique
+    may be in any order. A group with other labels must be in the module's order. Raises MissingData
+    with the names of the weights that cannot be told apart.
     """
     numbers = Counter(chain.from_iterable(orders))
     owners = by_key((label, name) for name, label in labelled.items())
@@ -434,9 +440,9 @@ def _matched(
 def weights_in(
     module: Iterable[tuple[str, TorchFile, Any]], hidden: Collection[str]
 ) -> dict[str, TensorInFile]:
-    """What an optimizer may have of a module: weights, each place in memory once, none `hidden`.
+    """The weights an optimizer could train: one name per storage, without `hidden` names.
 
-    These are names of buffers, and second names.
+    Hidden names are buffers and second names.
     """
     places: dict[object, str] = {}
     weights: dict[str, TensorInFile] = {}

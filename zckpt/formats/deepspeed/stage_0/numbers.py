@@ -1,7 +1,7 @@
-"""What does an optimizer of stage 0 know by each number: its state, its master, its shape?
+"""The state, master and shape that a stage-0 optimizer keeps for each number.
 
-Torch's own optimizer has a number for each parameter, FP16_UnfusedOptimizer too, and FP16_Optimizer
-one for all of a flat group. Which names these have is asked in naming.py.
+Torch's own optimizer and FP16_UnfusedOptimizer number each parameter. FP16_Optimizer has one number
+for each flat group. naming.py finds the parameter names of these numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .samples import TensorInFile
 Shape = tuple[int, ...]
 Groups = Sequence[Sequence["Number"]]
 FROZEN = "zckpt_frozen"
-"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
+"""Key in a file that zckpt wrote, beside the optimizer's state: numbers of frozen parameters."""
 
 
 class Number(Struct, frozen=True):
-    """What an optimizer knows by one number: of one parameter, or of all of a flat group.
+    """What an optimizer keeps under one number: for one parameter, or for a flat group.
 
-    `master` is None if it updates the weight itself. `name` is torch's own (since 2.6), if stated.
-    `shapes` are those of its parameters, once their names are known.
+    `master` is None if the optimizer updates the weight itself. `name` is the name that torch
+    states (since 2.6). `shapes` are the shapes of its parameters, once their names are known.
     """
 
     group: int
@@ -45,28 +45,28 @@ class Number(Struct, frozen=True):
 
     @property
     def shape(self) -> Shape | None:
-        """That of its tensors; None if nothing shows it."""
+        """The shape of its tensors; None if nothing shows it."""
         if self.master is not None:
             return self.master.tensor.shape
         return next(iter(self.shapes.values())) if self.shapes else shape_of(self.state)
 
     @property
     def first(self) -> str:
-        """The first of its parameters."""
+        """The first parameter's name."""
         return next(iter(self.shapes))
 
     @property
     def owner(self) -> str:
-        """What messages call it."""
+        """The name for messages: a parameter or a group."""
         return self.first if len(self.shapes) == 1 else f"group {self.group}"
 
 
 def numbers_of(states: EngineStates) -> Groups:
-    """What an optimizer lists, group by group.
+    """The optimizer's numbers, group by group.
 
-    The engine gives every weight that is trained a gradient, so that torch's own optimizer has a
-    state of it. If none has a state, as with plain SGD, nothing shows which ones are frozen.
-    Raises CorruptCheckpoint and InconsistentCheckpoint if only some numbers have masters.
+    The engine gives every trained weight a gradient, so torch's own optimizer has a state for it.
+    If no parameter has a state, as with plain SGD, nothing shows which ones are frozen. Raises
+    CorruptCheckpoint and InconsistentCheckpoint if only some numbers have masters.
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
@@ -104,7 +104,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
-    """The error for a group, or all of them, that other places describe otherwise."""
+    """The error for a group, or for all groups, whose size contradicts another place."""
     return InconsistentCheckpoint(
         "partition-does-not-fit",
         f"{where} should have {expected}, but it has {actual}",
@@ -115,8 +115,8 @@ def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
 def shape_of(state: Any) -> Shape | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
-    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
-    average, as tensors without dimensions.
+    Adafactor keeps rows and columns, which do not show the shape. ASGD keeps 0-d tensors beside its
+    average.
     """
     tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
     shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}

@@ -1,13 +1,13 @@
-"""What does the optimizer of stage 0 keep, as it is read and as a target has it?
+"""Reads the optimizer of stage 0, and writes that of a target.
 
     model["optimizer"]          masters                            base optimizer
     torch's own, fp32           the module's weights               state, param_groups
     FP16_Optimizer              fp32_groups_flat, one per group    optimizer_state_dict
     FP16_UnfusedOptimizer       fp32_groups, one per parameter     optimizer_state_dict
 
-Every rank has the same, and rank 0 saves it in the model file; with experts there is a file for
-each ep rank: see ../ep_optimizers.py. Both wrappers make one update with zero gradients when they
-are built, which their steps count: 4 after 3 updates (0.19.8).
+Every rank has the same optimizer, and rank 0 saves it in the model file. With experts there is a
+file for each ep rank: see ../ep_optimizers.py. Both wrappers make one update with zero gradients
+when they are built, and their steps count it: 4 after 3 updates (0.19.8).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of the optimizer's parameters.
 
-    `members` are those of each group in the optimizer's order; None is a parameter without a state,
-    which is frozen. Without any, nothing shows the names, and only the weights are read. Of
-    `inferred` only an order shows the names. `module` are the names of all weights.
+    `members` are the names of each group in the optimizer's order; None is a frozen parameter,
+    which has no state. If `members` is empty, nothing shows the names, and only the weights are
+    read. For names in `inferred`, only an order shows them. `module` are the names of all weights.
     """
 
     states: EngineStates
@@ -83,10 +83,10 @@ class WholeOptimizer(Struct, frozen=True):
 
 
 def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> WholeOptimizer:
-    """The model file with its optimizer, whose parameters have names.
+    """Opens the model file with its optimizer, and names the optimizer's parameters.
 
-    Raises IncompleteCheckpoint if there is no optimizer, and MissingData if nothing shows the names
-    of its parameters; for the weights alone not where the weights need none.
+    Raises IncompleteCheckpoint without an optimizer, and MissingData if nothing shows the names of
+    its parameters. Reading only weights needs no names, unless masters are the weights.
     """
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
@@ -102,9 +102,10 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
 
 
 def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
-    """What the model file says; that of a stage has no weights.
+    """The states in the model file; the model file of a stage has no weights.
 
-    Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if that has no state.
+    Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if the optimizer has no
+    state.
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
@@ -130,9 +131,9 @@ def states_with(
     optimizer: Any,
     found: Found,
 ) -> EngineStates:
-    """What a model file says, with an `optimizer` that lies in the file `beside`, or in it.
+    """The states of a model file, with the `optimizer` from the file `beside` or the same file.
 
-    `found` counts instead of what the model file says. Raises as `states_of`.
+    `found` overrides the model file. Raises the same errors as `states_of`.
     """
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
@@ -164,11 +165,11 @@ def states_with(
 def named_optimizers(
     every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
 ) -> list[WholeOptimizer]:
-    """Optimizers with names of their parameters, as `names_of` gives and raises."""
+    """The optimizers with their parameters' names; raises the same errors as `names_of`."""
     wholes: list[WholeOptimizer] = []
     for states, named in zip(every, names_of(every, weights, param_names), strict=True):
         shapes = shapes_of(weights)
-        if not weights:  # a stage whose layers are not there yet
+        if not weights:  # a stage whose layers are not written yet
             shapes = dict(chain(*(group.items() for group in states.param_shapes())))
         whole = with_names(states, named, shapes)
         wholes.append(replace(whole, module=[*(states.module or shapes)]))
@@ -176,14 +177,14 @@ def named_optimizers(
 
 
 def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) -> WholeOptimizer:
-    """The optimizer with names, and with shapes by group: the engine saves none in stage 0."""
+    """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
     own = [{name: shapes[name] for name in group if name is not None} for group in named.members]
     known = replace(states, found=replace(states.found, shapes=own))
     return WholeOptimizer(known, *named, [*shapes])
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
-    """Group by group what is trained, with the shapes of its parameters.
+    """The trained numbers, group by group, with the shapes of their parameters.
 
     Raises InconsistentCheckpoint if groups and masters do not fit.
     """
@@ -212,7 +213,7 @@ def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
 
 
 def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferSlot:
-    """A tensor of what one number is as a slot of its parameters."""
+    """A tensor under one number as a slot, divided among the number's parameters."""
     if [*number.shapes.values()] == [tensor.shape]:
         return BufferSlot(name, tensor.dtype, {number.first: file.fragments(tensor)})
     ends = pairwise(accumulate(map(prod, number.shapes.values()), initial=0))
@@ -223,9 +224,9 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
 
 
 def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
-    """What the optimizer knows by each number, as the record of a flat buffer.
+    """The optimizer's state under each number, as one flat buffer each.
 
-    What is called a step and is none is a state like any other.
+    A value named `step` that is no step is treated like any other state.
     """
     states, file, numbers = whole.states, whole.file, list(_numbers(whole))
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
@@ -241,7 +242,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
     completed, place = believed.settled(step_policy), believed.place()
     if place is not None and by_last.steps != in_states.steps:
         place = replace(place, last_only=True)
-    # states of one number, like NAdam's `mu_product`, also of a parameter of the same shape
+    # numeric states, like NAdam's `mu_product`, even if the parameter has the same shape
     keys = {
         key
         for number in numbers
@@ -277,7 +278,7 @@ def _is_slot(number: Number, key: Any, value: Any) -> bool:
 
 
 def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest; its warnings name the parameters whose names only an order shows."""
+    """The manifest; a warning names the parameters whose names only the module's order shows."""
     states, buffers = whole.states, kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
     warnings = manifest.notices.warnings
@@ -297,9 +298,10 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
 
 
 def with_members(manifest: Manifest, members: Members) -> Manifest:
-    """The manifest with `members`, if the optimizer lists frozen parameters, which torch's may.
+    """Records `members` in the manifest if the optimizer lists frozen parameters (torch's may).
 
-    They are what it lists by group, by places in the module; None is a frozen parameter.
+    The record lists each group's parameters by their place in the module; None is a frozen
+    parameter.
     """
     if all(None not in own for own in members):
         return manifest
@@ -309,7 +311,7 @@ def with_members(manifest: Manifest, members: Members) -> Manifest:
     return replace(manifest, state={**manifest.state, "optimizer": optimizer})
 
 
-# -- the optimizer of a target, in the form that the class around it has
+# -- the optimizer of a target, in the form of the class that wraps it
 
 
 def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
@@ -326,11 +328,11 @@ def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
 def optimizer(
     target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
+    """The value of `optimizer`; `named` maps rank 0's names to names in the full model."""
     is_flat = target.wrapper == FLAT
 
     def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
-        """One like the master: flat, or of the parameter's shape."""
+        """A tensor like the master: flat, or of the parameter's shape."""
         shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
         return storages.tensor(dtype, shape)
 
@@ -360,7 +362,7 @@ def optimizer(
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
-    """By group, what the optimizer has a number for; None for a frozen parameter."""
+    """The buffers that get a number in the optimizer, by group; None for a frozen parameter."""
     of_group = by_key((buffer.group, buffer) for buffer in target.buffers)
     groups = [of_group.get(number, []) for number, _ in enumerate(target.groups)]
     if not target.lists_frozen:
