@@ -1,11 +1,11 @@
-"""Which model ranks does a target have, and what does each one have of the source?
+"""The model ranks of a target, and the part of the source that each one gets.
 
     as they are     The ranks of a run, for another data-parallel size. Nothing is joined.
     other stages    The pipeline of each tensor rank is cut at other layers. Files of layers stay.
-    other slices    The whole model is cut over tensor ranks, and these over stages, by the rules by
+    other slices    The full model is cut over tensor ranks, and these over stages, by the rules by
                     which it was cut. Each layer of a tensor rank gets a file.
 
-No offset is computed here: the files are read back. Without a pipeline there are no files of
+This module computes no offset: the files are read back. Without a pipeline there are no files of
 layers, and each tensor rank is one model rank.
 """
 
@@ -55,38 +55,43 @@ from .model_ranks.target_stages import layers_of_names, recut
 from .model_ranks.tensor_ranks import IF_COPIES_DIFFER
 from .read import of_model_ranks, of_tensor_ranks, stacked
 
-# names of options: each format has its own declarations of some
-OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # they change files of layers too
+# names of options: some options are declared by several formats
+OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # these also change files of layers
 OF_RANKS = [
     each.name for each in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE, SET_GROUP)
 ]
 
 
 class TargetRanks(Struct, frozen=True, kw_only=True):
-    """The model ranks of a target, in order, each as a checkpoint by itself; `source` fills them.
+    """The model ranks of a target, in order, each as a separate checkpoint; `source` fills them.
 
-    `grid` is None for one rank that is no pipeline.
+    `grid` is None for one rank without a pipeline.
     """
 
     source: Manifest
     ranks: Sequence[Manifest]
     grid: Grid | None = None
     wholes: Sequence[Manifest] = ()
-    """What stages were cut from, by tensor rank; none if they are the source's."""
+    """The models that were cut into stages, by tensor rank.
+
+    Empty if the source's stages are kept.
+    """
     copies: Sequence[Manifest] = ()
-    """Models of which the target has one copy of each tensor, where the source has several."""
+    """Models with several copies of a tensor, of which the target gets one."""
     layers: Sequence[Manifest] = ()
-    """Models whose files of layers are copied as they are; `source` has their records, which are
-    checked on the way."""
+    """Models whose layer files are copied unchanged.
+
+    `source` has the records of these files, which are checked on the way.
+    """
     pipeline: Pipeline | None = None
-    """Whose files of layers are laid out."""
+    """The pipeline whose layer files are written; None if there are none, or if they are copied."""
     table: Table | None = None
-    """How parameters are cut over tensor ranks, if the source does not have these ranks."""
+    """The cuts of parameters over tensor ranks, if the source does not have these ranks."""
     inferred: Sequence[Notice] = ()
     omitted: Sequence[Notice] = ()
 
     def read_back(self, path: str, tag: str) -> Manifest:
-        """The files that were laid out; those of layers that are copied are not there yet."""
+        """Reads the written files as a manifest; copied layer files do not exist yet."""
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = self.pipeline.tied if self.pipeline else None
@@ -96,27 +101,27 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
 
     @property
     def copied(self) -> list[str]:
-        """The files of layers that are copied as they are, by their layers and tensor ranks."""
+        """The layer files that are copied unchanged, sorted by layer and tensor rank."""
         paths = [path for model in self.layers for path in model.files.paths]
         names = {path: known((LAYER,), path) for path in paths}
         return [path for _, path in sorted((own.rank, path) for path, own in names.items() if own)]
 
     def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
-        """Files that no data rank has a part in."""
+        """The copied layer files as siblings, under the tag's folder."""
         names = {path: f"{tag}/{path.rpartition('/')[2]}" for path in self.copied}
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def check(self) -> list[Notice]:
-        """Compares what becomes one copy; gives warnings."""
+        """Compares tensors whose copies become one; returns warnings."""
         warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
         return [*chain.from_iterable(warnings)]
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
-    """The target's ranks; those of a `source` that are not joined are kept.
+    """The target's model ranks; if the `source` keeps its ranks separate, these ranks are kept.
 
-    Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing says
-    how a parameter is cut, and UnsupportedCheckpoint for what cannot be cut.
+    Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing
+    shows how a parameter is cut, and UnsupportedCheckpoint for a source that cannot be cut.
     """
     if source.ranks:
         place = source.ranks[0].place
@@ -136,7 +141,7 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     tp = options[TP] or source.run.origin.tp
     if source.run.pipeline is not None:
         return _of_slices(source, int(tp or 1), options)
-    if (source.run.origin.pp or 1) == 1:  # others are refused by name
+    if (source.run.origin.pp or 1) == 1:  # other pipelines are refused by name
         refuse_without_stages(source.root, options)
     if tp is None:
         return TargetRanks(source=source, ranks=[source])
@@ -144,7 +149,7 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
-    """Raises WrongOption for what needs files of layers to change, or the whole model."""
+    """Raises WrongOption for options that would change files of layers or the full model."""
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
         fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name
@@ -160,21 +165,21 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
 
 
 def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
-    """Whether a run of one model rank with experts is to become a pipeline."""
+    """Whether the options turn a run of one model rank with experts into a pipeline."""
     is_one = not source.run.origin.pp and bool(source.run.origin.zero_stage)
     asks = any(options[option] is not None for option in STAGES)
     return asks and source.format == "deepspeed" and is_one and bool(layers_of(source.run.engine))
 
 
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
-    """The source's ranks, or those of other stages, if the options ask for some."""
+    """The source's ranks, or ranks of other stages if the options ask for them."""
     models, ranks, inferred = source.models, source.ranks, list[Notice]()
     wholes: Sequence[Manifest] = ()
     if not grid.staged and not layers_of(source.run.engine):
         refuse_without_stages(source.root, options)
     elif is_cut(grid.pp, options):
         pipeline = models[0].run.pipeline
-        if pipeline is None:  # one with experts
+        if pipeline is None:  # a pipeline with experts
             own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
             pipeline = Pipeline(own, [models[0].buffers], layers_of_names(models[0], options))
         grid, ranks, inferred = recut(models[0], models, pipeline, grid, options)
@@ -203,7 +208,7 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
 
 
 def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
-    """Model ranks of the whole model, at so many tensor ranks."""
+    """Model ranks of the full model for `tp` tensor ranks."""
     pipeline = _pipeline_of(source)
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), omitted_rows(source, rows)
@@ -246,7 +251,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
 
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:
-    """Raises UnsupportedCheckpoint if names of parameters were changed since it was one."""
+    """The source's pipeline; raises UnsupportedCheckpoint if its parameters were renamed."""
     if (pipeline := source.run.pipeline) is None:
         return None
     known = {n for layer in pipeline.layers for n in _names_in(layer, pipeline, source).values()}
@@ -263,14 +268,14 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
 
 
 def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]:
-    """The tensors of a layer: their names in its file, and in the whole model."""
+    """The tensors of a layer: names in its file, mapped to names in the full model."""
     prefix = prefix_of(layer, pipeline.tied)
     names = model.state.get("module") or ()
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def layer_files(pipeline: Pipeline, targets: Sequence[DeepSpeedTarget]) -> Iterator[Shell]:
-    """The weights of each layer; `targets` are those of whole tensor ranks."""
+    """Yields the file of each layer and tensor rank; `targets` are full tensor ranks."""
     for layer in pipeline.layers:
         for rank, target in enumerate(targets):
             storages, names = Storages(), _names_in(layer, pipeline, target.source)

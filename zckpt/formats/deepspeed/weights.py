@@ -1,10 +1,11 @@
-"""Which weights are left of a run whose optimizer cannot be read: lost, damaged, or too old?
+"""Reads the remaining weights of a run whose optimizer is lost, damaged or too old.
 
     stage 1, 2   all weights are in mp_rank_00_model_states.pt, masters in the optimizer's files
     stage 3      the weights are in the optimizer's files too: without these, nothing is left
     stage 0      the model file has the optimizer; if there is none, the run had none
 
-One model rank is read so, without experts: further ones have weights in other files.
+Only one model rank without experts is read this way: further model ranks have weights in other
+files.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ IN_STAGE_3 = "in stage 3 the optimizer's files hold the weights too: without the
 def without_optimizer(
     directory: TagDirectory, path: str, reading: Reading, error: ZckptError
 ) -> Manifest:
-    """The weights of a checkpoint that cannot be read for an `error` of its optimizer.
+    """The weights of a checkpoint whose optimizer caused an `error` while reading.
 
-    Raises as `weights_or_raise`.
+    Raises the same errors as `weights_or_raise`.
     """
     roles = {name: own.role for name in os.listdir(directory.path) if (own := known(ROLES, name))}
     there = [*roles.values()]
@@ -64,9 +65,10 @@ def without_optimizer(
 
 
 def _is_of_optimizer(error: ZckptError) -> bool:
-    """Whether an error may be of the optimizer's files alone.
+    """Whether an error may concern the optimizer's files alone.
 
-    Files that contradict each other are of another save: only one that is named is left aside.
+    Files that contradict each other are from different saves. Only a named optimizer file is left
+    out.
     """
     if isinstance(error, OF_FILES):
         return True
@@ -75,7 +77,7 @@ def _is_of_optimizer(error: ZckptError) -> bool:
 
 
 def _opened(path: str, error: ZckptError) -> TorchFile:
-    """The model file; raises the `error` unless it has all weights, as they were trained."""
+    """The opened model file; raises `error` unless it has all trained weights unchanged."""
     (file,) = open_files([path], Parsed())
     file.value = model = as_in_module(dictionary(file, file.value))
     is_alone = model.get("mp_world_size") in (None, 1) and not model.get("num_experts")
@@ -90,7 +92,7 @@ def _opened(path: str, error: ZckptError) -> TorchFile:
 def _had_none(weights: Manifest) -> bool:
     """Whether the run had no optimizer: stage 0 would have it in the model file.
 
-    In bf16, stage 0 had the files of BF16_Optimizer before 0.17.6.
+    In bf16, stage 0 had BF16_Optimizer's files before 0.17.6.
     """
     engine = weights.run.engine
     return weights.run.origin.zero_stage == 0 and (engine is None or engine.dtype != "BF16")

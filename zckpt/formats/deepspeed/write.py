@@ -1,6 +1,6 @@
-"""A DeepSpeed directory for any number of ranks and any stage, from any manifest, as shells.
+"""Writes any manifest as shells of a DeepSpeed directory, for any number of ranks and any stage.
 
-Each model rank is written as a checkpoint by itself.
+Each model rank is written as a separate checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .target_ranks import TargetRanks, layer_files, target_ranks
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+    """Lays out the files of the target, and lists what it cannot store.
 
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
     other or the source), MissingData (states that the target needs, or the order of the parameters
     in the flat buffers), InconsistentCheckpoint (parameters of one flat buffer whose steps differ),
-    UnsupportedCheckpoint (what neither DeepSpeed nor zckpt writes).
+    UnsupportedCheckpoint (a target that DeepSpeed or zckpt does not write).
     """
     need_order(source)
     ranks = target_ranks(source, options)
@@ -78,7 +78,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """The same, with the ranks and the groups of a run; raises as `as_in_run` too."""
+    """Lays out the source with the ranks and groups of `run`; also raises `as_in_run`'s errors."""
     return lay_out(as_in_run(source, run, options), options)
 
 
@@ -107,7 +107,7 @@ def _targets(ranks: TargetRanks, options: Options) -> list[DeepSpeedTarget]:
 
 
 def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
-    """Raises for what the engine or zckpt does not have beside a pipeline or tensor ranks."""
+    """Raises for combinations with pipelines or tensor ranks that the engine or zckpt lacks."""
     engine, is_pipeline = targets[0].engine, ranks.pipeline is not None
     if is_pipeline and engine.stage > 1:
         raise WrongOption(
@@ -132,7 +132,7 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
 
 
 def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
-    """What the user must know; `first` is the target of the first rank."""
+    """The warnings for the user; `first` is the target of the first rank."""
     yield from ranks.source.notices.warnings
     yield from reports.of_config(first)
     if not first.options.weights_only:

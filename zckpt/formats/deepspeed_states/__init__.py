@@ -1,27 +1,27 @@
-"""What DeepSpeed's engine keeps in its model and optimizer states, in either kind of directory.
+"""DeepSpeed's model and optimizer states, in either kind of directory.
 
-Shared by the formats `deepspeed` (a partition per rank) and `deepspeed_universal` (a file per
-parameter); it is not a format itself.
+The formats `deepspeed` (a partition per rank) and `deepspeed_universal` (a file per parameter)
+share this package; it is not a format itself.
 
-    options.py             the options of a conversion that only DeepSpeed's formats understand
-    directories.py         which tags a run directory has, the trainer's files around them, and
+    options.py             the options that only DeepSpeed's formats have
+    directories.py         the tags of a run directory, the trainer's files around them, and
                            files of other writers, which are refused by name
-    agreement.py           whether all ranks state the same of their run, and every file the rank
-                           that its name says
-    states.py              what model and optimizer states say of the run and of a flat buffer
-    module_names.py        names of parameters that are not those of the module's weights
+    agreement.py           checks that all ranks state the same facts, and that every file belongs
+                           to the rank in its name
+    states.py              facts in model and optimizer states about the run and its flat buffers
+    module_names.py        maps listed parameter names to the names of the module's weights
     experts.py             names, layers and places of experts
     tensors.py             parameters, buffers, aliases and replicas of a manifest
-    of_files.py            what files of single ranks hold beside tensors
-    manifest.py            the manifest of it all
-    schedulers.py          which state the scheduler of the next run loads
-    engine.py              which engine a target is written for
-    estimates.py           hyper-parameters that each rank has estimated of its own
-    hyper.py               what its optimizer needs and a source may lack
-    target.py              what is decided before the first byte is written
-    reports.py             what the user is warned of
+    of_files.py            values other than tensors in the files of single ranks
+    manifest.py            builds the manifest from all of these
+    schedulers.py          the state that the next run's scheduler loads
+    engine.py              the engine that a target is written for
+    estimates.py           hyper-parameters that each rank has estimated separately
+    hyper.py               hyper-parameters and states that a target needs and a source may lack
+    target.py              everything that is decided before the first byte is written
+    reports.py             warnings for the user
     model_files.py         the model files of a target
-    optimizer_values.py    what its optimizer files hold beside flat tensors
+    optimizer_values.py    values other than flat tensors in a target's optimizer files
 
 Facts are of DeepSpeed 0.19.8 unless said otherwise.
 """

@@ -1,4 +1,4 @@
-"""Do all ranks state the same facts of their run, and every file the rank that its name says?"""
+"""Checks that all ranks state the same facts, and that every file belongs to the rank it names."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def check_facts(
     states: Sequence[dict[str, Any]],
     facts: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Raises InconsistentCheckpoint if the `facts` of a state are others than the first one's.
+    """Raises InconsistentCheckpoint if a state's `facts` differ from those of the first state.
 
-    `states` are in the files, one in each.
+    `states` are the states in the files, one per file.
     """
     values = for_each(states, facts)
     _check_tensors(files, values)
@@ -58,7 +58,7 @@ def check_facts(
 
 
 def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]]) -> None:
-    """The same of the tensors in facts: files with equal pickles may have other bytes in them."""
+    """Compares tensors among the facts: files with equal pickles may have other bytes in them."""
     for key, first in values[0].items():
         if not any(_tensors(first)):
             continue
@@ -83,7 +83,7 @@ def _tensors(value: Any) -> Iterator[bool]:
 
 
 def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """`of` each rank's state, asked once for ranks whose equal pickles were parsed once."""
+    """The result of `of` for each state; computed once for states that were parsed once."""
     values: dict[int, Any] = {}
     for state in states:
         if id(state) not in values:
@@ -92,7 +92,7 @@ def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], An
 
 
 def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
-    """The first difference inside of two values, and what it is of; None if they are equal."""
+    """The first difference between two values: its path and both values; None if they are equal."""
     if own is first or own == first:
         return None
     pairs: list[tuple[str, Any, Any]] = []
@@ -103,28 +103,28 @@ def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | 
     for inside, a, b in pairs:
         if (difference := _difference(a, b, inside.removeprefix("."))) is not None:
             return difference
-    # tensors and objects of two pickles, or another order
+    # tensors and objects of two pickles, or dictionaries in another order
     return None if comparable(own) == comparable(first) else (fact, own, first)
 
 
-# -- whether every file states the rank that its name says
+# -- whether every file belongs to the rank in its name
 
 
 def check_names(files: Iterable[TorchFile]) -> list[Notice]:
-    """Notes on files whose names prove nothing; `files` are all of a directory.
+    """Compares files' names with the names they were saved under; returns notes on unknown ones.
 
-    All numbers in a name count: of the data rank, the model rank, a layer, an expert. Earlier
-    versions of zckpt saved several files under one name:
+    `files` are all files of a directory. All numbers in a name count: of the data rank, the model
+    rank, a layer, an expert. Earlier versions of zckpt saved several files under one name:
 
         stage 3               optimizer files            archive, which is no name
                               model files                rank 1's from rank 2 on
         several model ranks   all but files of layers    mp_rank_00
 
     If all files of a directory have these names, they are not compared, and a note says so. If only
-    some have them, another program saved them, and one was copied. A whole model rank that was
-    copied over another has these names too: the bytes show it.
+    some have them, another program saved them, and one was copied. A complete model rank that was
+    copied over another has these names too: then the bytes show the copy.
 
-    Raises InconsistentCheckpoint if the file of one rank was saved as that of another one.
+    Raises InconsistentCheckpoint if a rank's file was saved as the file of another rank.
     """
     opened = {file.path: file for file in files}
     names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
@@ -142,7 +142,7 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
 
 
 def _are_as_before(names: Sequence[SavedName]) -> bool:
-    """Whether all files have the names that earlier versions of zckpt gave them."""
+    """Whether all files have the saved names that earlier versions of zckpt gave them."""
     in_stage_3 = any(name.own.role is MODEL_3 for name in names)
     return all(
         name.stated is None or _place(name.stated) == _before(*_place(name.own), in_stage_3)
@@ -155,7 +155,7 @@ def _place(name: Known) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """What the name said that earlier versions of zckpt gave the file of a rank."""
+    """The role and numbers that earlier versions of zckpt saved for a rank's file."""
     if role is LAYER:
         return role, numbers
     if role is OPTIMIZER and in_stage_3:
@@ -166,14 +166,14 @@ def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbe
 
 
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
-    """Raises InconsistentCheckpoint if two model ranks have the same optimizer, byte by byte."""
+    """Raises InconsistentCheckpoint if two model ranks have byte-identical optimizers."""
     optimizers = by_key(
         (name.own.numbers[-1], files[name.row.path])
         for name in sorted(names, key=lambda name: name.own.numbers)
         if name.own.role is OPTIMIZER
         or (name.own.role is MODEL and _has_optimizer(files[name.row.path].value))
     )
-    contents = {  # without a checksum, nothing is known to be equal
+    contents = {  # files without a checksum never count as equal
         number: [[(k, r.crc or each.path) for k, r in sorted(each.records.items())] for each in own]
         for number, own in optimizers.items()
     }
@@ -190,6 +190,6 @@ def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFi
 
 
 def _has_optimizer(model: Any) -> bool:
-    """Whether a model file has the states of an optimizer, as in stage 0."""
+    """Whether a model file has optimizer states, as in stage 0."""
     optimizer = model.get("optimizer") if isinstance(model, dict) else None
     return isinstance(optimizer, dict) and bool(optimizer.get("state", optimizer))

@@ -1,4 +1,4 @@
-"""Which tags a run directory of DeepSpeed's has, and which files of a trainer lie around them."""
+"""Finds the tags of a DeepSpeed run directory, and the trainer's files around them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ OPTIMIZER = role(
     "dp",
     "mp",
 )
-# without ZeRO, the whole optimizer of one expert-parallel rank
+# without ZeRO: the full optimizer of one expert-parallel rank
 OF_EP = role("optimizer", r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", "ep", "mp")
-# one expert of a layer; each model rank counts its own layers, and the layer all of its experts
+# one expert of a layer; each model rank counts its own layers, and a layer counts all its experts
 EXPERT = role(
     "expert",
     r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt",
@@ -45,7 +45,8 @@ EXPERT = role(
     "mp",
     fixed="layer",
 )
-# one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
+# one layer of a pipeline on one tensor rank; with a single tensor rank the second number is
+# optional
 LAYER = role(
     "layer",
     r"layer_(\d+)(?:-model_(?=\d))?(\d*)-model_states\.pt",
@@ -55,22 +56,22 @@ LAYER = role(
 )
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 ROLES = (*FILES, OF_EP, EXPERT, LAYER)
-"""What these files are for; `mp` counts tensor ranks within stages."""
-# files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
+"""The roles of these files; `mp` counts tensor ranks within stages."""
+# files that identify a trainer's directory: Hugging Face Trainer, Accelerate
 TRAINER = file_names(
     r"trainer_state\.json|training_args\.bin|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"
     r"|scheduler\.bin"
 )
 # the tags of Accelerate's models, each an engine; `latest` names the one that was saved last (1.15)
 OF_MODELS = file_names(r"pytorch_model(_[1-9]\d*)?")
-# what DeepSpeed itself puts beside the tags
+# files that DeepSpeed writes beside the tags
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 POINTERS = ("latest", "latest_universal")
 OWN = frozenset({*SCRIPTS, *POINTERS})
 
 
 class TagDirectory(Struct, frozen=True):
-    """A tag's directory, and the run directory around it if the user named that."""
+    """A tag's directory, and the run directory around it if the user gave the run directory."""
 
     path: str
     tag: str
@@ -78,10 +79,10 @@ class TagDirectory(Struct, frozen=True):
 
 
 class TagKind(Struct, frozen=True):
-    """How one kind of checkpoint lies in tags' folders: a run's own, or a universal one.
+    """How one kind of checkpoint is stored in tags' folders: a run's own kind, or universal.
 
-    `what` names the kind in errors. `pointer` is the file that names the tag that is meant. `holds`
-    says whether a folder is a tag's; `tags` gives the tags in a run directory.
+    `what` names the kind in errors. `pointer` is the file that names the current tag. `holds` tells
+    whether a folder is a tag's. `tags` lists the tags in a run directory.
     """
 
     what: str
@@ -90,7 +91,7 @@ class TagKind(Struct, frozen=True):
     tags: Callable[[str], list[str]]
 
     def detect(self, path: str) -> list[str]:
-        """Tags of the checkpoints at `path`; a tag directory's own is its name."""
+        """Tags of the checkpoints at `path`; for a tag directory, its own name."""
         if not sources.is_folder(path):
             return []
         if self.holds(path):
@@ -104,7 +105,10 @@ class TagKind(Struct, frozen=True):
         return models if len(models) > 1 and OF_MODELS.fullmatch(latest) else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
-        """The tag that is meant; raises as `_folder`, and AmbiguousCheckpoint."""
+        """The directory of the chosen tag.
+
+        Raises AmbiguousCheckpoint and the errors of `_folder`.
+        """
         if tag is not None and self.holds(path) and self.detect(path) == [tag]:
             return TagDirectory(path, tag, None)
         if tag is not None:
@@ -136,8 +140,10 @@ class TagKind(Struct, frozen=True):
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
 
     def _own_tag(self, path: str) -> str:
-        """What a run calls the tag's folder `path`: `epoch_1/step_3` has as many folders as the tag
-        that the run's pointer names."""
+        """The run's name of the tag folder `path`, which may contain slashes.
+
+        `epoch_1/step_3` has as many folders as the tag that the run's pointer names.
+        """
         run, names = os.path.abspath(path), list[str]()
         while len(names) < MOST_FOLDERS:
             run, name = os.path.split(run)
@@ -148,9 +154,9 @@ class TagKind(Struct, frozen=True):
         return os.path.basename(os.path.abspath(path))
 
     def _folder(self, path: str, tag: str, statement: str, is_stated: bool = True) -> TagDirectory:
-        """The folder `tag` of `path`, which `statement` names.
+        """The folder `tag` of `path`; `statement` introduces the tag in errors.
 
-        Raises IncompleteCheckpoint if the file that states the tag is wrong, else NotACheckpoint.
+        Raises IncompleteCheckpoint if the pointer file names a wrong tag, else NotACheckpoint.
         """
         directory = os.path.join(path, tag)
         if not is_tag(tag):
@@ -172,7 +178,10 @@ class TagKind(Struct, frozen=True):
 
 
 def holds_states(path: str) -> bool:
-    """Whether `path` holds files of ranks; beside zero/ they are a universal directory's copies."""
+    """Whether `path` contains files of ranks.
+
+    Beside a folder zero/ such files are a universal directory's copies, and do not count.
+    """
     try:
         names = [] if holds_universal(path) else sources.names(path)
     except PermissionError:  # lost+found
@@ -181,7 +190,7 @@ def holds_states(path: str) -> bool:
 
 
 def holds_universal(path: str) -> bool:
-    """Whether model files lie beside a folder `zero`, without any rank's optimizer file."""
+    """Whether a folder contains model files and a folder `zero`, but no rank's optimizer file."""
     if not sources.is_folder(os.path.join(path, "zero")):
         return False
     names = sources.names(path)
@@ -190,9 +199,10 @@ def holds_universal(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the folders in a folder by their numbers; not of `lost+found` and its like.
+    """Names of the subfolders in the order of their numbers.
 
-    Nor of a link to one of the others, as a `latest` may be.
+    Folders without read permission (`lost+found`) are left out, and links to a sibling folder such
+    as `latest`.
     """
     folders = ((name, os.path.join(path, name)) for name in sources.names_but_of_files(path))
     return by_counting(
@@ -215,12 +225,12 @@ def tags_of(path: str) -> list[str]:
 
 
 def universal_tags(path: str) -> list[str]:
-    """Folders of `path` that hold a universal checkpoint of DeepSpeed's own."""
+    """Folders of `path` that contain a DeepSpeed universal checkpoint."""
     return _tag_folders(path, "latest_universal", holds_universal)
 
 
 def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[str]:
-    """The folders that are tags, also inside of others if the pointer names such a one.
+    """The folders that are tags; nested folders count if the pointer names a nested one.
 
     A program that saves with `tag="epoch_1/step_3"` does so each time.
     """
@@ -234,13 +244,13 @@ def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[
 
 
 def pointed(path: str, pointer: str) -> str | None:
-    """The tag that a file `latest` or `latest_universal` names; None if there is no such file.
+    """The tag in the file `latest` or `latest_universal`; None if there is no such file.
 
-    The file may be a link to the tag's folder, too. What a file outside of the directory says is
-    taken only if it names a folder here: errors print what it names.
+    The pointer may also be a link to the tag's folder. The content of a file outside of the
+    directory counts only if it names a folder here, because errors print the name.
     """
     full = os.path.join(path, pointer)
-    if sources.is_folder(full):  # of any program's run
+    if sources.is_folder(full):  # a link in any program's run
         has_tag = holds_states(full) or holds_universal(full)
         return sources.beside(full) if has_tag else None
     if not sources.is_file(full):
@@ -252,7 +262,7 @@ def pointed(path: str, pointer: str) -> str | None:
 
 
 def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoReturn:
-    """Raises UnsupportedCheckpoint; without a `hint` it says what is read."""
+    """Raises UnsupportedCheckpoint; the default hint lists what zckpt reads."""
     raise UnsupportedCheckpoint(
         "writer-unsupported",
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
@@ -274,7 +284,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     own = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        """Tags, and directories that zckpt has written, or was writing, here."""
+        """Skips tags, and directories that zckpt has written or was writing here."""
         if name in own or files.is_closed(entry) or not files.is_folder(entry):
             return name in own
         stated = os.path.join(entry.path, "manifest.json")
@@ -288,12 +298,12 @@ def siblings(directory: TagDirectory) -> SiblingList:
 
 
 def is_of_trainer(run: str) -> bool:
-    """Whether a trainer's program has put its files into a run's directory."""
+    """Whether a run directory contains files of a trainer program."""
     return any(map(TRAINER.fullmatch, sources.names(run)))
 
 
 def trainer_around(directory: TagDirectory) -> str | None:
-    """The trainer's directory around a tag's, if the user named the latter: its files lie there."""
+    """The trainer's directory around a tag directory that the user gave; None without one."""
     above = os.path.dirname(os.path.abspath(directory.path))
     if directory.run is None and sources.is_file(os.path.join(above, "trainer_state.json")):
         return above
@@ -304,13 +314,13 @@ def trainer_around(directory: TagDirectory) -> str | None:
 
 
 ENDING = "_states.pt"
-NUMBERS = re.compile(r"\d+\.\d+")  # of the part, and how many there are
+NUMBERS = re.compile(r"\d+\.\d+")  # of the part, and the number of parts
 DATASTATES = b'"datastates_metadata": {"data_offsets": ['
 LAST = 200  # bytes; the JSON ends with that key
 
 
 def whole_name(name: str) -> str:
-    """The name of the file of which this is a part; other names stay as they are."""
+    """The name of the complete file if this is a part of it; any other name unchanged."""
     whole, _, numbers = name.rpartition("-")
     return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name
 
@@ -328,7 +338,7 @@ def is_by_datastates(path: str) -> bool:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether one file is of such a writer."""
+    """Whether a file was written by DataStates-LLM, or is a part written by FastPersist."""
     is_part = whole_name(path) != path and sources.is_file(path)
     return is_part or is_by_datastates(path)
 

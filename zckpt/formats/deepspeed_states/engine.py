@@ -1,4 +1,4 @@
-"""Which engine a target is written for: its stage, type and options, from the ds_config."""
+"""The engine that a target is written for: its stage, type and options, from the ds_config."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 class TargetEngine:
     """Stage, type and options of the target's engine.
 
-    They are the source's unless the user asks for others; a ds_config from the user replaces the
-    source's. `before` is the source's own engine, None if another kind of engine wrote it. "auto",
-    as trainers' configs have it, counts as not stated. Raises WrongOption if
+    They are the source's unless the user asks for others. A ds_config from the user replaces the
+    source's. `before` is the source's own engine, or None if another kind of engine wrote the
+    source. "auto", as trainers' configs have it, counts as not stated. Raises WrongOption if
     options and config contradict each other.
     """
 
@@ -66,17 +66,17 @@ class TargetEngine:
 
     @property
     def partitioned(self) -> bool:
-        """Stage 3: every parameter is cut by itself."""
+        """Stage 3: every parameter is partitioned separately."""
         return self.stage == 3
 
     @property
     def whole(self) -> bool:
-        """Stage 0: nothing is cut, and the model file keeps the optimizer."""
+        """Stage 0: nothing is partitioned, and the model file has the optimizer."""
         return self.stage == 0 and not self.wraps_bf16
 
     @property
     def cuts_groups(self) -> bool:
-        """DeepSpeedZeroOptimizer, whose ds_config may order and align what it cuts."""
+        """Whether the engine is DeepSpeedZeroOptimizer, which may reorder and align parameters."""
         return self.stage in (1, 2) and not self.wraps_bf16
 
     @property
@@ -95,16 +95,17 @@ class TargetEngine:
 
     @property
     def optimizer(self) -> str | None:
-        """The base optimizer's name if the engine makes it."""
+        """The name of the base optimizer that the engine makes; None if the program makes it."""
         name = self.option("optimizer", "type")
         return name if isinstance(name, str) else None
 
     @property
     def adam_class(self) -> str | None:
-        """The class of Adam that the engine makes, as `--optimizer` names it; None for another.
+        """The class of Adam that the engine makes, as `--optimizer` names it.
 
-        None too if the program makes the optimizer. DeepSpeed 0.19.8, engine.py
-        `_configure_basic_optimizer`: Adam and AdamW are FusedAdam unless the config says otherwise.
+        None for other optimizers. Also None if the program makes the optimizer. DeepSpeed 0.19.8,
+        engine.py `_configure_basic_optimizer`: Adam and AdamW are FusedAdam unless the config
+        states another class.
         """
         if (self.optimizer or "").lower() not in ("adam", "adamw"):
             return None
@@ -131,10 +132,11 @@ class TargetEngine:
 
     @property
     def wraps_bf16(self) -> bool:
-        """BF16_Optimizer, whose files are partitioned, also if the ds_config says stage 0.
+        """Whether the engine uses BF16_Optimizer, whose files are partitioned even in stage 0.
 
-        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`. Before 0.17.6 it was the optimizer
-        of bf16 in stage 0 too. A source of this class stays so, unless the user gives a ds_config.
+        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`. Before 0.17.6 it was also the
+        optimizer of bf16 in stage 0. A source of this class keeps it, unless the user gives a
+        ds_config.
         """
         if self.dtype != "BF16" or self.offloads or self.stage > 1:
             return False
@@ -162,10 +164,10 @@ class TargetEngine:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
-        """The stage asked for, else the given ds_config's, else that of the source's files.
+        """The requested stage, else the given ds_config's, else that of the source's files.
 
-        The source's own ds_config may say 0 where its files are of BF16_Optimizer. Other engines
-        than DeepSpeed mean nothing by 0.
+        The source's own ds_config may state 0 although its files are BF16_Optimizer's. In a source
+        of another engine, stage 0 has no meaning.
         """
         stated = nested(config, "zero_optimization", "stage")
         chosen = self.options[STAGE]
@@ -209,12 +211,12 @@ class TargetEngine:
         if self.before is not None and self.before.dtype is not None:
             return self.before.dtype
         dtypes = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
-        # of another engine, which may have computed in 16 bits and stored none of that
+        # an engine other than DeepSpeed may have computed in 16 bits and stored only fp32
         dtypes.append(str(source.run.engine.dtype if source.run.engine else None))
         return next((dtype for dtype in dtypes if dtype in ("BF16", "F16")), "F32")
 
     def _sequence_ranks(self, source: Manifest) -> int:
-        """How many of the data-parallel ranks share each sequence."""
+        """The sequence-parallel size: how many data-parallel ranks share each sequence."""
         asked, place = self.options[SP], source.place
         is_shared = place is not None and place.grid.pp * place.grid.tp > 1
         if asked is None:
@@ -235,7 +237,7 @@ class TargetEngine:
         return asked
 
     def _has_older_names(self, source: Manifest) -> bool:
-        """Whether names of files have the rank in the sequence."""
+        """Whether file names contain the rank within the sequence."""
         asked = self.options[NAMES]
         is_asked, has_them = asked == OLDER_NAMES, self.sp > 1 and not self.whole
         if is_asked and not has_them:

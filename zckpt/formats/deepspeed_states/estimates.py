@@ -1,8 +1,8 @@
-"""What has each rank's optimizer estimated of its own gradients?
+"""Hyper-parameters that each rank's optimizer has estimated from its own gradients.
 
 Prodigy and D-Adaptation keep their estimate of the learning rate in the group (`d`). Under ZeRO a
-rank has a partition of the gradients, so that the ranks' estimates differ by nature. No other
-number of ranks has partitions to which these belong.
+rank has a partition of the gradients, so the ranks' estimates differ by nature. For another number
+of ranks the partitions differ, and the estimates do not apply.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KEYS = {
     *("d", "d_max", "d_hat", "d_prev", "d_numerator", "d_denom", "d_de_nom"),
     *("numerator_weighted", "gsq_weighted", "sk_sq_weighted"),
 }
-"""Of prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1."""
+"""Keys of estimates in prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1."""
 
 Estimates = Sequence[Mapping[str, Sequence[Any]]]
-"""For each group the values of all ranks, by the name of the hyper-parameter."""
+"""For each group, the values of all ranks by hyper-parameter name."""
 
 
 def estimates_of(ranks: EngineStates) -> Estimates:
-    """Those in which ranks differ; empty if there are none."""
+    """The estimates that differ between ranks; empty if there are none."""
     by_rank = [base.get("param_groups") or () for base in ranks.bases]
     result: list[dict[str, list[Any]]] = []
     for groups in zip(*by_rank, strict=True):
@@ -42,7 +42,7 @@ def estimates_of(ranks: EngineStates) -> Estimates:
 
 
 def warnings(estimates: Estimates) -> list[Notice]:
-    """A warning that names the keys, with the values of the first."""
+    """A warning that names the keys, with the values of the first one."""
     keys = sorted({key for group in estimates for key in group})
     if not keys:
         return []
@@ -56,7 +56,7 @@ def warnings(estimates: Estimates) -> list[Notice]:
 
 
 def stated(source: Manifest) -> Estimates:
-    """What a manifest states of ranks' estimates; raises CorruptCheckpoint for another form."""
+    """The ranks' estimates in a manifest; raises CorruptCheckpoint if they are malformed."""
     rows = source.states.of_form("estimate")
     if not all(_is_of_ranks(row.value, source.dp) for row in rows):
         raise CorruptCheckpoint(
@@ -68,7 +68,7 @@ def stated(source: Manifest) -> Estimates:
 
 
 def _is_of_ranks(values: Any, dp: int) -> bool:
-    """Whether there is a number for every rank."""
+    """Whether `values` has a number for every rank."""
     return (
         isinstance(values, list)
         and len(values) == dp
@@ -77,9 +77,9 @@ def _is_of_ranks(values: Any, dp: int) -> bool:
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
-    """Raises UnsupportedCheckpoint unless a target's ranks have the partitions of the source's.
+    """Raises UnsupportedCheckpoint unless the target's ranks have the source's partitions.
 
-    A target that has no partitions has no `stage`.
+    `stage` is None for a target without partitions.
     """
     own, flat = source.run.origin.zero_stage, (1, 2)
     estimates = stated(source)
@@ -97,7 +97,7 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
 
 def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
-    """The hyper-parameters of a group that a rank has of its own."""
+    """The hyper-parameters of a group that a rank has estimated separately."""
     estimates = stated(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
     own: dict[str, Any] = thawed(values, source.entries, storages)

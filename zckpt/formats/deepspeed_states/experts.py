@@ -1,19 +1,19 @@
-"""Which experts does a model have, which rank has which, and in which order do they lie?
+"""The experts of a model: their names, their ranks and their order in flat buffers.
 
 A layer of experts (`deepspeed.moe.layer.MoE`) spreads them over `ep` ranks. Every rank numbers its
-own from 0, and calls them by these local numbers. Manifests have the numbers in the whole layer:
+experts from 0, and names them by these local numbers. Manifests have the numbers in the full layer:
 
     ep rank          0      0      1      1
     local number     0      1      0      1
     number           0      1      2      3
 
 AutoEP (`expert_parallel` in a ds_config) keeps a layer's experts stacked in three parameters. Files
-of experts have their slices, whose names end with the number. These are the names here too:
+of experts have their slices, whose names end with the number. Manifests use these names too:
 
     mlp.experts.w1   of shape [2, 20, 16]      ->      mlp.experts.w1.0, mlp.experts.w1.1
 
-So the names on the ranks of ep rank 0 are also names of the whole model. Which rank has which ep
-rank depends on the ds_config (`use_data_before_expert_parallelism`). DeepSpeed 0.19.8.
+So the names on ep rank 0 are also names of the full model. The ep rank of a data rank depends on
+the ds_config (`use_data_before_expert_parallelism`). DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ STACKED = re.compile(r"(.+)\.experts\.(w[123])\.(\d+)")
 
 
 class ExpertName(Struct, frozen=True):
-    """The parts of an expert's name: its layer, its number, and the name inside of the expert.
+    """The parts of an expert's tensor name: its layer, its number, and the name within the expert.
 
-    It may be a slice of a parameter that has all experts of a rank.
+    With `is_slice`, the tensor is a slice of a parameter that stacks all experts of a rank.
     """
 
     layer: str
@@ -52,18 +52,18 @@ class ExpertName(Struct, frozen=True):
 
     @property
     def parameter(self) -> str:
-        """The parameter whose slice it is."""
+        """The stacked parameter that contains this slice."""
         return f"{self.layer}.experts.{self.inner}"
 
     def numbered(self, number: int) -> str:
-        """The name of the same tensor of another expert."""
+        """The name of the same tensor in another expert."""
         if self.is_slice:
             return f"{self.parameter}.{number}"
         return f"{self.layer}{INSIDE}{number}.{self.inner}"
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """The parts of a name; None if it is not an expert's."""
+    """The parts of a name; None if the name does not belong to an expert."""
     if match := STACKED.fullmatch(name):
         return ExpertName(match[1], int(match[3]), match[2], is_slice=True)
     match = NAME.fullmatch(name)
@@ -77,13 +77,13 @@ def size_in(group: Mapping[str, Any]) -> int | None:
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that the engine has: of a slice the one that it is cut from."""
+    """The engine's parameter for a name: for a slice, the stacked parameter."""
     parts = expert_name(name)
     return parts.parameter if parts is not None and parts.is_slice else name
 
 
 def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a rank as the engine has them: slices are put together."""
+    """Names and shapes of a rank as the engine has them, with slices stacked."""
     counts = Counter(map(parameter_of, shapes))
     together: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -121,50 +121,54 @@ class ExpertLayers(Struct, frozen=True):
         return None if parts is None else self.layers.get(parts.layer)
 
     def ep_of(self, names: Sequence[str]) -> int:
-        """Over how many ranks the members of one group are spread; 1 for a dense group."""
+        """The number of ranks over which the members of one group are spread.
+
+        1 for a dense group.
+        """
         eps = {1 if layer is None else layer.ep for layer in map(self.layer_of, names)}
         assert len(eps) == 1, names
         return eps.pop()
 
     def is_dense(self, name: str) -> bool:
-        """Whether a name is not an expert's."""
+        """Whether a name does not belong to an expert."""
         return self.layer_of(name) is None
 
     def is_on_first(self, name: str) -> bool:
-        """Whether ep rank 0 has a tensor: all but the experts of other ranks."""
+        """Whether ep rank 0 has a tensor; it lacks only the experts of other ranks."""
         return self.is_held(name, dict.fromkeys(self.layers, 0))
 
     def is_held(self, name: str, of_layer: Mapping[str, int]) -> bool:
-        """Whether a rank has a tensor that has, in each layer, the ep rank of `of_layer`."""
+        """Whether a rank has a tensor; `of_layer` gives the rank's ep rank in each layer."""
         parts, layer = expert_name(name), self.layer_of(name)
         return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
     def on_first(self, names: Sequence[str]) -> list[str]:
-        """Of the members of a group, those that ep rank 0 has; its local names are the same."""
+        """The members of a group that ep rank 0 has, whose local names are the same."""
         return [name for name in names if self.is_on_first(name)]
 
     def global_name(self, name: str, ep_rank: int) -> str:
-        """The name in the whole model of what an ep rank calls `name`."""
+        """The name in the full model of the tensor that an ep rank calls `name`."""
         parts, layer = expert_name(name), self.layer_of(name)
         if parts is None or layer is None:
             return name
         return parts.numbered(ep_rank * layer.local + parts.number)
 
     def named_in(self, name: str, of_layer: Mapping[str, int]) -> str:
-        """The same for a rank that has, in each layer, the ep rank of `of_layer`."""
+        """The name in the full model for a rank; `of_layer` gives its ep rank in each layer."""
         layer = self.layer_of(name)
         return name if layer is None else self.global_name(name, of_layer[layer.name])
 
     def everywhere(self, local: Sequence[str]) -> list[str]:
-        """The members of a group in the whole model, given those of one rank in their order.
+        """The members of a group in the full model, from the members of one rank in their order.
 
-        For any ep, the members on a rank then stand in the order that this rank would give them.
+        For any expert-parallel size, the members on a rank keep the order that this rank gives
+        them.
         """
-        runs = groupby(local, self.layer_of)  # neighbors of the same layer
+        runs = groupby(local, self.layer_of)  # consecutive names of the same layer
         return [name for layer, run in runs for name in _spread(layer, [*run])]
 
     def is_regular(self, names: Sequence[str]) -> bool:
-        """Whether the order of a group in the whole model says its order for every ep."""
+        """Whether a group's order in the full model determines its order for every ep size."""
         return all(
             layer is None or _order([*run], layer.experts) is not None
             for layer, run in groupby(names, self.layer_of)
@@ -176,7 +180,7 @@ class ExpertLayers(Struct, frozen=True):
 
 
 def refuse_experts(source: Manifest) -> None:
-    """Raises UnsupportedCheckpoint: DeepSpeed's converter does not take experts (0.19.8)."""
+    """Raises UnsupportedCheckpoint for experts, which DeepSpeed's converter refuses (0.19.8)."""
     names = [name for name in source.parameters if expert_name(name)]
     if names:
         raise UnsupportedCheckpoint(
@@ -189,12 +193,12 @@ def refuse_experts(source: Manifest) -> None:
 
 
 def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
-    """One rank's neighbors of a layer, and between them those of all other ranks."""
+    """Consecutive tensors of a layer on one rank, with those of all other ranks in between."""
     if layer is None:
         return list(run)
     parts = [part for part in map(expert_name, run) if part is not None]
     order = _order(run, layer.local)
-    if order is None:  # every place of the rank, one after the other
+    if order is None:  # for each tensor of the rank, those of all ranks
         return [
             part.numbered(ep_rank * layer.local + part.number)
             for part in parts
@@ -205,9 +209,9 @@ def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
 
 
 def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
-    """The engine's orders of the tensors of `count` experts, which are numbers and inner names.
+    """The orders in which the engine lists the tensors of `count` experts: (number, inner name).
 
-    Expert after expert, or tensor after tensor of all experts; upwards, or downwards.
+    Expert after expert, or tensor after tensor of all experts; ascending or descending.
     """
     inners, ways = [*inners], (range(count), range(count)[::-1])
     return [
@@ -217,7 +221,7 @@ def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
 
 
 def _order(run: Sequence[str], count: int) -> int | None:
-    """Which one of `_orders` the tensors of `count` experts have; None if it is none of them."""
+    """The index in `_orders` of the order that the tensors of `count` experts have, or None."""
     parts = [part for part in map(expert_name, run) if part is not None]
     orders = _orders(dict.fromkeys(part.inner for part in parts), count)
     listed = [(part.number, part.inner) for part in parts]
@@ -225,9 +229,10 @@ def _order(run: Sequence[str], count: int) -> int | None:
 
 
 class ExpertRanks(Struct, frozen=True):
-    """Which of `dp` ranks have which experts (utils/groups.py `_create_expert_and_data_parallel`).
+    """Assigns experts to `dp` ranks (utils/groups.py `_create_expert_and_data_parallel`).
 
-    By default neighbors share the experts of a layer. With `data_first` neighbors have the same.
+    By default neighbor ranks share the experts of a layer. With `data_first` neighbor ranks have
+    the same experts.
     """
 
     dp: int
@@ -238,22 +243,22 @@ class ExpertRanks(Struct, frozen=True):
         return cls(dp, nested(config, "use_data_before_expert_parallelism") is True)
 
     def place(self, rank: int, ep: int) -> tuple[int, int]:
-        """The ep rank of a rank, and its place among the ranks that have the same experts."""
+        """The ep rank of a rank, and its place among the ranks with the same experts."""
         if self.data_first:
             return divmod(rank, self.dp // ep)
         return rank % ep, rank // ep
 
     def alike(self, ep_rank: int, ep: int) -> list[int]:
-        """The ranks that have the same experts, in order: these share a flat buffer."""
+        """The ranks with the same experts, in order; they share a flat buffer."""
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
-        """The ep rank in each layer of the ranks that have ep rank `number` of the largest size."""
+        """Ep ranks by layer, for the ranks that have ep rank `number` in the largest size."""
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}
 
 
-# -- AutoEP, as model files state it
+# -- AutoEP in model files
 
 LAYERS = ("ds_autoep_layers", "autoep_layers")
 AUTO_EP_READ = (
@@ -263,7 +268,7 @@ AUTO_EP_READ = (
 
 
 def layers_in(model: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a model file says of AutoEP's layers; nothing for other models."""
+    """AutoEP's layers as a model file describes them; empty for other models."""
     stated = next((model[key] for key in LAYERS if model.get(key)), None)
     return [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
 

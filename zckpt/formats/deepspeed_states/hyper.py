@@ -1,4 +1,4 @@
-"""Which hyper-parameters and states the target's optimizer needs and a source may lack."""
+"""Hyper-parameters and states that the target's optimizer needs and a source may lack."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .engine import TargetEngine
 from .options import CONFIG
 from .states import WRAPPERS
 
-# what groups hold beside ADAM's, by the class that `--optimizer` asks for
+# keys of groups beside ADAM's, by the class that `--optimizer` asks for
 CLASSES: dict[str, dict[str, Any]] = {
     "torch": {"amsgrad": False, **TORCH, "fused": None},
     "deepspeed-cpu-adam": {"bias_correction": True, "amsgrad": False},
     "deepspeed-fused-adam": {"bias_correction": True},
     "apex-fused-adam": {"bias_correction": True},
 }
-# how an optimizer computes, not what: they do not change the training
+# keys that select an implementation and do not change the training
 OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_weight_decay"))
 
 
@@ -41,10 +41,10 @@ def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
 
 
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class of Adam to write for, as `--optimizer` names it; None to keep what the source has.
+    """The class of Adam to write for, as `--optimizer` names it; None to keep the source's.
 
-    A DeepSpeed source's own files fit its own optimizer. If hyper-parameters are missing, or
-    another ds_config is given, the ds_config says which class the engine makes.
+    A DeepSpeed source's files fit its own optimizer. If hyper-parameters are missing, or another
+    ds_config is given, the ds_config determines the class that the engine makes.
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]
@@ -58,11 +58,11 @@ FUSED = ("deepspeed-fused-adam", "apex-fused-adam")
 
 
 def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class around the optimizer of a target without ZeRO; None for fp32, which has none.
+    """The class that wraps the optimizer of a target without ZeRO; None for fp32.
 
     The engine flattens the groups of DeepSpeed's and Apex's FusedAdam, and of no other optimizer
-    (0.19.8, engine.py `_configure_fp16_optimizer`). Which one it is shows in the options, then in a
-    source of stage 0, then in the ds_config, then in the place of the step.
+    (0.19.8, engine.py `_configure_fp16_optimizer`). The class is taken from the options, then from
+    a source of stage 0, then from the ds_config, then from the place of the step.
     """
     if engine.dtype == "F32":
         return None
@@ -81,7 +81,7 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
 def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
     """Whether the target keeps one step for all parameters of a group.
 
-    ZeRO and FP16_Optimizer do, in flat buffers, and so do optimizers without them that count in
+    ZeRO and FP16_Optimizer do, in flat buffers. So do optimizers without flat buffers that count in
     groups, or in the state of a group's last parameter (DeepSpeed's FusedAdam, 0.19.8).
     """
     if not engine.whole or wrapper(engine, source) == FLAT:
@@ -91,7 +91,7 @@ def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
 
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether groups are as an engine's optimizer wrote them."""
+    """Whether the source's groups are complete, as an engine's optimizer wrote them."""
     stored = source.groups is not None and not are_inferred(source)
     return stored and engine.before is not None
 
@@ -99,10 +99,11 @@ def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
 def complete_groups(
     engine: TargetEngine, source: Manifest
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every group with all that the target's optimizer needs, and what had to be assumed.
+    """All groups with every key the target's optimizer needs, and the assumed values.
 
-    Groups that an engine wrote are complete. Those of elastic files and other engines are completed
-    from `--group-defaults`, then from the ds_config, then from the optimizer's own defaults.
+    Groups that an engine wrote are complete. Groups of elastic files and other engines are
+    completed from `--group-defaults`, then from the ds_config, then from the optimizer's own
+    defaults.
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
@@ -122,7 +123,7 @@ def complete_groups(
     assumed: dict[str, Any] = {}
     groups = given_groups(source, options)
     tagged = all("use_muon" in group for group in groups)
-    copied = complete and engine.whole  # without ZeRO the program's own optimizer goes on
+    copied = complete and engine.whole  # without ZeRO the program's own optimizer continues
     has_muon = name == "muon" or (not complete and any(map(is_of_muon, groups)))
     if has_muon and not (tagged or copied or options.weights_only):
         raise MissingData(
@@ -155,8 +156,9 @@ def _refuse_groups_of_adagrad(
 ) -> None:
     """Raises UnsupportedCheckpoint for torch's Adagrad with several groups under ZeRO.
 
-    The engine makes it anew with one group, and fails when it trains or loads (0.19.8, stages 1, 2
-    and 3, `initialize_optimizer_states`). Its own CPUAdagrad has groups, and no `lr_decay`.
+    The engine rebuilds it with one group, and fails when it trains or loads (0.19.8, stages 1, 2
+    and 3, `initialize_optimizer_states`). DeepSpeed's own CPUAdagrad supports groups, and has no
+    `lr_decay`.
     """
     of_torch = name == "adagrad" and any("lr_decay" in group for group in groups)
     if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
@@ -169,13 +171,13 @@ def _refuse_groups_of_adagrad(
 
 
 def _scheduled(source: Manifest) -> tuple[str, ...]:
-    """The hyper-parameters that the state of a learning rate scheduler states."""
+    """The hyper-parameters that the learning rate scheduler's state contains."""
     scheduler = source.state.get("lr_scheduler")
     return ("lr", "initial_lr") if isinstance(scheduler, dict) and "_last_lr" in scheduler else ()
 
 
 def _refuse_given(source: Manifest, options: Options) -> None:
-    """Raises WrongOption if --group-defaults gives a hyper-parameter that the source holds."""
+    """Raises WrongOption if --group-defaults sets a hyper-parameter that the source has."""
     groups = source.groups or ()
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
@@ -188,11 +190,11 @@ def _refuse_given(source: Manifest, options: Options) -> None:
 
 
 def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
-    """What every group of the target's optimizer has, with the optimizer's own defaults.
+    """The keys of every group in the target's optimizer, with the optimizer's defaults.
 
-    If the program makes an Adam, its class is not known: then all keys that any class needs. But
-    not `decoupled_weight_decay`: torch's Adam and AdamW differ in it alone, and the universal
-    loader would make the one of the other.
+    If the program makes an Adam, its class is unknown, so all keys that any class needs are
+    included. `decoupled_weight_decay` is not: torch's Adam and AdamW differ in it alone, and the
+    universal loader would turn one into the other.
     """
     needed = dict(known_optimizer(name).defaults)
     if adam is not None:
@@ -222,9 +224,9 @@ def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_type(key: str, dtypes: Sequence[str]) -> str:
-    """The type that a flat buffer gives to a state: that of all parameters, or one for all floats.
+    """The type of a state in a flat buffer: the parameters' common type, or one for all floats.
 
-    Raises UnsupportedState for integers beside others.
+    Raises UnsupportedState for a mix of integers and other types.
     """
     types = {*dtypes}
     if len(types) == 1:
@@ -240,7 +242,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 
 def _no_states(source: Manifest) -> MissingData:
-    """The error of a source without an optimizer, or of a model without one of several."""
+    """The error for a source without an optimizer, or for one of several models without one."""
     root, ways = source.run.origin.root, "write --weights-only"
     if root is None:
         return MissingData(
@@ -260,9 +262,9 @@ def _no_states(source: Manifest) -> MissingData:
 
 
 def are_of_families(name: str, source: Manifest) -> bool | None:
-    """Whether the optimizer of this `plain_name` goes on where the source's has stopped.
+    """Whether the optimizer of this `plain_name` can continue the state of the source's optimizer.
 
-    None if not both are known. The engine's Muon updates other groups as Adam does.
+    None unless both are known. The engine's Muon updates some groups as Adam does.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family
@@ -273,7 +275,10 @@ def are_of_families(name: str, source: Manifest) -> bool | None:
 
 
 def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether the engine makes another optimizer than the source's, as far as both are named."""
+    """Whether the engine makes another optimizer than the source's.
+
+    False unless both have names.
+    """
     if None in (source.optimizer, engine.optimizer):
         return False
     name = plain_name(engine.optimizer or "")
@@ -282,7 +287,7 @@ def is_other_optimizer(engine: TargetEngine, source: Manifest) -> bool:
 
 
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
-    """Raises if the target's optimizer needs optimizer states that the source does not hold."""
+    """Raises if the target's optimizer needs states that the source does not have."""
     listing = ", ".join(sorted(states)) or "none"
     if not states and source.groups is None and not are_inferred(source):
         raise _no_states(source)

@@ -42,7 +42,7 @@ from .states import (
 from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
-"""Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
+"""Key beside the optimizer's state: parameters whose names no file of the source stated."""
 
 
 def manifest_of(
@@ -52,9 +52,9 @@ def manifest_of(
     config: dict[str, Any],
     module_dtype: str,
 ) -> Manifest:
-    """The manifest of opened files and of the flat buffers in them.
+    """The manifest of opened files and their flat buffers.
 
-    `config` and `module_dtype` are those of the engine, as far as the files show them.
+    `config` and `module_dtype` describe the engine, as far as the files show it.
     """
     tensors = ManifestTensors(ranks)
     for buffer in buffers:
@@ -148,7 +148,7 @@ def _files(ranks: EngineStates) -> list[TorchFile]:
 
 
 def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
-    """The manifest of further files too, each once."""
+    """Adds further files, each once, to the manifest."""
     more = [file for file in dict.fromkeys(files) if file.path not in manifest.files.paths]
     return manifest.replace(
         paths=(*manifest.files.paths, *(file.path for file in more)),
@@ -158,8 +158,8 @@ def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
 
 # -- what is not a tensor
 
-GROUPS = "param_groups"  # where tensors among the hyper-parameters are entered
-# arguments in a ds_config that choose the optimizer's class and are no hyper-parameters of groups
+GROUPS = "param_groups"  # the name under which tensors among the hyper-parameters are entered
+# ds_config arguments that choose the optimizer's class and are no hyper-parameters of groups
 CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 
 
@@ -189,7 +189,7 @@ def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, An
 def _elastic_groups(
     ranks: EngineStates, tensors: ManifestTensors
 ) -> tuple[dict[str, Any], ...] | None:
-    """Hyper-parameters from config and scheduler, for files that hold none."""
+    """Hyper-parameters from the ds_config and the scheduler, for files that contain none."""
     count = len(ranks.param_shapes())
     params = nested(ranks.config, "optimizer", "params")
     stated = {
@@ -209,7 +209,7 @@ def _elastic_groups(
 
 
 def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
-    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
+    """Everything except parameters' tensors that an engine's files need to be rewritten."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
@@ -233,7 +233,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
 
 
 def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
-    """Files grouped by their value: equal pickles were parsed once."""
+    """Files grouped by their parsed value: equal pickles were parsed once."""
     return [*by_key((id(file.value), file) for file in files).values()]
 
 
@@ -271,13 +271,18 @@ def _trainer_warnings(around: str | None) -> list[Notice]:
 
 
 def has_zenflow(config: object) -> bool:
-    """DeepSpeed 0.19.8, runtime/zenflow: its own Adam updates 16-bit weights alone."""
+    """Whether the ds_config uses ZenFlow, whose own Adam updates only 16-bit weights.
+
+    DeepSpeed 0.19.8, runtime/zenflow.
+    """
     return bool(nested(config, "zero_optimization", "zenflow"))
 
 
 def _is_quantized(config: object) -> bool:
-    """MoQ, DeepSpeed 0.4.0 to 0.19.6, runtime/quantize.py: after each update, 16-bit weights are
-    quantized, and masters are not. Weights that are quantized in the forward keep their values.
+    """Whether the ds_config uses MoQ, which quantizes 16-bit weights after updates, not masters.
+
+    DeepSpeed 0.4.0 to 0.19.6, runtime/quantize.py. Weights that are quantized in the forward pass
+    keep their values.
     """
     if nested(config, "quantize_training", "enabled"):  # before 0.7.0
         return True
@@ -305,7 +310,10 @@ def _config_warnings(ranks: EngineStates) -> list[Notice]:
 
 
 def _scaler_warnings(state: Mapping[str, Any]) -> list[Notice]:
-    """DeepSpeed 0.19.8, DynamicLossScaler: every overflow halves `cur_scale`, to `min_scale`."""
+    """A warning if the dynamic loss scale is at its minimum.
+
+    DeepSpeed 0.19.8, DynamicLossScaler: every overflow halves `cur_scale`, down to `min_scale`.
+    """
     scaler = state.get("loss_scaler")
     values = scaler.state if isinstance(scaler, Foreign) else None
     if not isinstance(values, dict) or not values.get("dynamic", "min_scale" in values):
@@ -337,7 +345,7 @@ def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | No
 
 
 STEPS_OF = "zckpt_optimizer"
-"""Beside the optimizer's state: the class that `--optimizer` named, whose place steps have."""
+"""Key beside the optimizer's state: the class that `--optimizer` named, which places the step."""
 
 
 def stated_optimizer(
@@ -345,7 +353,7 @@ def stated_optimizer(
     buffers: Sequence[FlatBuffer],
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> str | None:
-    """The optimizer's name: as the ds_config states it, else by the keys of its states."""
+    """The optimizer's name: from the ds_config, else inferred from the keys of its states."""
     stated = nested(ranks.config, "optimizer", "type")
     if isinstance(stated, str):
         return stated
@@ -358,7 +366,7 @@ def stated_optimizer(
 
 
 def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
-    """Where the base optimizer keeps its step, and what its groups state beside that."""
+    """Where the base optimizer keeps its step, and the stale step of its groups."""
     place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
     if place is None:
         return None
@@ -372,8 +380,8 @@ def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace 
 def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
     """How often stage 3 counts one update: it calls the optimizer for each sub-group (0.19.8).
 
-    The other groups are empty meanwhile. The FusedAdams of Apex and TransformerEngine, whose groups
-    have `bias_correction`, skip empty groups.
+    The other groups are empty during such a call. The FusedAdams of Apex and TransformerEngine,
+    whose groups have `bias_correction`, skip empty groups.
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)
@@ -381,10 +389,10 @@ def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
 
 
 def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
-    """The optimizer that was named and looks at this place: by `--optimizer`, or by the ds_config.
+    """The optimizer that `--optimizer` or the ds_config names, if it keeps its step at `place`.
 
-    What the ds_config names keeps no step in groups (from 0.6.5 on): then the program has made its
-    own optimizer, and the engine has ignored the ds_config's.
+    From 0.6.5 on, no optimizer that the ds_config names keeps its step in groups. If the step is in
+    the groups, the program made its own optimizer, and the engine ignored the ds_config's.
     """
     if named := ranks.optimizers[0].value.get(STEPS_OF) or ranks.first.get(STEPS_OF):
         return str(named)
@@ -394,7 +402,10 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
 
 
 def counters(ranks: EngineStates) -> list[Sighting]:
-    """Engine counters and schedulers: never true (skipped fp16 steps, warm starts)."""
+    """The steps of engine counters and schedulers, which are never taken as true.
+
+    They differ after skipped fp16 steps and warm starts.
+    """
     sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")
     if isinstance(scheduler, dict):
@@ -408,8 +419,9 @@ def ahead_of_counters(
 ) -> list[Notice]:
     """A warning if the optimizer has counted more updates than the engine.
 
-    The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
-    0.13.2 DeepSpeed began with an update, so that the optimizer is ahead by one.
+    The engine may have counted more: it counts skipped fp16 steps, and continues with an optimizer
+    that was not loaded. Before 0.13.2 DeepSpeed began with an update, so the optimizer may be ahead
+    by one.
     """
     step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
     last = max(step_of, key=lambda name: step_of[name], default="")

@@ -1,4 +1,4 @@
-"""The model files of a target: weights, buffers, frozen weights, the engine's counters."""
+"""Writes the model files of a target: weights, buffers, frozen weights, the engine's counters."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]
 def model_files(
     target: DeepSpeedTarget, derives: bool, optimizer: Optimizer | None = None
 ) -> Iterator[Shell]:
-    """One in stage 0, 1 and 2, in stage 3 one per rank.
+    """Yields the model files: one in stages 0, 1 and 2, one per rank in stage 3.
 
-    `derives` casts module weights that the source lacks from the masters; without it only what the
-    source holds is written. `optimizer` gives the optimizer's state in stage 0.
+    `derives` casts module weights that the source lacks from the masters. Without `derives`, only
+    weights of the source are written. `optimizer` makes the optimizer's state in stage 0.
     """
     for rank in range(target.dp if target.engine.partitioned else 1):
-        first = 1 if rank and target.aliases else 0  # second names are in rank 0's file alone
+        first = 1 if rank and target.aliases else 0  # only rank 0's file has second names
         if first not in target.model_contents:
             target.model_contents[first] = _contents(target, derives, rank, optimizer)
         name = f"{target.mp_rank_of(rank)}_model_states.pt"
@@ -50,7 +50,7 @@ def _contents(
     pp, tp = place.grid.pp, place.grid.tp
     is_dense, is_on_first = target.experts.is_dense, target.experts.is_on_first
     buffers, staged = list(filter(is_on_first, target.source.buffers)), False
-    if place.grid.staged:  # weights are in files of layers
+    if place.grid.staged:  # the weights are in files of layers
         buffers, staged = list(place.buffers), True
     own = [*filter(is_dense, (*target.source.parameters, *target.source.buffers))]
     weights = {} if staged else module_weights(target, derives, storages, own)
@@ -82,7 +82,7 @@ def _contents(
         **target.counters,
         "dp_world_size": target.dp,
         "mp_world_size": pp * tp,
-        # the mpu of sequence parallelism calls its ranks tensor ranks
+        # the mpu of sequence parallelism reports its ranks as tensor ranks
         "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp * target.engine.sp},
         "ds_config": target.engine.config,
         "ds_version": target.version,
@@ -93,10 +93,10 @@ def _contents(
 
 
 def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
-    """The names that param_shapes lists: of each flat buffer, in stage 0 of each group.
+    """The names that param_shapes lists: per flat buffer, or per group in stage 0.
 
-    The engine has no such list in stage 0, and does not look for one. With it, the numbers of the
-    optimizer's state have names.
+    In stage 0 the engine writes no such list and does not read one. zckpt writes it to name the
+    numbers of the optimizer's state.
     """
     if target.engine.whole:
         return target.trained_names
@@ -112,7 +112,7 @@ def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
 
 
 def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
-    """What the model file of a model with experts states of them."""
+    """What a model file states about the model's experts."""
     if not target.experts:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
@@ -129,7 +129,7 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
 def module_weights(
     target: DeepSpeedTarget, derives: bool, storages: Storages, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """What the module holds under some names: in stage 3, placeholders for parameters."""
+    """The module's tensors under some names; in stage 3, placeholders for parameters."""
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}
     for name in names:
@@ -150,7 +150,7 @@ def module_weights(
 
 
 def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
-    """A frozen weight changes its type with the module's."""
+    """The type of a frozen weight, which changes with the module's type."""
     before = target.engine.before
     changes = target.engine.dtype != (dtype if before is None else before.dtype)
     return target.engine.dtype if changes and dtype in FLOATS else dtype
@@ -162,16 +162,16 @@ def _frozen(
     """frozen_param_shapes and frozen_param_fragments; stages 0 and 1 write neither.
 
     Both are None if frozen weights were left out. From empty fragments the engine concludes that
-    the model has no frozen weights, and stops at each that it has (0.19.8, engine.py
-    `load_module_state_dict`). So if a source may have left some out, only the shapes are empty. An
-    adapter was saved without its base model.
+    the model has no frozen weights, and fails at each frozen weight of the model (0.19.8, engine.py
+    `load_module_state_dict`). So if the source may have left some out, only the shapes are empty.
+    An adapter was saved without its base model, so both are None.
     """
-    # a base weight may have the name of a tied one, or count as a buffer where it is quantized
+    # a base weight may have a tied weight's name, or count as a buffer if it is quantized
     known = {*target.source.parameters, *target.aliases, *target.source.buffers}
     if target.engine.stage < 2 or peft.is_adapter_alone(known):
         return None, None
     if any(not target.experts.is_dense(name) for name in target.frozen):
-        return {}, None  # the engine would give all ranks rank 0's experts (0.19.8)
+        return {}, None  # the engine would give rank 0's experts to all ranks (0.19.8)
     names = [name for name in target.frozen if name in weights]
     before = target.engine.before
     excludes = before.excludes_frozen if before is not None else None
@@ -193,9 +193,9 @@ def _frozen(
 def _auto_ep_layers(
     experts: ExpertLayers, shapes: Mapping[str, tuple[int, ...]], dp: int
 ) -> list[dict[str, Any]]:
-    """The layers of AutoEP, as rank 0 states them; none for other layers of experts.
+    """AutoEP's layers as rank 0 states them; empty for other layers of experts.
 
-    `shapes` are those of all parameters: of stacked ones those of each expert's slice. DeepSpeed
+    `shapes` has the shapes of all parameters, with stacked ones given per expert slice. DeepSpeed
     0.19.8, engine.py `_save_moe_checkpoint`.
     """
     slices: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -241,10 +241,10 @@ def _auto_ep_layers(
 
 
 def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Which elements of a stacked parameter each ep rank has; `shape` is that of one expert.
+    """The elements of a stacked parameter on each ep rank; `shape` is the shape of one expert.
 
-    Every rank has one block, which begins at an offset of the whole and at 0 of its own (0.19.8,
-    checkpoint/autoep_affine.py and affine.py).
+    Every rank has one block, which begins at an offset of the full parameter and at 0 of its own
+    part (0.19.8, checkpoint/autoep_affine.py and affine.py).
     """
     own = (layer.local, *shape)
     steps, elements = [*row_major(own)], prod(own)
@@ -268,7 +268,7 @@ def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _auto_ep_info(stated: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `universal_checkpoint_info` says of these layers."""
+    """The entries of `universal_checkpoint_info` about these layers."""
     return {
         "universal_checkpoint_version": 0.4,
         "expert_parameter_patterns": [r".*\.experts\.w[123]$"],

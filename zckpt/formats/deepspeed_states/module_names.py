@@ -1,7 +1,7 @@
-"""Under which names does a model file list the parameters whose weights its module has?
+"""Maps the parameter names that a model file lists to the names of the module's weights.
 
-The engine lists `named_parameters()`, in which torch's checkpoint_wrapper is a word of the name; a
-module's state dict lacks that word (DeepSpeed 0.19.8, torch 2.13).
+The engine lists `named_parameters()`, whose names include torch's checkpoint_wrapper. A module's
+state dict lacks that word (DeepSpeed 0.19.8, torch 2.13).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SHAPES = ("frozen_param_shapes", "frozen_param_fragments")
 
 
 def as_in_module(model: dict[str, Any]) -> dict[str, Any]:
-    """What a model file holds, its lists of parameters under the names of the module's weights."""
+    """A model file's content, with listed parameters under the names of the module's weights."""
     groups = model.get("param_shapes")
     if not isinstance(module := model.get("module"), dict) or not isinstance(groups, list):
         return model

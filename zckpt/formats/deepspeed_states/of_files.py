@@ -1,4 +1,4 @@
-"""What do the files of single ranks hold beside tensors, and where do they differ?"""
+"""Values other than tensors in the files of single ranks, and their differences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapp
 from .tensors import is_extra
 
 RANK_KEYS = ("lr_scheduler", "data_sampler", "random_ltd")
-"""Keys of a model file, and of the manifest's state, that each model rank states for itself."""
-# keys of the model states that the engine itself writes; all others are the user's client_state
+"""Keys of a model file, and of the manifest's state, that each model rank states separately."""
+# keys of model states that the engine itself writes; all others are the user's client_state
 ENGINE_KEYS = frozenset(
     (
         *("module", "buffer_names", "optimizer", "shared_params", "num_experts"),
@@ -34,9 +34,9 @@ ENGINE_KEYS = frozenset(
 )
 
 
-# beside them the reader puts `members` and `other`: see deepspeed/stage_0/optimizer.py
+# the reader also adds `members` and `other`: see deepspeed/stage_0/optimizer.py
 SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
+"""The numbers of a loss scale in stage 0, which has no loss scaler object (0.19.8)."""
 
 OF_SIZES = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
 OF_PARTITIONS = ("group_paddings", "partition_count", "zero_stage")
@@ -45,14 +45,17 @@ CLIENT = "client_state."
 
 
 def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer file holds beside tensors and hyper-parameters."""
+    """The values of an optimizer file other than tensors and hyper-parameters."""
     scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
     keys = (*scaling, *SCALING)
     return {f"optimizer.{key}": state[key] for key in keys if key in state}
 
 
 def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model file holds beside weights and counters; `module` is the state of the module."""
+    """The values of a model file other than weights and counters.
+
+    `module` is the module's state.
+    """
     return {
         "lr_scheduler": model.get("lr_scheduler"),
         "module_metadata": getattr(module, "_metadata", None),
@@ -64,7 +67,7 @@ def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[st
 
 
 def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """What the files of other ranks state otherwise than the first of their kind."""
+    """Values that the files of other ranks state differently from the first file of their kind."""
     differing: dict[str, dict[str, Any]] = {}
     for files, values_of in (
         (ranks.optimizers, lambda value: optimizer_values(value["optimizer_state_dict"])),
@@ -82,10 +85,10 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """What each file states of the run's sizes and of its partitions; the reader computes them.
+    """The statements of each file about the run's sizes and partitions, which the reader computes.
 
-    Under `round_robin_gradients` DeepSpeed's own slices are not those of its buffers, and zckpt's
-    are: nothing reads them.
+    Under `round_robin_gradients` DeepSpeed's own slice mappings do not match its buffers, and those
+    that zckpt writes do. Nothing reads them.
     """
     stated: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
@@ -102,8 +105,9 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 def _crc_of_slices(groups: Any) -> int:
     """CRC-32 of the places of all parameters in a rank's partitions, of which there are many.
 
-    Ranks may have groups of experts in other orders (see deepspeed/moe): a place counts without its
-    group's number, and a name without the words of wrappers, as names are compared.
+    Ranks may list groups of experts in different orders (see deepspeed/moe). So a place counts
+    without its group's number. A name counts without the words of wrappers, as in comparisons of
+    names.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return crc32(repr(comparable(groups)).encode())
@@ -119,14 +123,14 @@ def _numbers(address: Any) -> Any:
 
 
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model file holds beside weights, each of the user's values by itself."""
+    """The values of a model file other than weights; each of the user's has its own key."""
     values = model_values(model, model["module"])
     own = values.pop("client_state")
     return {**values, **{f"{CLIENT}{key}": value for key, value in own.items()}}
 
 
 def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
-    """Notes on client state in which ranks differ from rank 0, whose own is kept."""
+    """Notes on client state in which ranks differ from rank 0, whose values are kept."""
     keys = {key for values in differing.values() for key in values}
     own = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
     return [
@@ -135,12 +139,12 @@ def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
     ]
 
 
-# -- what optimizer files hold that the engine does not write: a program may put it there, or an
+# -- values in optimizer files that the engine does not write: from the program, or from an
 # optimizer whose `state_dict` has more than torch's
 
 
 OF_BASE = frozenset(("state", "param_groups"))
-"""What the state of a torch optimizer has."""
+"""The keys of a torch optimizer's state dict."""
 OF_ENGINE = OF_BASE | {
     *("base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict"),
     *("single_partition_of_fp32_groups", "fp32_flat_groups", FLAT_MASTERS, WHOLE_MASTERS),
@@ -151,14 +155,14 @@ OF_ENGINE = OF_BASE | {
     "universal_checkpoint_info",
     *("param_shapes", "ds_config", "ds_version"),
 }
-"""What the engine's wrappers of optimizers write (0.5.10 to 0.19.8); a converter leaves some."""
+"""Keys that the engine's optimizer wrappers write (0.5.10 to 0.19.8), some only by a converter."""
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
-    """The numbers of no parameter, and the states that are not read.
+    """Optimizer state that belongs to no parameter, and states that zckpt does not read.
 
-    Each has the values of all ranks, unless they are one number. Keys that begin with `zckpt` are
-    what files of zckpt's have.
+    Each one has the values of all ranks, unless these are one number. Keys that begin with `zckpt`
+    are skipped, because zckpt wrote them.
     """
 
     def keep(values: Any, path: str, tensors: dict[Key, Entry]) -> Any:
@@ -179,7 +183,7 @@ def _extra_states(ranks: EngineStates) -> Iterator[ExtraState]:
     states = [own if isinstance(own := base.get("state"), dict) else {} for base in ranks.bases]
     is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
     files = [file.value for file in ranks.optimizers]
-    has_files = not ranks.whole and files[0] is not ranks.first  # of their own
+    has_files = not ranks.whole and files[0] is not ranks.first  # the files are separate
     for dictionaries, own, reason in (
         (states, known, OF_NO_GROUP),
         (ranks.bases if is_wrapped else (), OF_BASE, BESIDE_STATE),

@@ -1,4 +1,4 @@
-"""What a target's optimizer files hold beside flat tensors: groups, steps, the loss scale."""
+"""Values of a target's optimizer files other than flat tensors: groups, steps, the loss scale."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
-    """What the files do not show otherwise, in keys that the engine does not read.
+    """Facts that the files do not show otherwise, under keys that the engine does not read.
 
-    Names that no file of the source states, and the class that `--optimizer` names.
+    These are names that no file of the source states, and the class that `--optimizer` names.
     """
     inferred, named = target.source.notices.inferred, target.engine.options[OPTIMIZER]
     return {
@@ -31,7 +31,10 @@ def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def clipping(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The source's; without one the engine keeps its own (1.0 unless its config says else)."""
+    """The source's clip_grad.
+
+    Without it the engine keeps its own (1.0 unless its config differs).
+    """
     value = target.optimizer_state.get("clip_grad", target.engine.option("gradient_clipping"))
     return {} if value is None else {"clip_grad": value}
 
@@ -47,9 +50,9 @@ def base_state(
     rank: int = 0,
     numbers: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """A rank's state_dict of the base optimizer, without states that are empty (plain SGD).
+    """A rank's state_dict of the base optimizer, without empty states (plain SGD).
 
-    `numbers` are those of each group; without them those of its flat buffers.
+    `numbers` are the numbers in each group; None takes those of the group's flat buffers.
     """
     groups = []
     for number, group in enumerate(target.groups):
@@ -88,7 +91,7 @@ def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages
 def group_step(
     target: DeepSpeedTarget, members: Iterable[TargetBuffer], storages: Storages
 ) -> dict[str, Any]:
-    """The key `step` of a param group whose flat buffers are `members`, if it has one."""
+    """The key `step` of a param group with the flat buffers `members`, if the group has one."""
     place = target.step_place
     if target.options.weights_only:
         return {}
@@ -110,7 +113,7 @@ DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
-    """The source's loss scaler if the type stays, else one as the engine makes it."""
+    """The source's loss scaler if the type stays, else a fresh one as the engine makes it."""
     kept = target.optimizer_state
     if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
         return {
@@ -119,7 +122,7 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
             "overflow": kept.get("overflow", False),
         }
     scaler, dynamic = _fresh_scaler(target.engine)
-    if target.engine.same_dtype and "cur_scale" in kept:  # of stage 0, which has no object
+    if target.engine.same_dtype and "cur_scale" in kept:  # of stage 0, which has no scaler object
         dynamic = bool(kept.get("dynamic_loss_scale"))
         scaler = _scaler_with(target.engine, kept, dynamic)
     return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
@@ -128,7 +131,7 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
 def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
     """The numbers of the loss scale in stage 0: the source's if the type stays, else fresh ones.
 
-    DeepSpeed 0.19.8, fp16/unfused_optimizer.py `state_dict`. It counts updates in bf16 too.
+    DeepSpeed 0.19.8, fp16/unfused_optimizer.py `state_dict`, which counts updates in bf16 too.
     """
     kept = target.optimizer_state
     scaler = kept.get("loss_scaler")
@@ -150,7 +153,7 @@ def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -> Foreign:
-    """A loss scaler with the numbers of stage 0, and the ds_config's for the rest."""
+    """A loss scaler with the numbers of stage 0; the ds_config determines the others."""
     if not dynamic:
         return _static(float(kept["cur_scale"]))
     numbers = {key: kept[key] for key in ("cur_scale", "cur_iter", *DYNAMIC) if key in kept}
@@ -158,7 +161,10 @@ def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -
 
 
 def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
-    """As the engine makes it (0.19.8, fp16/loss_scaler.py); and whether its scale is dynamic."""
+    """A new loss scaler as the engine makes it (0.19.8, fp16/loss_scaler.py).
+
+    Whether it is dynamic.
+    """
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
     if static:
         return _static(float(static)), False
@@ -174,7 +180,7 @@ def _dynamic(state: Mapping[str, Any]) -> Foreign:
 
 
 def _dynamic_state(engine: TargetEngine) -> dict[str, Any]:
-    """The state of a dynamic loss scaler that has not scaled yet."""
+    """The initial state of a dynamic loss scaler."""
     shift = engine.number(2, "fp16", "hysteresis")
     return {
         "cur_scale": 2.0 ** engine.number(16, "fp16", "initial_scale_power"),

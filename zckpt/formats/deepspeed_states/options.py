@@ -1,4 +1,4 @@
-"""Which options of a conversion do DeepSpeed's formats alone understand?"""
+"""The options of a conversion that only DeepSpeed's formats understand."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ OPTIONS = (
     DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUPS_FROM, SET_GROUP, GROUP_DEFAULTS,
     ALLOW_OBJECT, FROZEN, BUFFERS,
 )  # fmt: skip
-"""What the writers of both of DeepSpeed's formats understand."""
+"""Options that the writers of both DeepSpeed formats understand."""
 OLDER_NAMES, LATER_NAMES = "deepspeed-0.18", "deepspeed-0.19"
-"""The dialects of files: with the rank in the sequence in their names (to 0.19.5), and without."""
+"""The dialects of file names: with the rank in the sequence (to 0.19.5), and without it."""
 NAMES = replace(DIALECT, choices=(LATER_NAMES, OLDER_NAMES), usual=LATER_NAMES)
 OF_RANKS = (TP, PP, EP, SP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, LIKE, NAMES)
-"""What only the writer of ranks' files understands."""
+"""Options that only the writer of ranks' files understands."""
 
 
 class Keywords(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""What a user is warned of before a target of DeepSpeed's is written."""
+"""Warnings for the user before a DeepSpeed target is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINED_ALONE = (
 
 
 def of_config(target: DeepSpeedTarget) -> list[Notice]:
-    """The source's warnings, and whether a ds_config is known and what its scheduler gets."""
+    """The source's warnings, a warning if no ds_config is known, and notices on the scheduler."""
     warnings = list(target.source.notices.warnings)
     if not target.engine.known:
         message = "no ds_config is known: DeepSpeed's defaults are assumed"
@@ -32,7 +32,7 @@ def of_config(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
-    """Hyper-parameters that had to be assumed."""
+    """A warning with the hyper-parameters that had to be assumed."""
     if not target.assumed:
         return []
     values = ", ".join(
@@ -44,12 +44,12 @@ def of_assumed(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def usual_norm(target: DeepSpeedTarget) -> float:
-    """The norm to which the engine clips if its ds_config states none; 0 is for no clipping."""
+    """The norm to which the engine clips if its ds_config states none; 0 means no clipping."""
     return 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """What may be wrong about weights, and what the target's ds_config should say."""
+    """Warnings about weights, batch sizes and clipping that the ds_config should set."""
     return [
         *_of_guessed(target),
         *_of_masters(target),
@@ -59,10 +59,10 @@ def of_weights(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
-    """What differs where one side has no ZeRO.
+    """Warnings about differences if one side has no ZeRO.
 
-    `wholes` are pipelines that the target is a stage of: which stage lists frozen parameters of
-    theirs is lost.
+    `wholes` are the pipelines that contain the target's stage. The target does not record which
+    stage lists their frozen parameters.
     """
     engine, before = target.engine, target.engine.before
     has_frozen = bool(target.frozen) and not target.lists_frozen
@@ -79,11 +79,11 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
 
 
 def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
-    """What differs where ranks share sequences: gradients by stage, and loading by release.
+    """Warnings about shared sequences: gradients differ by stage, and loading by release.
 
     Stage 3 divides gradients by all ranks (0.19.8, runtime/comm/coalesced_collectives.py), stages 1
-    and 2 by the number of sequences (stage_1_and_2.py). Releases whose names have the rank in the
-    sequence (0.18.2 to 0.19.5) load no file in such a run.
+    and 2 by the number of sequences (stage_1_and_2.py). Releases whose file names contain the rank
+    in the sequence (0.18.2 to 0.19.5) load no file in such a run.
     """
     engine, origin = target.engine, target.source.run.origin
     warnings = []
@@ -105,9 +105,10 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
-    """State dicts do not tell buffers from frozen weights; stage 3 keeps these in other places.
+    """A warning about guessed frozen weights: state dicts do not distinguish them from buffers.
 
-    DeepSpeed then refuses to load a buffer (its size in the module's state differs).
+    Stage 3 stores the two in different places. DeepSpeed then refuses to load a buffer (its size in
+    the module's state differs).
     """
     engine = target.source.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
@@ -123,7 +124,7 @@ def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
 
 def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
     weights = (weight_of(target.source.entries, name) for name in target.trainable)
-    # those of a stage of a pipeline may be in files of layers
+    # the weights of a pipeline stage may be in files of layers
     dtypes = {w.param.dtype for w in weights if w.master is None and w.param is not None} - {"F32"}
     if not dtypes:
         return []
@@ -132,7 +133,7 @@ def _of_masters(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
-    """Batch sizes that no longer fit are for the user to choose, in the program's own words.
+    """A warning about batch sizes that no longer fit, with the program's own option names.
 
     The ranks of a sequence share their samples.
     """
@@ -177,7 +178,10 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
-    """The norm to which the source clips, where the target's optimizer keeps none (0.19.8)."""
+    """A warning about the source's clipping norm if the target's optimizer stores none.
+
+    DeepSpeed 0.19.8.
+    """
     norm = number(target.optimizer_state.get("clip_grad"))
     keeps = not target.engine.partitioned and (not target.engine.whole or target.wrapper == FLAT)
     known = target.engine.option("gradient_clipping")

@@ -1,13 +1,13 @@
-"""Which state does the scheduler of a DeepSpeed run load?
+"""The state that the scheduler of a DeepSpeed run loads.
 
     the ds_config names          the files get
     a scheduler of DeepSpeed's   the source's state of this class, else one of as many updates
     one of torch's               the source's state
     none                         the source's state, which the program may give to its own scheduler
 
-Each class of DeepSpeed's keeps `last_batch_iteration` alone: the completed updates minus one, since
-it begins at -1. They raise where it is missing (0.19.8, runtime/lr_schedules.py). Those of torch
-take any dictionary, and would begin anew without `last_epoch`.
+Each of DeepSpeed's classes keeps only `last_batch_iteration`: the completed updates minus one,
+because it begins at -1. These classes raise if it is missing (0.19.8, runtime/lr_schedules.py).
+torch's schedulers accept any dictionary, and would begin anew without `last_epoch`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WITHOUT = "load_checkpoint(..., load_lr_scheduler_states=False)"
 
 
 class Decided(Struct, frozen=True):
-    """The state that the files get, and what is to be said of it; `is_lacking` if none fits."""
+    """The scheduler state for the files, with notices about it; `is_lacking` if none fits."""
 
     state: Any
     notices: tuple[Notice, ...] = ()
@@ -41,28 +41,28 @@ class Decided(Struct, frozen=True):
 
 
 def named_in(config: Mapping[str, Any] | None) -> str | None:
-    """The scheduler that a ds_config names."""
+    """The scheduler that a ds_config names; None without one."""
     name = nested(config, "scheduler", "type")
     return name if isinstance(name, str) else None
 
 
 def counter_of(name: str) -> str:
-    """What a scheduler of this name counts with."""
+    """The key of the counter in the state of the scheduler `name`."""
     return COUNTER if name in OF_DEEPSPEED else OF_TORCH
 
 
 def fits(state: Any, name: str) -> bool:
-    """Whether a scheduler of this name loads a state, and goes on from it."""
+    """Whether the scheduler `name` can load a state and continue from it."""
     return isinstance(state, Mapping) and counter_of(name) in state
 
 
 def decide(source: Manifest, name: str | None) -> Decided:
-    """The state for the scheduler `name`; without a name, the source's."""
+    """The state for the scheduler `name`; without a name, the source's state."""
     own, engine = source.state.get("lr_scheduler"), source.run.engine
     before = named_in(engine.config) if isinstance(engine, FlatBufferEngine) else None
     if name is None:
         return Decided(own, (_unnamed(source),) if own is None and _may_lack(source) else ())
-    if own is not None and name == before:  # a program may have another one in its place
+    if own is not None and name == before:  # a program may use another scheduler instead
         return Decided(own)
     is_of_torch = name not in OF_DEEPSPEED
     if fits(own, name) and (is_of_torch or before is None):
@@ -81,7 +81,7 @@ def decide(source: Manifest, name: str | None) -> Decided:
 
 
 def updates(source: Manifest) -> int | None:
-    """The completed updates; None if nothing says how many. Skipped ones are none."""
+    """The completed updates without skipped ones; None if nothing states them."""
     every = [each for own in source.each for each in own.parameters.values()]
     steps = [int(each.step) for each in every if each.trainable and each.step is not None]
     if steps:
@@ -95,9 +95,10 @@ def updates(source: Manifest) -> int | None:
 
 
 def _may_lack(source: Manifest) -> bool:
-    """Whether the next program may make a scheduler that the engine's files lack.
+    """Whether the next program may make a scheduler whose state the files lack.
 
-    Trainers keep theirs elsewhere, and a run of DeepSpeed that has none has had none.
+    Trainers keep their scheduler elsewhere. A DeepSpeed run without a scheduler's state had no
+    scheduler.
     """
     is_of_trainer = program_of(source.files.siblings) is not None or lightning.is_in(source)
     return not (isinstance(source.run.engine, FlatBufferEngine) or is_of_trainer)
@@ -112,12 +113,15 @@ def _unnamed(source: Manifest) -> Notice:
 
 
 def lacking(source: Manifest, name: str) -> Notice:
-    """A warning that the ds_config's scheduler finds no state, with the call that needs none."""
+    """A warning that the ds_config's scheduler finds no state, with a call that needs none."""
     return _lacking(source, counter_of(name), f"the ds_config's {name}", name)
 
 
 def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
-    """The same about the scheduler of the program that has saved `run`; None if it finds one."""
+    """The same warning for the scheduler of the program that saved `run`.
+
+    None if it finds a state.
+    """
     theirs, ours = (side.state.get("lr_scheduler") or {} for side in (run, source))
     keys = [key for key in (COUNTER, OF_TORCH) if key in theirs and key not in ours]
     return _lacking(source, keys[0], "that of the program", "lr_scheduler") if keys else None

@@ -1,4 +1,4 @@
-"""What model and optimizer states say of a run, wherever their files lie."""
+"""Facts in model and optimizer states about a run, independent of the files' layout."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .. import zero
 from .directories import TagDirectory
 
 FIRST = 16  # files that are opened one after another
-LONG_WAIT = 1e-3  # seconds for a file, beside the work of parsing it
+LONG_WAIT = 1e-3  # seconds of waiting per file, beyond the work of parsing it
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 ParameterShapes = dict[str, tuple[int, ...]]
 
 
 class Found(Struct, frozen=True):
-    """What zckpt takes for the module instead of what the model file says; None: what that says.
+    """Overrides of the model file. None keeps the file's value.
 
-    Of experts, the tensors lie in files of their own, and rank 0's names become those of all ranks;
-    AutoEP's stacked parameters become slices. Of a pipeline, files of layers have the tensors, and
-    sometimes the shapes. In stage 0 the optimizer's names are found. Of a universal directory's
-    model ranks, what all have alike counts.
+    Experts: their tensors lie in separate files, and rank 0's names are repeated for all ranks;
+    AutoEP's stacked parameters become slices. Pipelines: files of layers have the tensors, and
+    sometimes the shapes. Stage 0: the names of the optimizer's parameters are found. Universal
+    directories: values that all model ranks share.
     """
 
     module: dict[str, Any] | None = None
@@ -47,16 +47,16 @@ class Found(Struct, frozen=True):
     """Names and shapes of every flat buffer."""
 
     def module_of(self, model: Mapping[str, Any]) -> Any:
-        """The state of the module of a model file; None if there is none."""
+        """The module's state in a model file; None if there is none."""
         return model.get("module") if self.module is None else self.module
 
 
 class EngineStates(Struct, frozen=True):
-    """The opened files of one checkpoint: of all ranks, or merged ones.
+    """The opened files of one checkpoint, either all ranks' files or merged ones.
 
-    `model` is what the first model file holds, and `found` what counts instead. `states` and
-    `bases` have one item for each file in `optimizers`: the engine's optimizer state, and in it the
-    base optimizer's state and param_groups. All three are empty if the optimizer is not read.
+    `model` is the content of the first model file, and `found` overrides it. `states` and `bases`
+    have one item for each file in `optimizers`: the engine's optimizer state, and in it the base
+    optimizer's state and param_groups. All three are empty if the optimizer is not read.
     """
 
     directory: TagDirectory
@@ -68,15 +68,15 @@ class EngineStates(Struct, frozen=True):
     version: str
     dp: int
     partitioned: bool
-    """Stage 3: every parameter is cut by itself."""
+    """Stage 3: every parameter is partitioned separately."""
     whole: bool = False
-    """Stage 0: the model file keeps the whole optimizer."""
+    """Stage 0: the model file has the full optimizer."""
     numbers: tuple[int, ...] = ()
     """The ranks whose files these are; empty for all ranks."""
     everyone: EngineStates | None = None
-    """What all ranks say, if these are some of them."""
+    """The states of all ranks, if these are states of some ranks only."""
     apart: Mapping[str, TorchFile] = field(default_factory=dict)
-    """The files of those tensors of the module, by name, that the model file does not have."""
+    """Files of module tensors that the model file does not have, by tensor name."""
     found: Found = Found()
 
     @property
@@ -93,7 +93,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def second_names(self) -> Mapping[str, str]:
-        """Owners of tied weights by their second names, as far as they are stated (since 0.9.0)."""
+        """Maps second names of tied weights to their owners, as far as stated (since 0.9.0)."""
         own = self.found.second_names
         return self.model.get("shared_params") or {} if own is None else own
 
@@ -105,11 +105,11 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def listed_shapes(self) -> Any:
-        """Names and shapes of every flat buffer, as found or as the model file has them."""
+        """Names and shapes of every flat buffer, from `found` or the model file."""
         return self.model.get("param_shapes") if self.found.shapes is None else self.found.shapes
 
     def file_of(self, name: str) -> TorchFile:
-        """The file of a tensor of the module."""
+        """The file of a module tensor."""
         return self.apart.get(name, self.models[0])
 
     @property
@@ -124,7 +124,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def config_path(self) -> str | None:
-        """The file of the ds_config, if the save only names it."""
+        """The name of the ds_config's file, if the save contains only the name."""
         stated = self._stated_config
         return stated if isinstance(stated, str) else None
 
@@ -134,7 +134,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; without the optimizer's files that of the ds_config, if it states one."""
+        """The ZeRO stage; without optimizer files, the ds_config's stage, if it states one."""
         if self.whole:
             return 0
         if not self.optimizers:
@@ -150,7 +150,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def engine_class(self) -> str | None:
-        """The class of the engine's wrapper around the optimizer; None for none, or a lost one."""
+        """The class of the engine's optimizer wrapper; None if there is none, or if it is lost."""
         if self.whole:
             return wrapper_of(self.first)
         if not self.optimizers:
@@ -161,15 +161,15 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def elastic(self) -> bool:
-        """`elastic_checkpoint`: states without padding, and without any hyper-parameter."""
+        """Whether the run used `elastic_checkpoint`: no padding and no hyper-parameters."""
         return isinstance(self.first.get("base_optimizer_state"), list)
 
     @property
     def excludes_frozen(self) -> bool | None:
         """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
 
-        None if the files do not show it: stage 0 and 1, and DeepSpeed before 0.9.1. Empty shapes
-        without fragments are zckpt's, of a source that did not show it (model_files.py).
+        None if the files do not show it: stages 0 and 1, and DeepSpeed before 0.9.1. zckpt writes
+        empty shapes without fragments for a source that did not show it (model_files.py).
         """
         if (self.stage or 0) < 2 or "frozen_param_fragments" not in self.model:
             return None
@@ -180,8 +180,8 @@ class EngineStates(Struct, frozen=True):
     def round_robin(self) -> bool:
         """Whether `param_shapes` lists the parameters of a group in round-robin order (zero.py).
 
-        A run that was started with `--deepspeed_config FILE` saves only the file's name; then the
-        order of the module's own names shows it.
+        A run that was started with `--deepspeed_config FILE` saves only the file's name. Then the
+        order of the module's own names decides.
         """
         if self.everyone is not None:
             return self.everyone.round_robin
@@ -200,7 +200,7 @@ class EngineStates(Struct, frozen=True):
         return any(len(names) > self.dp > 1 for names in groups)
 
     def effective_config(self, round_robin: bool) -> dict[str, Any]:
-        """The ds_config, or what the files show of one that was saved by its name alone."""
+        """The ds_config; if only its file name was saved, the settings that the files show."""
         if self.config:
             return self.config
         paddings = self.first.get("param_alignment_paddings") or ()
@@ -226,11 +226,11 @@ class EngineStates(Struct, frozen=True):
         return "F32"
 
     def param_shapes(self) -> list[ParameterShapes]:
-        """Names and shapes of every flat buffer, in the order in which they lie.
+        """Names and shapes of every flat buffer, in the order of the buffer.
 
-        The only truth about that order: the slice mappings in the optimizer files are wrong under
-        `round_robin_gradients`. In the optimizer files before 0.6.0; a single dictionary instead of
-        a list before 0.5.4.
+        This is the only correct source of the order: slice mappings in the optimizer files are
+        wrong under `round_robin_gradients`. Before 0.6.0 the list is in the optimizer files. Before
+        0.5.4 it is a single dictionary instead of a list.
         """
         shapes = self.listed_shapes
         if shapes is None:
@@ -238,7 +238,7 @@ class EngineStates(Struct, frozen=True):
         return shapes_of_groups(shapes, self.models[0])
 
     def flat_states(self, place: int) -> list[dict[str, Any]]:
-        """What every rank's base optimizer keeps for flat buffer `place`."""
+        """The state of flat buffer `place` in every rank's base optimizer."""
         return [item(base.get("state"), place) for base in self.bases]
 
     def groups(self, place: int) -> list[dict[str, Any]]:
@@ -246,17 +246,20 @@ class EngineStates(Struct, frozen=True):
         return [item(base.get("param_groups"), place) for base in self.bases]
 
     def name_of(self, place: int) -> str:
-        """The rank of file number `place`, and the file, as errors name them."""
+        """The rank and name of file number `place`, for errors."""
         rank = self.numbers[place] if self.numbers else place
         return f"rank {rank}, {os.path.basename(self.optimizers[place].path)}"
 
     def number(self, rank: int, value: Any) -> Any:
-        """`value` of an optimizer file; a tensor of one element by value."""
+        """A value of a rank's optimizer file; a tensor of one element becomes its number."""
         return self.optimizers[rank].number(value)
 
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
-        """A number that is equal on all ranks; a plain one keeps its Python type's name."""
-        numbers: dict[str, Scalar | None] = {}  # by their texts: a NaN equals itself
+        """The number that is equal on all ranks, else None.
+
+        A plain one keeps its Python type's name.
+        """
+        numbers: dict[str, Scalar | None] = {}  # keyed by text, so that a NaN equals itself
         for rank, value in enumerate(values):
             number = self.number(rank, value)
             if isinstance(number, (bool, int, float)):
@@ -271,12 +274,12 @@ WRAPPERS = {"FP16_Optimizer": FLAT_MASTERS, "FP16_UnfusedOptimizer": WHOLE_MASTE
 
 
 def wrapper_of(optimizer: Mapping[str, Any]) -> str | None:
-    """Which of `WRAPPERS` wrote an optimizer's state; None for torch's own state dict."""
+    """The class in `WRAPPERS` that wrote an optimizer's state; None for torch's own state dict."""
     return next((name for name, key in WRAPPERS.items() if key in optimizer), None)
 
 
 def stated_stage(optimizer: Mapping[str, Any]) -> Any:
-    """The ZeRO stage that an optimizer's state states; None if it states none."""
+    """The ZeRO stage in an optimizer's state; None if it states none."""
     stage = optimizer.get("zero_stage")
     if isinstance(stage, Foreign) and stage.arguments:  # ZeroStageEnum(2), since 0.7
         return stage.arguments[0]
@@ -284,7 +287,7 @@ def stated_stage(optimizer: Mapping[str, Any]) -> Any:
 
 
 def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
-    """A ds_config, or the name of its file, as a model or an optimizer file states it."""
+    """The ds_config, or the name of its file, in a model or an optimizer file."""
     return model.get("ds_config") or optimizer.get("ds_config")
 
 
@@ -299,7 +302,7 @@ def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
 
 
 def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterShapes:
-    """The parameters of one flat buffer without the round robin in which they may lie."""
+    """The parameters of one flat buffer in the user's order, with round robin undone."""
     if not states.round_robin:
         return shapes
     names = list(shapes)
@@ -315,10 +318,10 @@ def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
 
 
 def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Opens files, one after another unless the first ones show that their storage is slow.
+    """Opens files one after another, or in threads if the first files show slow storage.
 
-    If a cold or remote one makes readers wait, threads wait together. Without waiting they would
-    only compete for the interpreter.
+    If cold or remote storage makes readers wait, threads wait in parallel. Without waiting, threads
+    would only compete for the interpreter.
     """
     began, busy = time.perf_counter(), time.thread_time()
     files = [TorchFile(path, parsed) for path in paths[:FIRST]]
@@ -331,7 +334,7 @@ def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
 
 
 def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
-    """`value`, which has to be a dictionary; raises CorruptCheckpoint."""
+    """Returns `value` if it is a dictionary; raises CorruptCheckpoint otherwise."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
             "file-damaged",
@@ -355,14 +358,20 @@ def version_of(*places: Mapping[str, Any]) -> str:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """A version to be compared; 0.0.0, which an uninstalled source tree states, is the newest."""
+    """A version as comparable numbers.
+
+    0.0.0, which an uninstalled source tree states, is newest.
+    """
     words = "".join(c if c.isdecimal() else " " for c in version).split()
     numbers = tuple(map(int, words[:3]))
     return numbers if any(numbers) else (999,)
 
 
 def item(items: Any, place: int) -> dict[str, Any]:
-    """Item `place` of a list or dictionary of dictionaries; an empty one if it is missing."""
+    """Item `place` of a list or dictionary of dictionaries.
+
+    An empty dictionary if it is missing.
+    """
     if isinstance(items, list):
         value = items[place] if place < len(items) else {}
     else:
@@ -371,7 +380,7 @@ def item(items: Any, place: int) -> dict[str, Any]:
 
 
 def comparable(value: Any) -> Any:
-    """`value` as JSON, its tensors by type and shape alone."""
+    """`value` as JSON, with tensors reduced to type and shape."""
 
     def plain(value: Any, _key: Any) -> Any:
         if isinstance(value, Tensor):
@@ -381,11 +390,11 @@ def comparable(value: Any) -> Any:
     return to_json(plain(value, None))
 
 
-# -- what a reader finds of one flat buffer
+# -- what a reader extracts from one flat buffer
 
 
 class BufferSlot(Struct, frozen=True):
-    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
+    """One kind of tensor for all parameters of a flat buffer; `copies` are replicas of it."""
 
     name: str
     dtype: str
@@ -394,11 +403,11 @@ class BufferSlot(Struct, frozen=True):
 
 
 class FlatBuffer(Struct, frozen=True):
-    """One flat buffer: its parameters in the user's order, and what all of them share.
+    """One flat buffer: its parameters in the user's order, and what they share.
 
-    `step_place` is where the true step stands; `sightings` are all places that state one. `own` are
-    states that have no part for each parameter, by key, with the value of every rank, which lies in
-    its one of the `files`; `starts` say where the parameters lie, by their names in that order.
+    `step_place` is the place of the true step; `sightings` are all places that state a step. `own`
+    are states without a part for each parameter: by key, the values of every rank, each in the
+    rank's file in `files`. `starts` maps parameters, in the user's order, to their first elements.
     `other` are the first parameter's states that are neither slots nor numbers.
     """
 
@@ -419,11 +428,11 @@ class FlatBuffer(Struct, frozen=True):
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
-    """States of the ranks' parts of flat buffers that no parameter has a part of.
+    """States of ranks' partitions that cannot be divided among parameters.
 
-    SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
-    off them, and ranks that share experts have parts of other buffers each: these are not read.
-    `entries` gets the tensors of the others.
+    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. An elastic save
+    cuts its padding off them, and ranks that share experts have partitions of different buffers.
+    States of these two kinds of runs are not read. Tensors of all others are added to `entries`.
     """
     rows: list[StateRow] = []
     parts = 0

@@ -1,9 +1,9 @@
-"""What is decided for a target of DeepSpeed's before its first byte is written.
+"""Decides everything about a DeepSpeed target before its first byte is written.
 
-What the unmodified engine demands when it loads (0.19.8): a model file whose `module` is strict,
-`dp_world_size` equal to its own, `base_optimizer_state` of as many groups (stage 3: sub-groups)
-as it has, flat tensors of the length that its own partitioning gives. So the partitioning is done
-here as the engine does it, with the options of the ds_config that it will run with.
+The unmodified engine requires for loading (0.19.8): a model file whose `module` is strict,
+`dp_world_size` equal to its own, `base_optimizer_state` with as many groups (stage 3: sub-groups)
+as it has, and flat tensors of the length that its own partitioning gives. So zckpt partitions as
+the engine does, with the options of the ds_config that the engine will run with.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from .hyper import FLAT, adam_class, complete_groups, one_type, optimizer_name, 
 from .of_files import ENGINE_KEYS
 from .states import COUNTERS
 
-VERSION = "0.19.8"  # of the layout that is written
+VERSION = "0.19.8"  # the version of the written layout
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
 
 
 class TargetBuffer(Struct, frozen=True):
-    """One flat buffer of the target: its parameters in the order in which they lie."""
+    """One flat buffer of the target, with its parameters in buffer order."""
 
     group: int
     names: Sequence[str]
     numels: Sequence[int]
     paddings: Sequence[int]
-    starts: Sequence[int]  # of each, then the buffer's length (stage 1 and 2)
+    starts: Sequence[int]  # first elements, then the length (stages 1 and 2)
     step: agreement.Step | None
     scalars: Mapping[str, Scalar]
     slots: Mapping[str, str]  # optimizer states and their dtypes
     master: str  # the masters' dtype
-    ep: int = 1  # how many such buffers there are, each for the experts of some ranks
+    ep: int = 1  # number of such buffers, each with the experts of some ranks
 
 
 def _refuse_grid(source: Manifest) -> None:
@@ -84,7 +84,10 @@ def _refuse_grid(source: Manifest) -> None:
 
 
 def _refuse_untouched(source: Manifest) -> None:
-    """Raises MissingData: ZeRO cuts what is trained, and an unused parameter has zeros there."""
+    """Raises MissingData for trained parameters that the optimizer never updated.
+
+    ZeRO partitions everything that is trained, and keeps zeros for an unused parameter.
+    """
     if names := untouched(source):
         raise MissingData(
             "state-missing",
@@ -98,7 +101,7 @@ def _refuse_untouched(source: Manifest) -> None:
 
 
 class DeepSpeedTarget:
-    """Engine, groups and flat buffers of the target, and what it cannot take along.
+    """Engine, groups and flat buffers of the target, and notes on what it cannot store.
 
     Raises WrongOption, MissingData and InconsistentCheckpoint.
     """
@@ -121,7 +124,7 @@ class DeepSpeedTarget:
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
         self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
         self.aliases = source.owners
-        # with --groups-from, groups of new parameters alone have no states
+        # with --groups-from, groups of only new parameters have no states
         if not (self.engine.whole or options.weights_only or options[GROUPS_FROM]):
             _refuse_untouched(source)
         self.groups, self.assumed = complete_groups(self.engine, source)
@@ -132,11 +135,14 @@ class DeepSpeedTarget:
 
     @property
     def mp_rank(self) -> str:
-        """The model rank as names of files have it."""
+        """The model rank in the form that file names have."""
         return self.mp_rank_of(0)
 
     def mp_rank_of(self, rank: int) -> str:
-        """The same in the files of a data rank: older names have its rank in the sequence there."""
+        """The model rank in the names of a data rank's files.
+
+        In older names it is the data rank's place in the sequence.
+        """
         if self.engine.has_older_names:
             return f"mp_rank_{rank % self.engine.sp:02d}"
         place = self.source.place
@@ -156,14 +162,14 @@ class DeepSpeedTarget:
             for places in self._arranged(first, numels, self.dp // ep):
                 laid_out = [first[place] for place in places]
                 others = [] if ep == 1 else names
-                if ep > 1 and self._by_itself:  # the same parameter of the other ep ranks
+                if ep > 1 and self._by_itself:  # the same parameter on the other ep ranks
                     others = [self.experts.global_name(laid_out[0], rank) for rank in range(ep)]
                 yield self._buffer(group, laid_out, [numels[p] for p in places], others, ep)
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
-        """Positions of a group's parameters, per flat buffer, in the order in which they lie.
+        """Positions of a group's parameters for each flat buffer, in buffer order.
 
-        The buffer is cut over `dp` ranks. In stage 0 each parameter is by itself, unless the
+        The buffer is cut over `dp` ranks. In stage 0 each parameter has its own buffer, unless the
         wrapper flattens groups.
         """
         if self._by_itself:
@@ -177,7 +183,7 @@ class DeepSpeedTarget:
 
     @property
     def _by_itself(self) -> bool:
-        """Whether each parameter has tensors of its own: in stage 0 unless groups are flattened."""
+        """Whether each parameter has separate tensors: in stage 0 unless groups are flattened."""
         return self.engine.whole and self.wrapper != FLAT
 
     def _buffer(
@@ -222,10 +228,11 @@ class DeepSpeedTarget:
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Optimizer states of a parameter with their dtypes, as wide as its master.
+        """Optimizer states of a parameter with their dtypes, widened where the master is.
 
-        A master that is cast from a weight of few bits has states of as few bits beside it. A state
-        that is left out here is refused by `writing/state_loss.py`, which reads the shells back.
+        If a master is cast from a 16-bit weight, its states are 16-bit too, and become fp32. A
+        state that is left out here is refused by `writing/state_loss.py`, which reads the shells
+        back.
         """
         if self.options.weights_only:
             return ()
@@ -243,7 +250,7 @@ class DeepSpeedTarget:
 
     @cached_property
     def _shaped(self) -> frozenset[str]:
-        """States that are no tensor of the parameter's elements, of one parameter at least."""
+        """States whose shape differs from the parameter's, for at least one parameter."""
         parameters, known = self.source.parameters, states_of(self.source).values()
         return frozenset(
             state.key
@@ -253,12 +260,12 @@ class DeepSpeedTarget:
         )
 
     def master_dtype(self, name: str) -> str:
-        """The type of a parameter's master; raises MissingData where it has no weights."""
+        """The type of a parameter's master; raises MissingData if the parameter has no weights."""
         weight = weight_of(self.source.entries, name)
         return weight.trained.dtype if weight.master else "F32"
 
     def _shared(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-        """The one value of a flat buffer's parameters; DeepSpeed keeps no more."""
+        """The value that all parameters of a flat buffer share; DeepSpeed keeps only one."""
         if self.options.weights_only:
             return None
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
@@ -276,7 +283,8 @@ class DeepSpeedTarget:
     def _shared_scalars(self, names: Sequence[str]) -> dict[str, Scalar]:
         """Numbers of the optimizer that are equal for all parameters of a flat buffer.
 
-        Others have no place, unless the optimizer needs them: then they raise.
+        Unequal numbers are left out. If the optimizer needs them, they raise
+        InconsistentCheckpoint.
         """
         if self.options.weights_only:
             return {}
@@ -292,7 +300,7 @@ class DeepSpeedTarget:
         return shared
 
     def keeps_whole_momenta(self, buffer: TargetBuffer) -> bool:
-        """Whether the engine's Muon keeps the momentum of whole parameters on every rank."""
+        """Whether the engine's Muon keeps the momentum of complete parameters on every rank."""
         return (
             self.groups[buffer.group].get("use_muon") is True
             and self.engine.cuts_groups
@@ -303,13 +311,13 @@ class DeepSpeedTarget:
 
     @property
     def trained_names(self) -> list[list[str]]:
-        """By group, the trained parameters as they lie in its flat buffers."""
+        """The trained parameters of each group, in the order of its flat buffers."""
         own = by_key((buffer.group, name) for buffer in self.buffers for name in buffer.names)
         return [own.get(group, []) for group in range(len(self.groups))]
 
     @property
     def module_names(self) -> Sequence[str]:
-        """The names of all weights and buffers, in the order of the module if that is known."""
+        """The names of all weights and buffers, in the module's order if it is known."""
         source = self.source
         names: Sequence[str] = source.state.get("module") or ()
         return names or [*source.parameters, *source.buffers, *self.aliases]

@@ -1,12 +1,13 @@
-"""Which weights may a 16-bit master have been rounded from: what do a few of their bytes say?
+"""Labels 16-bit weights and the masters that round to them, by the bytes of a few elements.
 
-    label    what a master, once it is rounded, has in common with the weights that it may belong to
+    label    what a rounded master has in common with the weights that it may belong to
 
-A label is the shape, and the bits of a few elements. If weights have these in common too, elements
-at which they differ are added to their labels, until only weights of equal bytes share one. So a
-large weight is read as a whole only where another one begins alike, and never kept in memory.
+A label is the shape, and the bits of a few elements. If the weights of a label differ elsewhere,
+elements at which they differ are added, until only weights of equal bytes share a label. So a large
+weight is read completely only if another one begins with the same bytes. It is never kept in
+memory.
 
-This reads numbers without numpy, because `inspect` may not import it.
+This module reads numbers without numpy, because `inspect` may not import it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
 class TensorInFile(Struct, frozen=True):
-    """A tensor, and the file that it is in."""
+    """A tensor and its file."""
 
     file: TorchFile
     tensor: Tensor
@@ -45,7 +46,7 @@ class TensorInFile(Struct, frozen=True):
 def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
-    """The label of every weight, and those that each master may have, of different types."""
+    """The label of every weight, and the labels that each master may have, one per type."""
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))
     of_weights: list[Label] = [()] * len(weights)
@@ -64,7 +65,7 @@ def labels(
 
 
 def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
-    """Keys, together if their tensors have the same names and bytes."""
+    """Groups of keys whose tensors have the same names and bytes."""
     places = [(key, name) for key, own in tensors.items() for name in own]
     every = [tensors[key][name] for key, name in places]
     named = zip(places, labels(every, every)[0], strict=True)
@@ -81,10 +82,10 @@ class _Sampler(Struct, frozen=True):
     descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, own: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
-        """Weights of one shape and type whose bytes are equal, with the masters that round to them.
+        """Yields sets of equal weights of one shape and type, with the masters that round to them.
 
-        Both are given by their places. Weights to which no master rounds may differ; no master
-        rounds to a weight of a type that no engine makes of its masters.
+        Both are given by their places. Weights to which no master rounds may differ. A master
+        rounds only to weight types that an engine makes of its type.
         """
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
@@ -112,7 +113,7 @@ class _Sampler(Struct, frozen=True):
                     undecided.append((group, candidates, differing, differing + 1))
 
     def _first_difference(self, places: Sequence[int]) -> int | None:
-        """An element at which weights differ from the first; None if all of them are equal."""
+        """The first element at which weights differ; None if all of them are equal."""
         first, *others = (self.weights[place] for place in places)
         numel, dtype = first.tensor.numel, first.tensor.dtype
         step = CHUNK // SIZES[dtype]
@@ -124,7 +125,7 @@ class _Sampler(Struct, frozen=True):
                     continue
                 bits = (self._bits(each, dtype, start, stop) for each in (first, other))
                 for number, (own, theirs) in enumerate(zip(*bits, strict=True), start):
-                    if own != theirs:  # not in NaNs alone
+                    if own != theirs:  # they differ in more than NaNs
                         return number
         return None
 
@@ -142,9 +143,9 @@ class _Sampler(Struct, frozen=True):
         return b"".join(sources.pread(read, part.length, part.offset) for part in parts)
 
     def _bits(self, stored: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
-        """Row-major elements [start, stop) as unsigned integers; all NaNs are one number.
+        """Row-major elements [start, stop) as unsigned integers; all NaNs become one number.
 
-        Those of a master are rounded to `dtype`, as torch rounds.
+        Elements of a master are rounded to `dtype`, as torch rounds.
         """
         data = self._bytes(stored, start, stop)
         if stored.tensor.dtype != dtype:

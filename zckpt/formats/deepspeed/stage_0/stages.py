@@ -1,12 +1,12 @@
-"""The optimizers of a pipeline's stages without ZeRO: each model file has that of its stage.
+"""Opens the optimizers of a pipeline's stages without ZeRO; each is in its stage's model file.
 
     mp_rank_00_model_states.pt      masters and states of stage 0, by number
     layer_03-model_states.pt        weights of layer 3, without the layer in their names
 
 In 16 bits the masters round to the weights of their layers. No file states the key of a tied layer
-(`tied_modules.embed.weight`): its master rounds to a weight of several stages, and then the user
-must give the names. The names of all stages follow one another, those of the first stage first.
-In fp32 shapes and the order of the layers show names, if no two layers have the same weights.
+(`tied_modules.embed.weight`). Its master rounds to a weight of several stages, and then the user
+must give the names. The names of all stages follow one another, those of the first stage first. In
+fp32, shapes and the order of the layers show names, if no two layers have the same weights.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def open_stages(
     reading: Reading,
     tied: Mapping[int, str] | None,
 ) -> WholeStages:
-    """The optimizers of the stages of one tensor rank, whose layers have the files `layers`.
+    """The optimizers of one tensor rank's stages; `layers` are the files of its layers.
 
-    `tied` gives the keys of tied layers by the numbers of their files, if they are known already.
-    Raises MissingData if nothing shows the names of their parameters, WrongOption for names that do
-    not fit, UnsupportedCheckpoint if several layers may be a tied one.
+    `tied` maps numbers of files to keys of tied layers, if these are already known. Raises
+    MissingData if nothing shows the names of the optimizers' parameters, WrongOption for names that
+    do not fit, UnsupportedCheckpoint if several layers may be a tied one.
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
     has_masters = any(wrapper_of(each.first) is not None for each in states)
@@ -94,7 +94,7 @@ def open_stages(
 def _stated_shapes(
     states: Sequence[EngineStates], param_names: Sequence[str] | None
 ) -> dict[str, Shape | None]:
-    """The names that a file of zckpt's or the user states, with shapes as far as they are known."""
+    """Names that the user or a file written by zckpt states, with shapes as far as known."""
     if all(each.listed_shapes for each in states):
         return dict(chain(*(own.items() for each in states for own in each.param_shapes())))
     names = param_names or ()
@@ -107,7 +107,7 @@ def _stated_shapes(
 def _weights(
     layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
 ) -> Weights:
-    """The weights of all layers by their names in the whole model, tied ones once."""
+    """The weights of all layers by their names in the full model; tied weights once."""
     named = (
         (prefix_of(number, tied) + inner, file, value)
         for number, file in layers.items()
@@ -119,9 +119,9 @@ def _weights(
 def _ties(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> list[dict[int, str]]:
-    """All ways to give files of layers, by their numbers, the keys of tied ones.
+    """All possible assignments of tied layers' keys to layer files, by the files' numbers.
 
-    `shapes` are those of all names. Files of one tied layer have the same tensors.
+    `shapes` has all names. The files of one tied layer have the same tensors.
     """
     named = {*untied_layers(shapes)}
     choices: list[list[dict[int, str]]] = []
