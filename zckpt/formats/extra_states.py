@@ -1,7 +1,7 @@
-"""What does an optimizer's state dict have beside the states of its parameters?
+"""Values in an optimizer's state dict beside the states of its parameters.
 
-A number or a text is kept, and a target may lack it: the report says so. Anything else is a state
-of no parameter, which is not read: a target would lack it.
+A number or a text is kept. A target may lack it, and the report states the loss. Any other value is
+a state of no parameter. It is not read, and a target lacks it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..core.checkpoint.states import NO_PARAMETER, REASONS
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 
 Keep = Callable[[Any, str, dict[Key, Entry]], Any]
-"""Gives an inert value; the entries of its tensors, whose names begin with a path, are added."""
+"""Returns a value as inert data, and adds the entries of its tensors under a path."""
 
 
 class ExtraState(Struct, frozen=True):
-    """A value of an optimizer's state dict, and why it is not read."""
+    """A value of an optimizer's state dict, and the reason why it is not read."""
 
     key: Any
     value: Any
@@ -32,9 +32,9 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Rows of what is kept, and of what is not read.
+    """Rows of the kept values, and of those that are not read.
 
-    A key that is no text could be a parameter's; and of two that are equal, only one has the place.
+    A key that is no text may belong to a parameter. Of two equal keys, only one is kept.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}
@@ -52,5 +52,5 @@ def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, or a container without anything in it."""
+    """Whether a value is a number, a text, or an empty container."""
     return type(value) in PLAIN or (isinstance(value, (dict, list, tuple)) and not value)

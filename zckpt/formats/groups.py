@@ -1,10 +1,10 @@
-"""Which parameter groups the target's optimizer expects, if they differ from the source's.
+"""Adapts a source's parameter groups to the groups that the target's optimizer expects.
 
     DeepSpeed       drops groups without a trainable parameter (0.19.8)
     the Trainer     makes two: decayed weights, and the others; one may be empty (5.23)
 
-A scheduler's state has one item per group, so it changes with the groups: also in the trainer's own
-scheduler file, and in Lightning's list.
+A scheduler's state has one item per group, so it changes with the groups. This includes the
+trainer's own scheduler file, and Lightning's list.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..training.trainers import TRANSFORMERS, program_of
 from .format import Beginning
 from .schedulers import with_programs, with_schedulers
 
-# names of weights without weight decay in the Trainer (transformers 5.23)
+# names that the Trainer excludes from weight decay (transformers 5.23)
 NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))", re.IGNORECASE)
 
 
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
-    """The groups of what DeepSpeed trains, which is not what --frozen and --buffers name.
+    """The groups of the parameters that DeepSpeed trains, without those of --frozen and --buffers.
 
-    A scheduler that the program has kept elsewhere becomes the engine's, with as many groups.
-    Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
+    A scheduler that the program kept elsewhere becomes the engine's, with as many groups. Raises
+    WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
     """
-    if manifest.ranks:  # the run has dropped what is empty
+    if manifest.ranks:  # the run has dropped empty groups
         return manifest
     manifest = with_programs(manifest)
     manifest = _with_buffers(manifest, options[BUFFERS])
@@ -70,7 +70,10 @@ def of_trained(manifest: Manifest, options: Options) -> Manifest:
 
 
 def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
-    """What these patterns name is a buffer; raises WrongOption if one names no frozen parameter."""
+    """Turns frozen parameters that match `patterns` into buffers.
+
+    Raises WrongOption for a pattern that matches none.
+    """
     frozen = [name for name, each in manifest.parameters.items() if not each.trainable]
     buffers: set[str] = set()
     for pattern in patterns:
@@ -110,10 +113,11 @@ def without_empty_groups(manifest: Manifest) -> Manifest:
 
 
 def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
-    """The two groups that a Trainer's optimizer has, if DeepSpeed stored only one.
+    """The two groups of a Trainer's optimizer, if DeepSpeed stored only one.
 
     transformers makes one group of decayed weights and one of the others (5.23). DeepSpeed drops
-    the second group if it is empty. If the ds_config has the optimizer, all weights are one group.
+    the second group if it is empty. If the ds_config has the optimizer, all weights are in one
+    group.
     """
     groups = manifest.groups
     of_trainer = program_of(manifest.files.siblings) == TRANSFORMERS
@@ -136,9 +140,10 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 
 
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
-    """What a program of torch loads of parameters that were never updated.
+    """What a torch program needs for parameters that were never updated.
 
-    Its state dict helpers ask for a state of each (2.13). Apex's FusedAdam counts in groups.
+    Its state dict helpers require a state of each parameter (2.13). Apex's FusedAdam counts in
+    groups.
     """
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
 

@@ -344,14 +344,15 @@ def is_foreign(path: str) -> bool:
 
 
 def refuse_foreign(folder: str, names: Sequence[str]) -> None:
-    """Raises UnsupportedCheckpoint if another writer than torch.save wrote files of a folder.
+    """Raises UnsupportedCheckpoint if a writer other than torch.save wrote files of a folder.
 
-    mp_rank_00_model_states.pt-0.2    FastPersist (`checkpoint.writer`): part 0 of 2 of the file
-    mp_rank_00_model_states.pt        DataStates-LLM (`datastates_ckpt`): 8 bytes with the length of
-                                      the JSON that follows, the JSON, tensors, a pickle
+        mp_rank_00_model_states.pt-0.2    FastPersist (`checkpoint.writer`): part 0 of 2 of the file
+        mp_rank_00_model_states.pt        DataStates-LLM (`datastates_ckpt`): 8 bytes with the
+                                          length of the JSON, the JSON, tensors, a pickle
 
-    zckpt reads neither. DeepSpeed 0.19.8 writes both, and does not load the parts. At stage 3 the
-    names of FastPersist's files have no numbers: these are whole files of torch.save, and are read.
+    zckpt reads neither. DeepSpeed 0.19.8 writes both, and does not load the parts. In stage 3 the
+    names of FastPersist's files have no numbers: these are complete files of torch.save, and are
+    read.
     """
     wholes = {name: whole_name(name) for name in names}
     parts = [name for name, whole in wholes.items() if whole not in wholes]

@@ -335,25 +335,28 @@ class DeepSpeedTarget:
         kept = [[name for name in own if name is not None] for own in names]
         if len(kept) != len(trained) or (kept != trained and not self.experts):
             return [[*own] for own in trained]
-        return [  # other ep ranks have other groups of experts, and the same dense ones
+        return [  # other ep ranks have other groups of experts, and the same dense groups
             listed if own == known else [*known]
             for listed, own, known in zip(names, kept, trained, strict=True)
         ]
 
     @property
     def lists_frozen(self) -> bool:
-        """Whether the source shows that its optimizer's list has frozen parameters."""
+        """Whether the source shows frozen parameters in its optimizer's list."""
         return any(None in own for own in self.listed_names())
 
     @property
     def others(self) -> dict[str, dict[str, Any]]:
-        """States that are neither numbers nor of a parameter's shape, where they have a place."""
+        """States that are neither numbers nor of the parameter's shape.
+
+        Empty without a place for them.
+        """
         if self.options.weights_only or not self._by_itself:
             return {}
         return self.source.states.others
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
-        """States of a rank's part of a flat buffer, if the source's ranks had the same parts."""
+        """States of a rank's partition of a flat buffer, if the source has the same partitions."""
         engine, parts = self.engine, self.dp if self.engine.partitioned else 1
         if self.options.weights_only or engine.whole or buffer.ep > 1:
             return {}
@@ -380,14 +383,14 @@ class DeepSpeedTarget:
     def take_siblings(self) -> list[tuple[str, Sibling]]:
         """The trainer's files that are copied beside the tag, where the trainer looks for them.
 
-        Files of single ranks have no meaning at another data-parallel size: they are left out. So
-        are files that the target writes itself, as a universal checkpoint may have them.
+        Files of single ranks are left out, because they have no meaning at another data-parallel
+        size. So are files that the target writes itself, which a universal checkpoint may contain.
         """
         taken, own = [], f"{self.tag}/"
         of_ranks = {
             item.name for item in self.source.files.siblings if PER_RANK.fullmatch(item.name)
         }
-        # a source of whole tensors states no size
+        # a source of full tensors states no data-parallel size
         ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
         for sibling in self.source.files.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(own):
@@ -404,7 +407,7 @@ class DeepSpeedTarget:
 
     @property
     def states(self) -> set[str]:
-        """The optimizer states that buffers have."""
+        """The optimizer states of all buffers."""
         return {slot for buffer in self.buffers for slot in buffer.slots}
 
     @property
@@ -412,20 +415,20 @@ class DeepSpeedTarget:
         stated = self.source.run.origin.tag
         of_accelerate = program_of(self.source.files.siblings) == ACCELERATE
         if of_accelerate and (stated is None or OF_MODELS.fullmatch(stated)):
-            stated = "pytorch_model"  # which Accelerator.load_state asks for
+            stated = "pytorch_model"  # Accelerator.load_state asks for this tag
         if lightning.is_in(self.source):
             stated = lightning.TAG
         return str(stated or f"global_step{self.counters['global_steps']}")
 
     @property
     def version(self) -> str:
-        """The source's version of DeepSpeed, or that of the layout that is written."""
+        """The source's version of DeepSpeed, else the version of the written layout."""
         before = self.engine.before
         return (before.version if before is not None else None) or VERSION
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The engine's counters; where the source has none, those of a run of as many updates."""
+        """The engine's counters; missing ones are derived from the number of updates."""
         stated = (self.source.state.get("counters") or {}).items()
         kept = {key: value for key, value in stated if value is not None}
         fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": counted_updates(self.source)}
@@ -433,19 +436,20 @@ class DeepSpeedTarget:
 
     @property
     def step_place(self) -> StepPlace:
-        """Where the target's optimizer looks for its step: as the named class, or as the source."""
+        """Where the target's optimizer looks for its step: in the named class, or in the source."""
         name = adam_class(self.engine, self.source)
         return steps.WRITTEN[name] if name else steps.kept_place(self.source)
 
     @cached_property
     def scheduler(self) -> schedulers.Decided:
-        """The state of the scheduler that the engine makes, or that the program gives to it."""
+        """The state of the scheduler that the engine makes, or that the program passes to it."""
         return schedulers.decide(self.source, schedulers.named_in(self.engine.config))
 
     def counts(self, buffer: TargetBuffer) -> bool:
-        """Whether the state of a buffer has the step; without ZeRO, only a group's last may.
+        """Whether the state of a buffer contains the step.
 
-        A source without ZeRO keeps its form, and others get that of the engine.
+        Without ZeRO, only a group's last buffer may have it. A source without ZeRO keeps its form;
+        other sources get the engine's form.
         """
         alone = self._by_itself and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)
@@ -459,5 +463,5 @@ class DeepSpeedTarget:
         return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:
-        """`value` of the source's state, with tensors in the place of their names."""
+        """A value of the source's state, with names of tensors replaced by tensors."""
         return thawed(value, self.source.entries, storages)

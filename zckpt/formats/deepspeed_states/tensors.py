@@ -1,4 +1,4 @@
-"""Which tensors a manifest has: parameters, buffers, aliases, replicas, and where each lies."""
+"""The tensors of a manifest: parameters, buffers, aliases and replicas, with their places."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class ManifestTensors:
         self.entries[name, slot] = Entry(name, slot, dtype, shape, fragments)
 
     def add_trainable(self, buffer: FlatBuffer) -> None:
-        """The parameters of one flat buffer, in the user's order."""
+        """Adds the parameters of one flat buffer, in the user's order.
+
+        Stage 3 has placeholders in the module, with one element each before 0.6.
+        """
         for name, shape in buffer.shapes.items():
             if name in self.parameters:
                 raise CorruptCheckpoint(
@@ -51,7 +54,7 @@ class ManifestTensors:
                 )
             self.parameters[name] = Parameter(shape, group=buffer.group, step=buffer.step)
             self.numbers += of_parameters("number", {name: buffer.scalars})
-            if not self.ranks.partitioned:  # stage 3 leaves placeholders, of one element before 0.6
+            if not self.ranks.partitioned:  # stage 3 leaves placeholders
                 self._add_weight(name, shape)
             for slot in buffer.slots:
                 self.enter(name, slot.name, slot.dtype, shape, slot.fragments[name])
@@ -60,7 +63,7 @@ class ManifestTensors:
                 self.replicas.append(replace(self.entries[name, slot.name], fragments=fragments))
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Slot `param`: the module's own tensor."""
+        """Adds slot `param`: the module's own tensor."""
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return
@@ -76,10 +79,10 @@ class ManifestTensors:
         self.enter(name, "param", tensor.dtype, shape, file.fragments(tensor))
 
     def add_frozen(self) -> list[str]:
-        """Parameters that the optimizer does not own; returns the names of those that are lost.
+        """Adds parameters outside of the optimizer; returns the names of lost ones.
 
-        Stage 1 (and stage 2 before 0.9.1) keeps them in the module alone; stage 3 in fragments,
-        one per rank, and before 0.9.1 nowhere.
+        Stage 1 (and stage 2 before 0.9.1) keeps them only in the module. Stage 3 keeps them in
+        fragments, one per rank, and before 0.9.1 nowhere.
         """
         shapes = self.ranks.frozen_shapes or {}
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
@@ -101,7 +104,10 @@ class ManifestTensors:
         return lost
 
     def _add_frozen_slices(self, name: str, shape: tuple[int, ...], tensors: Sequence[Any]) -> None:
-        """One slice per rank; a parameter that stage 3 does not manage is whole on every rank."""
+        """Adds one slice per rank.
+
+        A parameter that stage 3 does not manage is replicated on every rank.
+        """
         if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
             self.enter(
                 name, "param", tensors[0].dtype, shape, self.ranks.models[0].fragments(tensors[0])
@@ -123,7 +129,10 @@ class ManifestTensors:
         self.enter(name, "param", tensors[0].dtype, shape, fragments)
 
     def add_buffers(self) -> list[str]:
-        """Persistent buffers, from rank 0; returns the names of those that differ between ranks."""
+        """Adds persistent buffers from rank 0.
+
+        Returns the names of those that differ between ranks.
+        """
         differing = []
         for name in self.buffer_names:
             self._add_weight(name, self.module[name].shape)
@@ -143,7 +152,7 @@ class ManifestTensors:
             self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
 
     def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
-        """Other ranks' copies, pickled equally, of the state that `kept` has entered for rank 0."""
+        """Adds other ranks' equally pickled copies of the state that `kept` entered for rank 0."""
         for path, value in values.items():
             self._add_state_replica(value, path, files)
 
@@ -157,15 +166,15 @@ class ManifestTensors:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Second names of tied weights: as stated (since 0.9.0), or by their common memory.
+        """Maps second names of tied weights to owners, as stated (since 0.9.0) or by storage.
 
-        It is asked for when all trainable parameters are known.
+        Call it only after all trainable parameters have been added.
         """
         stated = self.ranks.second_names.items()
         owners = {name: owner for name, owner in stated if name not in self.parameters}
         seen: dict[Any, str] = {}
         for name, value in self.module.items():
-            # stage 3's placeholders are empty, but a tied weight's two names share one
+            # stage 3's placeholders are empty, but the two names of a tied weight share one
             shows = isinstance(value, Tensor) and (self.ranks.partitioned or value.numel)
             if shows and name not in owners:
                 place = (self.ranks.file_of(name).path, value.place, value.shape, value.strides)
@@ -175,7 +184,7 @@ class ManifestTensors:
         return owners
 
     def add_aliases(self) -> list[str]:
-        """Second names of tied weights; returns those of weights that were left out of the save.
+        """Adds second names of tied weights; returns names whose weight was left out of the save.
 
         `exclude_frozen_parameters` leaves out a frozen weight by its first name alone (0.19.8).
         """
@@ -190,7 +199,7 @@ class ManifestTensors:
         return alone
 
     def _add_own_copy(self, alias: str, owner: str) -> None:
-        """A tied weight's second name may have been saved with memory of its own."""
+        """Adds a replica if a tied weight's second name was saved with a storage of its own."""
         copy, first = self.module.get(alias), self.module.get(owner)
         known = (owner, "param") in self.entries
         if not (known and isinstance(copy, Tensor) and isinstance(first, Tensor) and copy.numel):
@@ -206,17 +215,17 @@ class ManifestTensors:
         return of_parameters("other", self.kept(values, OF_OTHERS, self.ranks.optimizers[0]))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
-        """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
+        """`value` with its tensors as entries of slot `state`; 0-d tensors become numbers."""
         return file.kept(value, path, self.entries)
 
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
-        """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them.
+        """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number.
 
-        A target's shells then state it too: whoever compares what ranks estimated reads it there.
+        A target's shells then state the number too. Comparisons of ranks' estimates read it there.
         """
         return self.kept(file.number(value), path, file)
 
 
 def is_extra(name: str, value: Any) -> bool:
-    """Whether it comes from a module's get_extra_state: neither parameter nor buffer."""
+    """Whether a value comes from a module's get_extra_state: neither parameter nor buffer."""
     return not isinstance(value, Tensor) or name.endswith("_extra_state")

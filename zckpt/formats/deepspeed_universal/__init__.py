@@ -1,11 +1,11 @@
 """DeepSpeed's own universal checkpoints, which the engine loads with `load_universal`.
 
-    files.py      which files make the checkpoint
-    merged.py     everything else that the files say
-    read.py       the manifest, and its tensors: a folder per parameter, a file per state
-    slicing.py    how the engine cuts a whole tensor for tensor parallelism
-    write.py      such a directory for any data-parallel size
-    functions.py  what zckpt does with them
+    files.py      finds the checkpoint's files
+    merged.py     everything except tensors that the files state
+    read.py       builds the manifest and its tensors: a folder per parameter, a file per state
+    slicing.py    how the engine cuts a full tensor for tensor parallelism
+    write.py      writes such a directory for any data-parallel size
+    functions.py  the table of this format's functions
 
 The model files are those of formats/deepspeed; both share formats/deepspeed_states.
 """

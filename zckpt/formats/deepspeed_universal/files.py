@@ -1,4 +1,4 @@
-"""DeepSpeed's own universal checkpoints, which its converter makes and `load_universal` loads.
+"""The files of DeepSpeed's own universal checkpoints, which its converter makes.
 
     <run>/latest_universal                       the tag, as text
     <run>/<tag>/mp_rank_MM_model_states.pt       the run's model files as they were; MM counts
@@ -8,8 +8,9 @@
     <run>/<tag>/zero/<parameter>/fp32.pt         its master; exp_avg.pt ... its states
     <run>/<tag>/zero/<parameter>/step.pt         stage 1 and 2; stage 3: in optimizer_state.pt
 
-A tensor's file is a dictionary {param, cat_dim, ...} in stage 1 and 2, in stage 3 the flat tensor
-alone. `cat_dim` and its like tell the engine how to cut the whole tensor for tensor parallelism.
+`load_universal` loads them. In stages 1 and 2 a tensor's file is a dictionary {param, cat_dim,
+...}, in stage 3 only the flat tensor. Keys such as `cat_dim` tell the engine how to cut the full
+tensor for tensor parallelism.
 
 The model files are the same as in a run's directory. DeepSpeed also puts copies of frozen weights
 and buffers below zero/ as fp32.pt; nothing reads them.
@@ -37,16 +38,16 @@ POINTER = "latest_universal"
 KIND = TagKind("universal checkpoint of DeepSpeed", POINTER, holds_universal, universal_tags)
 ZERO = "zero"
 COMMON = "optimizer_state.pt"
-OURS = "zckpt"  # in optimizer_state.pt: these files are not the converter's
-CUTS = "zckpt_tensor_parallel"  # there too: by which rules the source's tensor ranks were joined
+OURS = "zckpt"  # key in optimizer_state.pt: zckpt wrote these files, not the converter
+CUTS = "zckpt_tensor_parallel"  # key there too: rules that joined the source's tensor ranks
 MASTER = "fp32"
-VIEW = "sub_param_shape"  # beside a tensor: a view of several parts, maybe of more dimensions
+VIEW = "sub_param_shape"  # key beside a tensor: a view of several parts, maybe of more dimensions
 
 ROLES = (*OF_RUN, role("optimizer", r"zero/.+"))
-"""What its files are for: those of the run that was converted, and the tensors."""
+"""The roles of this format's files: those of the converted run, and the tensors."""
 
 SliceInfo = dict[str, Any]
-"""What a tensor's file says beside the tensor: how it is cut for tensor parallelism."""
+"""The keys beside the tensor in its file: how it is cut for tensor parallelism."""
 
 
 def is_name(name: str) -> bool:
@@ -59,7 +60,7 @@ def is_name(name: str) -> bool:
 
 
 def model_files(directory: TagDirectory) -> list[list[str]]:
-    """Model files in rank order, by model-parallel rank: of stage 1 and 2 there is one each.
+    """Model files in rank order, for each model rank; stages 1 and 2 have one file each.
 
     Raises IncompleteCheckpoint and InconsistentCheckpoint.
     """

@@ -1,4 +1,4 @@
-"""What does zckpt do with these files?"""
+"""The functions of the format deepspeed-universal."""
 
 from ...files.torchshell import seal_records
 from ..format import Functions
@@ -11,5 +11,5 @@ FUNCTIONS = Functions(
     lay_out=lay_out,
     seal=seal_records,
     groups=of_trained,
-    begins=lambda _source, _options: "group",  # its loader asks for every state
+    begins=lambda _source, _options: "group",  # its loader requires every state
 )

@@ -1,4 +1,4 @@
-"""What a universal directory says beside its tensors."""
+"""The facts other than tensors in a DeepSpeed universal directory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from .slicing import info_of_patterns
 
 
 class MergedStates:
-    """The model files and optimizer_state.pt; `states` are what a run's own files would say.
+    """The model files and optimizer_state.pt; `states` has the same form as a run's files.
 
-    With tensor or pipeline parallelism the modules in the model files are shards: then `is_whole`
-    is False, and only what all ranks have alike is taken of them.
+    With tensor or pipeline parallelism the modules in the model files are shards. Then `is_whole`
+    is False, and only what all ranks share is read from the modules.
     """
 
     def __init__(self, directory: TagDirectory) -> None:
@@ -86,7 +86,7 @@ class MergedStates:
                 refuse(directory, "mixture-of-experts layers")
 
     def _of_all_ranks(self) -> Found:
-        """What counts of the module if each model rank has a shard of it."""
+        """Overrides of the module if each model rank has a shard of it."""
         aliases = [top.get("shared_params") or {} for top in self.tops]
         owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
         return Found(module=self._alike(), second_names=owners, frozen_shapes={})
@@ -115,7 +115,7 @@ class MergedStates:
 
     @property
     def module_dtype(self) -> str:
-        """The type of the module's weights; from the ds_config if the module is cut in shards."""
+        """The type of the module's weights; from the ds_config if the module is in shards."""
         if self.is_whole:
             return self.states.module_dtype
         for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
@@ -136,14 +136,14 @@ class MergedStates:
     # -- the parameters
 
     def _listed_shapes(self) -> Iterator[list[ParameterShapes]]:
-        """Every model-parallel rank's parameters as they lay in its flat buffers."""
+        """The parameters of every model rank, in the order of its flat buffers."""
         for top, file in zip(self.tops, self._first_models, strict=True):
             yield shapes_of_groups(top.get("param_shapes"), file)
 
     def shapes(self) -> list[ParameterShapes]:
-        """Parameters of every group (stage 3: sub-group) in the user's order, of all ranks.
+        """Parameters of every group (stage 3: sub-group), in the user's order, of all ranks.
 
-        Shapes are those of shards where the model was cut for tensor parallelism.
+        If the model was cut for tensor parallelism, the shapes are those of shards.
         """
         merged: list[ParameterShapes] = []
         for groups in self._listed_shapes():
@@ -154,7 +154,7 @@ class MergedStates:
         return merged
 
     def group_of(self, place: int) -> int:
-        """The group of a sub-group; in stage 1 and 2 they are the same."""
+        """The group of a sub-group; in stages 1 and 2 both are the same."""
         if self.states.partitioned:
             groups = self.states.bases[0]["param_groups"]
             for group in range(len(groups) if isinstance(groups, list) else 0):
@@ -163,9 +163,10 @@ class MergedStates:
         return place
 
     def warnings(self) -> list[Notice]:
-        """The converter takes round-robin files for plain ones (0.19.8), and nothing shows it.
+        """A warning about round-robin files, which the converter reads as plain ones (0.19.8).
 
-        It maps a group as it lies only if the group has alignment padding.
+        The converter maps a group in its laid-out order only if the group has alignment padding.
+        The files do not show that it went wrong.
         """
         states = self.states
         if OURS in states.first or not states.round_robin:
@@ -188,9 +189,9 @@ class MergedStates:
 
 
 def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
-    """What says how the run's tensors were cut, and a warning if zckpt does not run its patterns.
+    """The patterns by which the run's tensors were cut, and a warning if zckpt refuses them.
 
-    Tensors are whole here. It is needed for tensor ranks of a target alone.
+    Tensors in this directory are full. The patterns matter only for the tensor ranks of a target.
     """
     info = model.get(INFO)
     if not isinstance(info, dict):
@@ -204,14 +205,14 @@ def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
 
 
 def _base(state: dict[str, Any]) -> dict[str, Any]:
-    """The base optimizer's state, which stage 3 has, and its param_groups."""
+    """The base optimizer's state, which only stage 3 has, and its param_groups."""
     base = state.get("optimizer_state_dict")
     own = base if isinstance(base, dict) else {"state": {}}
     return {**own, "param_groups": state.get("param_groups")}
 
 
 def _dp(directory: TagDirectory, model: dict[str, Any], count: int, cuts_frozen: bool) -> int:
-    """The run's data-parallel size; frozen weights of stage 3 are cut over as many files."""
+    """The run's data-parallel size; in stage 3 frozen weights are cut over as many files."""
     stated = model.get("dp_world_size")
     dp = stated if isinstance(stated, int) and stated > 0 else count
     if cuts_frozen and model.get("frozen_param_shapes") and dp != count:

@@ -1,6 +1,6 @@
-"""The manifest of one of DeepSpeed's own universal checkpoints, and its tensors.
+"""Reads DeepSpeed's own universal checkpoints: their manifest and tensors.
 
-A parameter has a folder below zero/, and each of its states a file there.
+A parameter has a folder below zero/ with a file for each of its states.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .slicing import cuts_of
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a universal directory, or of the run directory whose latest it is.
+    """The manifest of a universal directory, or of a run directory's latest one.
 
-    Parameters whose steps differ keep them, unless `reading.step_policy` makes one of them. Raises
+    Parameters with different steps keep them, unless `reading.step_policy` chooses one. Raises
     NotACheckpoint, IncompleteCheckpoint (no zero/, no fp32.pt of a parameter),
     InconsistentCheckpoint (shapes that differ), CorruptCheckpoint, UnsupportedCheckpoint (MoE).
     """
@@ -63,7 +63,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def is_of_optimizer(file: str) -> bool:
-    """Whether a file below zero/ has a state of the optimizer; masters are the weights here."""
+    """Whether a file below zero/ is an optimizer state; masters are the weights here."""
     folder, name = os.path.split(file)
     return os.path.basename(os.path.dirname(folder)) == ZERO and name != f"{MASTER}.pt"
 
@@ -86,7 +86,7 @@ def _manifest(
         state = {**state, "universal": slicing}
     shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
     if not merged.is_whole:
-        state = {**state, "module": []}  # names of a rank's shard
+        state = {**state, "module": []}  # these are names of a rank's shard
     told = manifest.notices
     return with_files(manifest, [*merged.other_models, *folders.files]).replace(
         tensor_parallel=cuts_of(merged.states.first.get(CUTS), merged.patterns, shapes),
@@ -101,7 +101,10 @@ def _manifest(
 
 
 def _missing_steps(manifest: Manifest) -> list[Notice]:
-    """Converters before 0.14.1 wrote the step only of optimizers that keep it in the group."""
+    """A warning if steps are missing.
+
+    Converters before 0.14.1 wrote the step only of optimizers that keep it in the group.
+    """
     names = {entry.parameter for entry in manifest.slots.get("exp_avg_sq", ())}
     if not any(not manifest.parameters[name].step for name in names):
         return []
@@ -130,7 +133,7 @@ class ParameterFolders:
             self._refuse_swapped(paths_of_name)
 
     def _listed(self, name: str) -> list[str]:
-        """A parameter's files, its master first."""
+        """A parameter's files, with its master first."""
         if not is_name(name):
             raise CorruptCheckpoint(
                 "unsafe-name",
@@ -154,12 +157,12 @@ class ParameterFolders:
         return [master, *(path for path in paths if path != master and not self.weights_alone)]
 
     def _refuse_swapped(self, paths: Sequence[str]) -> None:
-        """Raises InconsistentCheckpoint if files of one parameter have each other's name."""
+        """Raises InconsistentCheckpoint if files of one parameter have swapped names."""
         folders = {path: self.by_path[path].saved_as for path in paths}
         refuse_others(saved_names((ANY,), folders), "states")
 
     def _copies(self, known: set[str]) -> list[str]:
-        """The converter's files of frozen weights and buffers; nothing else may be below zero/."""
+        """The converter's files of frozen weights and buffers; other files below zero/ raise."""
         paths = []
         for name in sorted(set(os.listdir(self.root)) - known):
             folder = os.path.join(self.root, name)
@@ -176,7 +179,10 @@ class ParameterFolders:
         return paths
 
     def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
-        """One per parameter, in the user's order; what they share stands at the first."""
+        """One flat buffer per parameter, in the user's order.
+
+        The first one has the shared facts.
+        """
         buffers = []
         for place, shapes in enumerate(self.shapes):
             group = self.merged.group_of(place)
@@ -198,7 +204,7 @@ class ParameterFolders:
     def _slots(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
-        """A parameter's slots, the numbers kept for it, and its shape."""
+        """A parameter's slots, its numbers, and its shape."""
         slots: list[BufferSlot] = []
         scalars: dict[str, Scalar] = {}
         for path in self.paths[name]:
@@ -231,13 +237,16 @@ class ParameterFolders:
         return slots, scalars, shape
 
     def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A flat tensor without the tail that converters before 0.19 leave at small parameters."""
+        """A flat tensor without the padding that converters before 0.19 leave in small ones."""
         numel, dp = prod(shape), self.merged.states.dp
         longer = tensor.contiguous and numel < tensor.numel <= dp * -(-numel // dp)
         return tensor.part(0, numel) if longer else tensor
 
     def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
-        """The tensor (or number) in a file, and what stands beside it; None if nothing does."""
+        """The tensor (or number) in a file, and the keys beside it.
+
+        None if the file is the tensor.
+        """
         value = file.value
         info = None
         if isinstance(value, dict):
@@ -259,11 +268,14 @@ class ParameterFolders:
         tensor: Any,
         info: SliceInfo | None,
     ) -> tuple[int, ...]:
-        """The whole parameter's shape; raises InconsistentCheckpoint if files contradict."""
+        """The full parameter's shape.
+
+        Raises InconsistentCheckpoint if files contradict each other.
+        """
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpoint("file-damaged", f"{file.path} holds no tensor", file=file.path)
         if info is None:
-            return stated  # a flat tensor does not know
+            return stated  # a flat tensor does not show its shape
         if info != {"cat_dim": 0} or self.merged.states.partitioned:
             self.infos[name] = info
         if VIEW in info and tensor.numel == prod(stated):
@@ -276,7 +288,7 @@ class ParameterFolders:
                     f"{list(stated)}",
                     file=file.path,
                 )
-            self.merged.states.module.pop(name, None)  # still has the rows
+            self.merged.states.module.pop(name, None)  # the module's tensor still has these rows
             message = f"rows of {name} that fill up the vocabulary"
             self.omitted.append(note("state-omitted", message, subject=name))
         return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
@@ -286,7 +298,7 @@ class ParameterFolders:
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
     ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
-        """Steps by name, every place that states one, and where the true one stands."""
+        """Steps by name, all places that state a step, and the place of the true one."""
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
         of_group = _number(states.optimizers[0], states.groups(group)[0].get("step"))
@@ -320,7 +332,8 @@ class ParameterFolders:
     def _refuse_differing(self, by_name: Mapping[str, agreement.Step]) -> None:
         """Raises InconsistentCheckpoint unless the parameters of a group have one step.
 
-        DeepSpeed counts the updates of a group, so that its loader stops too (0.19.8).
+        DeepSpeed counts the updates of a group, and its loader fails on different steps too
+        (0.19.8).
         """
         names = by_key((step, name) for name, step in by_name.items())
         if len(names) > 1:
@@ -335,6 +348,6 @@ class ParameterFolders:
 
 
 def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:
-    """A stored number and its shape; a tensor of one element by value."""
+    """A stored number and its shape; a tensor of one element becomes a number."""
     number = file.number(value)
     return number, number.shape if isinstance(number, Scalar) else ()

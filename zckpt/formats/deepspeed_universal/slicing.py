@@ -1,4 +1,4 @@
-"""How the engine cuts a whole tensor for tensor parallelism: what stands beside it in its file.
+"""The keys beside a full tensor in its file, by which the engine cuts it for tensor parallelism.
 
     rule of the source    beside the tensor (DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`)
 
@@ -8,7 +8,7 @@
     0:64,16,16            sub_param_shape
     a vocabulary          vocab_tensor too; its rows of padding are not there
 
-The loader of AutoTP's engines has its own map of the pieces, and does not look at this.
+The loader of AutoTP's engines has its own map of the pieces, and ignores these keys.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ Shape = tuple[int, ...]
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
-    """What a parameter's files say beside the tensor: what they said, or what DeepSpeed makes.
+    """The keys beside the tensor in a parameter's files, kept from the source or derived.
 
-    DeepSpeed makes it from the `universal_checkpoint_info` in the client state. None for the flat
-    tensor alone, as stage 3 has it if nothing is cut. Raises InconsistentCheckpoint, MissingData if
-    no rule says how a parameter is cut, UnsupportedCheckpoint if no file of DeepSpeed can say it.
+    DeepSpeed derives them from the `universal_checkpoint_info` in the client state. None for the
+    flat tensor alone, as stage 3 stores it if nothing is cut. Raises InconsistentCheckpoint,
+    MissingData if no rule covers a parameter, UnsupportedCheckpoint if no keys of DeepSpeed can
+    describe the cut.
     """
     kept = target.source.state.get("universal")
     if isinstance(kept, dict):
@@ -61,14 +62,14 @@ def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) ->
 
 
 def stated_patterns(source: Manifest) -> Mapping[str, Any]:
-    """What the user's program, or AutoTP, says to DeepSpeed's converter."""
+    """The `universal_checkpoint_info` from the user's program or AutoTP; empty without it."""
     client_state = source.state.get("client_state") or {}
     info = client_state.get(INFO)
     return info if isinstance(info, dict) else {}
 
 
 def used_rows(source: Manifest) -> dict[str, int]:
-    """The rows with a meaning of each vocabulary that has more, by the rules of tensor ranks."""
+    """The used rows of each padded vocabulary, by the rules of tensor ranks."""
     facts = source.run.tensor_parallel or UNCUT
     return {
         name: about.used
@@ -81,9 +82,9 @@ def used_rows(source: Manifest) -> dict[str, int]:
 
 
 def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
-    """How a parameter is cut, by the patterns that its name matches; by rows if none does.
+    """How a parameter is cut by the patterns that match its name; by rows if none does.
 
-    Raises InconsistentCheckpoint if they do not fit.
+    Raises InconsistentCheckpoint if the patterns do not fit.
     """
     try:
         return _by_patterns(patterns, name, shape)
@@ -121,7 +122,7 @@ def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceI
 def _sub_param_shape(
     patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: Shape
 ) -> Foreign:
-    """A SubparamShape; before version 0.4 a plain number was how many equal parts there are."""
+    """A SubparamShape; before version 0.4 a plain number was the count of equal parts."""
     sizes, axis = list(parts["shape"]), parts["partition_dim"]
     if isinstance(sizes[axis], int) and (patterns.get("universal_checkpoint_version") or 0.0) < 0.4:
         sizes[axis] = (shape[axis] // sizes[axis],) * sizes[axis]
@@ -145,7 +146,7 @@ def _info_of_rule(
 ) -> SliceInfo:
     """How a parameter of tensor ranks is cut, by the rule that joined them.
 
-    `stated` is what the checkpoint's own patterns say. It is taken if it means the same.
+    `stated` is the cut by the checkpoint's own patterns. It is used if it means the same.
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -176,7 +177,7 @@ def _info_of_rule(
 
 
 def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
-    """What stands for a placement; None if nothing can, as for parts of a sum and for boxes."""
+    """The keys that describe a placement; None if none can (parts of a sum, boxes)."""
     cut = placement.plain
     if not isinstance(cut, Cut):
         return {} if cut.is_replicated else None
@@ -188,7 +189,7 @@ def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
 
 
 def placement_of(info: SliceInfo, shape: Shape) -> Placement:
-    """The placement that says the same as what stands beside a tensor."""
+    """The placement that the keys beside a tensor describe."""
     view = info.get(VIEW)
     if view is not None:
         fields = fields_of(view)
@@ -209,7 +210,10 @@ def placement_of(info: SliceInfo, shape: Shape) -> Placement:
 
 
 def _cuts_alike(patterns: Mapping[str, Any], name: str, stated: SliceInfo) -> bool:
-    """Whether patterns cut along the same dimension as the map of pieces, if there is one."""
+    """Whether patterns cut along the same dimension as the affine map.
+
+    Without a map, by the view.
+    """
     maps = (patterns.get("affine_map") or {}).get("params") or {}
     mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)
     if mapped is None or VIEW in stated:
@@ -220,16 +224,16 @@ def _cuts_alike(patterns: Mapping[str, Any], name: str, stated: SliceInfo) -> bo
     return cut == {stated.get("cat_dim")}
 
 
-# -- what a directory says
+# -- what a directory states
 
 
 def cuts_of(
     stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> TensorParallel | None:
-    """How the parameters of a directory are cut over tensor ranks; None if nothing says it.
+    """How the parameters of a directory are cut over tensor ranks; None if nothing states it.
 
-    `stated` are the rules that zckpt has put there. DeepSpeed's converter puts the program's
-    `patterns` there. The files of tensors do not say enough: those of AutoTP name no dimension.
+    `stated` are the rules that zckpt wrote. DeepSpeed's converter writes the program's `patterns`.
+    The files of tensors do not suffice: those of AutoTP name no dimension.
     """
     if stated is not None:
         return TensorParallel.of_state(convert(stated, dict[str, Any]))

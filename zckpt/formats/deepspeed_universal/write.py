@@ -1,9 +1,10 @@
-"""DeepSpeed's own universal checkpoints, as shells.
+"""Writes DeepSpeed's own universal checkpoints, as shells.
 
-The model files are those of a run's directory without pipelines and tensor parallelism. Turned
-down: a copy of each model rank's file, as DeepSpeed has them. Its loader takes no weights from
-there, and one file with the whole model serves any grid (0.19.8). Turned down too: the copies of
-frozen weights and buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
+The model files are those of a run without pipelines and tensor parallelism.
+
+Rejected alternatives: a copy of each model rank's file, as DeepSpeed writes them. Its loader reads
+no weights from there, and one file with the full model serves any grid (0.19.8). Also rejected: the
+copies of frozen weights and buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from ..vocabulary import omitted_rows, resized
 from .files import COMMON, CUTS, MASTER, OURS, POINTER, ZERO, SliceInfo, is_name
 from .slicing import keeps_padding, slice_info, used_rows
 
-ADAM = {"exp_avg", "exp_avg_sq"}  # the only states that the loader of stage 3 looks for
+ADAM = {"exp_avg", "exp_avg_sq"}  # the only states that the loader of stage 3 reads
 
 SliceInfos = Mapping[str, SliceInfo | None]
 
@@ -57,11 +58,12 @@ SliceInfos = Mapping[str, SliceInfo | None]
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of a directory that the engine loads at any data-parallel size.
 
-    Of a grid too, and for any other one: the model is whole, and its one model file has what all
-    model ranks read. The form is that of the target's stage. Raises before anything is written, as
-    deepspeed/write.py does, and UnsupportedCheckpoint for what the engine's loader cannot take:
-    numbers that an optimizer keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names
-    that cannot be the names of folders.
+    Source and target may have any grid: tensors are full, and the single model file has what all
+    model ranks read. The form depends on the target's stage.
+
+    Raises before anything is written, with the errors of deepspeed/write.py. Also raises
+    UnsupportedCheckpoint for a source that the engine's loader cannot load: numbers per parameter
+    (NAdam), in stage 3 any optimizer but Adam, and names that cannot be names of folders.
     """
     refuse_experts(source)
     rows = used_rows(source)
@@ -88,7 +90,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     def shells() -> Iterator[Shell]:
         yield Shell.of(POINTER, target.tag.encode())
-        # the loader does not load the modules' weights: only what the source holds is written
+        # the loader skips the modules' weights, so only weights of the source are written
         yield from model_files(target, derives=False)
         yield _common_file(target, f"{target.tag}/{ZERO}/{COMMON}")
         for buffer in target.buffers:
@@ -115,7 +117,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def _as_one_rank(source: Manifest) -> Manifest:
-    """The whole model, without the sizes of the grid that it was trained on."""
+    """The full model, without the sizes of the grid that it was trained on."""
     engine = source.run.engine
     if isinstance(engine, FlatBufferEngine) and _is_auto(engine.config):
         config = dict(engine.config or {})
@@ -151,7 +153,7 @@ def _check_names(target: DeepSpeedTarget) -> None:
 
 
 def _check_loader(target: DeepSpeedTarget) -> None:
-    """Raises UnsupportedCheckpoint for what `load_universal` cannot load (0.19.8)."""
+    """Raises UnsupportedCheckpoint for states that `load_universal` cannot load (0.19.8)."""
     numbers = sorted({key for buffer in target.buffers for key in buffer.scalars})
     if numbers:
         raise UnsupportedCheckpoint(
@@ -189,7 +191,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
 
 
 def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
-    """What the engine's loader leaves as the program has made it."""
+    """Warnings about values that the engine's loader does not load."""
     warnings = []
     frozen = [name for name in target.frozen if (name, "param") in target.source.entries]
     for what, names in (("frozen weights", frozen), ("buffers", target.source.buffers)):
@@ -206,7 +208,7 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
         )
         warnings.append(warning("program-must-set", message, subject="param_groups"))
     if target.engine.partitioned:
-        # engine.py _load_checkpoint reads an ordinary checkpoint there, and does not use it
+        # engine.py _load_checkpoint reads an ordinary checkpoint there without using it
         message = (
             "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) stops for want of a "
             "file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
@@ -214,7 +216,8 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
         )
         warnings.append(warning("engine-fault", message, subject="load_optimizer_states"))
     if target.engine.partitioned and version_numbers(target.version) < (0, 18):
-        # 0.14.5 to 0.17.6, zero/stage3.py: it takes param_shapes[0] alone, and cuts by local rank
+        # 0.14.5 to 0.17.6, zero/stage3.py: the loader reads only param_shapes[0], and cuts by local
+        # rank
         message = (
             f"the source was written by DeepSpeed {target.version}: {UNIVERSAL_STAGE_3.message}: "
             f"{UNIVERSAL_STAGE_3.hint}"
@@ -224,7 +227,7 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Notice]:
-    """Where the engine's loader fails, or loads to wrong places."""
+    """Warnings about layouts with which the engine's loader fails, or misplaces tensors."""
     warnings = []
     if target.engine.round_robin and not target.engine.aligned:
         message = (
@@ -253,7 +256,7 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[Noti
 
 
 def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]:
-    """What the engine's loader cannot do for some grids (0.19.8)."""
+    """Warnings about grids that the engine's loader does not support (0.19.8)."""
     warnings = []
     pp, tp = source.run.origin.pp or 1, source.run.origin.tp or 1
     if pp > 1 and any(group != target.groups[0] for group in target.groups):
@@ -275,7 +278,7 @@ def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[Notice]
 
 
 def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
-    """optimizer_state.pt: groups, loss scale; in stage 3 the steps too."""
+    """optimizer_state.pt: groups and loss scale; in stage 3 also the steps."""
     storages = Storages()
     value: dict[str, Any] = {OURS: 1, **own_statements(target), "ds_version": target.version}
     if not target.engine.wraps_bf16:
@@ -292,7 +295,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
         value |= clipping(target)
     if (facts := target.source.run.tensor_parallel) is not None:
         value[CUTS] = facts.to_state()
-    # the loader takes nothing of what stands beside groups and states
+    # the loader ignores all keys other than groups and states
     groups = value["param_groups"] = base_state(target, states, storages)["param_groups"]
     if target.engine.partitioned:
         value["optimizer_state_dict"] = {"state": states, "param_groups": groups}
@@ -307,7 +310,7 @@ def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> 
 def _parameter_files(
     target: DeepSpeedTarget, name: str, slots: Mapping[str, str], info: SliceInfo | None
 ) -> Iterator[Shell]:
-    """A parameter's master and states, and in stage 1 and 2 its step."""
+    """A parameter's master and states; in stages 1 and 2 also its step."""
     folder = f"{target.tag}/{ZERO}/{name}"
     tensors = {MASTER: target.master_dtype(name)}
     tensors |= {slot_key(slot): dtype for slot, dtype in slots.items()}

@@ -1,15 +1,15 @@
-"""Files of torch.save: whole, or one per rank.
+"""Files of torch.save: complete, or one per rank.
 
-    files.py          which files make the checkpoint
-    read.py           the state dicts in them, and their manifest
+    files.py          finds the checkpoint's files
+    read.py           reads the state dicts and builds their manifest
     sharded_tensors.py  ShardedTensor and DTensor in the file of one rank
-    rank_trees.py     the same, merged over all ranks
+    rank_trees.py     merges the state dicts of all ranks
     averages.py       averages that ranks saved as plain slices, beside the model's DTensors
     items.py          ranks' items as torch_checkpointing names them, and slices in safetensors
-    zero_redundancy.py  the state that each rank saved of its own part
-    write.py          whole files that plain torch and trainers load
-    write_ranks.py    files that each of N ranks loads alone, as verl saves FSDP2
-    functions.py      what zckpt does with them
+    zero_redundancy.py  local states of ZeroRedundancyOptimizer's ranks
+    write.py          complete files that plain torch and trainers load
+    write_ranks.py    files for each of N ranks, as verl saves FSDP2
+    functions.py      the table of this format's functions
     gather.py         how torch joins ranks' parts: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.

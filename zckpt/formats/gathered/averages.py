@@ -1,11 +1,11 @@
-"""Averages of weights that ranks saved as plain slices: where do their parts belong?
+"""Joins averages of weights that ranks saved as plain slices.
 
     model    fc.weight    DTensor    rank 0: rows 0 to 9    rank 1: rows 10 to 19 ...
     ema      fc.weight    plain      rank 0: 10 rows        rank 1: 10 rows ...
 
-A program that averages `parameter.to_local()` saves no placement. If names and shapes of all ranks
-are those of the parts of the model's own DTensors (or ShardedTensors), so are the places. Slices
-under other names, or of other shapes, are left out: one rank's are never taken for all.
+A program that averages `parameter.to_local()` saves no placement. If names and shapes on all ranks
+match the parts of the model's own DTensors (or ShardedTensors), the slices get the same places.
+Slices with other names or shapes are left out: one rank's slice never stands for all ranks.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .sharded_tensors import (
 )
 
 Tensors = dict[int, Tensor]
-"""A plain tensor of each rank."""
+"""The plain tensor of each rank."""
 
 
 class RankFiles(Struct, frozen=True):
-    """The files of one kind by rank, whose trees stand at `place`."""
+    """The files of one kind by rank; `place` is the path of their trees."""
 
     place: TreePath
     files: Mapping[int, TorchFile]
 
     def values(self, path: TreePath) -> dict[int, Any]:
-        """What each rank has at a path."""
+        """The value of each rank at a path."""
         return {rank: _at(file.value, path) for rank, file in self.files.items()}
 
 
 class Model(Struct, frozen=True):
-    """A dictionary of DTensors, and the place of each rank's parts."""
+    """A dictionary of DTensors, from which the places of each rank's parts are known."""
 
     path: TreePath
     ranks: RankFiles
@@ -69,7 +69,7 @@ class Model(Struct, frozen=True):
 def joined(
     tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
-    """The tree with averages joined or left out; the warnings, and which paths are settled so."""
+    """The tree with averages joined or left out, warnings, and a test for the settled paths."""
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
         Model(path, each, frozenset(names), frozenset(value.keys() - names), MeshCache())
@@ -113,7 +113,7 @@ def _of_model(
     place: TreePath,
     differing: set[TreePath],
 ) -> tuple[dict[Any, Leaf], bool]:
-    """The joined leaves, if the tensors are parts as those of one model; and if they are slices."""
+    """The joined leaves if the tensors match one model's parts; and whether they are slices."""
     is_slices = False
     for model in models:
         called = _called(tensors, model)
@@ -145,7 +145,7 @@ def _of_model(
 
 
 def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> bool:
-    """Whether some of these shapes by rank are those of the parts of a DTensor."""
+    """Whether some of these shapes by rank match the parts of a DTensor."""
     for model in models:
         for name in model.names:
             cut = model.cut(name)
@@ -157,12 +157,12 @@ def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> 
 
 
 def _sizes(tensor: DistributedTensor) -> tuple[int, ...] | None:
-    """The shape of a rank's one part; None if it has none, or several."""
+    """The shape of a rank's part; None if the rank has no part or several."""
     return tensor.parts[0].sizes if len(tensor.parts) == 1 else None
 
 
 def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
-    """Whether each rank has the tensor itself, and none has it as a part."""
+    """Whether each rank has the full tensor rather than a part of it."""
     wholes = {each.shape for each in cut.values()}
     return all({tensor.shape} == wholes for tensor in tensors.values())
 
@@ -170,7 +170,7 @@ def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
 def _leaf(
     name: str, tensors: Tensors, cut: Mapping[int, DistributedTensor], ranks: RankFiles
 ) -> Leaf | None:
-    """The tensor of which each rank has the part that it has of a DTensor; None if it has not."""
+    """The tensor whose parts match those of a DTensor; None if they do not match."""
     if tensors.keys() != cut.keys() or len({tensor.dtype for tensor in tensors.values()}) > 1:
         return None
     parts: dict[TreePath, LocalPart] = {}
@@ -189,7 +189,7 @@ def _leaf(
 
 
 def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
-    """The model's names of tensors: their own, or those without a wrapper's beginning."""
+    """The model's names for these tensors, with or without a wrapper's prefix; empty if unknown."""
     names = model.names | model.plain
     if any(key in model.names for key in keys):
         return {key: key for key in keys}
@@ -201,7 +201,7 @@ def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
 
 
 def _tables(ranks: RankFiles) -> Iterator[tuple[TreePath, Any]]:
-    """The dictionaries and lists of the first rank with tensors, outside of optimizers."""
+    """The dictionaries and lists with tensors on the first rank, outside of optimizers."""
     for path, value in _containers(ranks.files[min(ranks.files)].value):
         items = value.values() if isinstance(value, dict) else value
         if any(_is_plain(item) or is_distributed(item) for item in items):

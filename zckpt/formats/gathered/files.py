@@ -1,4 +1,4 @@
-"""Which files make a checkpoint of torch.save: by their names, and by their content.
+"""Finds the files of a torch.save checkpoint, by their names and by their content.
 
     ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
     model.pt + optim.pt                             whole, under any of the names in WHOLE
@@ -10,8 +10,7 @@
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
     model_R.pt + optimizer_R.pt + ...               ranks' items (torch_checkpointing), see items.py
 
-The names tell files apart. State dicts are told apart by their content: see
-statedict/state_dict_search.py.
+Names distinguish files. Content distinguishes state dicts: see statedict/state_dict_search.py.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from . import items, sharded_tensors
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 ACCELERATES = "optimizer.bin"
-WHOLE = {  # names of whole files, the likeliest first
+WHOLE = {  # names of complete files, the likeliest first
     "model": (
         *("model.pt", "model.pth", "model.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin"),
         *("pytorch_model.bin.index.json", "model.safetensors", "model.safetensors.index.json"),
@@ -59,8 +58,7 @@ NUMBERED = (
     *("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", ACCELERATES),
     "extra.pt",
 )
-"""Names to which Accelerate adds a number for a second model or optimizer (1.15), and zckpt to its
-own file."""
+"""Names that Accelerate numbers for a second model or optimizer (1.15), and zckpt's own file."""
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
 OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
 OTHER_NAMES = (
@@ -75,14 +73,14 @@ ROLES = (
     role("optimizer", r".*optim[^/]*"),
     role("model", r".*(?:model|weights)[^/]*"),
 )
-"""What its files are for, as far as their names say it."""
+"""The roles of this format's files, as far as their names show them."""
 
 
 class StateDictFiles(Struct, eq=False):
-    """Paths of one checkpoint: whole files by key, and ranks' files by key and rank.
+    """Paths of one checkpoint: complete files by key, and ranks' files by key and rank.
 
-    A key is a place in the tree of state dicts; None if one kind of file has the whole tree. Of
-    `items` that are not distributed, any ranks may have saved a file.
+    A key is a place in the tree of state dicts; None if one kind of file has the full tree. With
+    `items`, some items may be undistributed, and any ranks may have saved their files.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -98,7 +96,7 @@ class StateDictFiles(Struct, eq=False):
 
     @property
     def missing(self) -> list[Notice]:
-        """Warnings about files of Accelerate's that are not there, though further ones are."""
+        """Warnings about gaps in the numbers of Accelerate's files."""
         warnings: list[Notice] = []
         for kind in ("model", "optim"):
             paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]
@@ -113,30 +111,30 @@ class StateDictFiles(Struct, eq=False):
         return warnings
 
     def is_of_optimizer(self, path: str) -> bool:
-        """Whether a file is that of an optimizer alone, beside those of a model."""
+        """Whether a file contains only an optimizer, beside files of a model."""
         has_model = any(_is_of("model", key) for key in (*self.whole, *self.ranks))
         return has_model and _is_of("optim", os.path.basename(path))
 
     def without_optimizers(self) -> StateDictFiles:
-        """The other files."""
+        """The files without those of optimizers."""
         whole = {key: path for key, path in self.whole.items() if not _is_of("optim", key)}
         ranks = {key: paths for key, paths in self.ranks.items() if not _is_of("optim", key)}
         return StateDictFiles(whole, ranks, self.world, self.items)
 
     @property
     def of_torch(self) -> list[str]:
-        """The paths of all files of torch.save that are named."""
+        """The paths of all torch.save files among these files."""
         paths = [*self.whole.values(), *chain(*(paths.values() for paths in self.ranks.values()))]
         return [path for path in paths if not path.endswith((".json", ".safetensors"))]
 
 
 def _is_of(kind: str, key: str | None) -> bool:
-    """Whether a key is of a model, or of an optimizer."""
+    """Whether a key belongs to this kind: a model or an optimizer."""
     return key is not None and _kind(key) == kind
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag for a model's with an optimizer's state, and for any single file of both."""
+    """One empty tag for a model with its optimizer's state, in one file or several; else none."""
     if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
     names = _seen(path)
@@ -147,9 +145,9 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """What folders of other formats have too, so that it counts only if no format is found.
+    """Tags of folders that other formats have too, so they count only if no format is found.
 
-    These are a model's weights alone, and a folder of single files; the tags are their names.
+    These are a model's weights alone (one empty tag), and a folder of single files (their names).
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
@@ -161,20 +159,20 @@ def detect_weak(path: str) -> list[str]:
 
 
 def _are_of_ranks(names: Sequence[str]) -> bool:
-    """Whether names are those of ranks that saved together."""
+    """Whether the names belong to ranks that saved together."""
     places = [own and (own.stem, own.at("world")) for own in map(_of_rank, names)]
     return None not in places and len({*places}) == 1
 
 
 def counter(path: str) -> int | None:
-    """The `global_step` of a file of Lightning's, or of another program that counts in this way."""
+    """The `global_step` in a file of Lightning, or of another program with such a counter."""
     return number_in(path, (COUNTER,)) if sources.is_file(path) else None
 
 
 def updates(path: str) -> float | None:
-    """The largest step of a parameter in the optimizers of one file, or of a folder's whole files.
+    """The largest step of a parameter in the optimizers of one file, or of a folder's files.
 
-    Reads these numbers alone.
+    Reads only the steps.
     """
     files = [path]
     if sources.is_folder(path):
@@ -196,7 +194,7 @@ def _stated_in(path: str) -> Iterator[float]:
 
 
 def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
-    """The steps that optimizers state for their parameters, in what a program has saved."""
+    """The steps that optimizers state for their parameters, at any place in a saved value."""
     if isinstance(value, dict) and "param_groups" in value:
         states = value.get("state")
         states = states.values() if isinstance(states, dict) else ()
@@ -209,7 +207,7 @@ def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _names(folder: str) -> list[str]:
-    """Names of everything but folders; a pipe or a link to nothing fails when it is opened."""
+    """Names of everything but folders; a pipe or a broken link fails when it is opened."""
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
@@ -219,13 +217,13 @@ def _names(folder: str) -> list[str]:
 
 
 def _seen(folder: str) -> list[str]:
-    """The names; none if it is no folder, or one that nobody may list (`lost+found`)."""
+    """The names in a folder; empty if it is no folder, or not readable (`lost+found`)."""
     may_be_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     return _names(folder) if may_be_listed else []
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The whole file of each kind, and of further models and optimizers of one program."""
+    """The complete file of each kind, and of further models and optimizers of one program."""
     present = set(names)
     whole = {
         kind: name
@@ -234,19 +232,19 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
     }
     if whole.get("optim", ACCELERATES) != ACCELERATES:
         return whole
-    # the first optimizer's file may be lost, and further ones not
+    # the first optimizer's file may be lost while further ones exist
     first = {"optim": ACCELERATES, **whole} if "model" in whole else whole
     for kind, name in [(kind, name) for kind, name in first.items() if name in NUMBERED]:
         alike = [other for other in names if other.startswith(name.partition(".")[0])]
         further = [other for other in alike if other != name and _without_number(other) == name]
         by_number = {number_of(other): other for other in further}
-        if 0 not in by_number:  # then the numbers are those of ranks
+        if 0 not in by_number:  # otherwise the numbers are those of ranks
             whole |= {f"{kind}_{number}": by_number[number] for number in sorted(by_number)}
     return whole
 
 
 def _without_number(name: str) -> str:
-    """The first model's name: `optimizer.bin` for `optimizer_1.bin`."""
+    """The name of the first model's file: `optimizer.bin` for `optimizer_1.bin`."""
     stem, dot, ending = name.partition(".")
     found = counted(stem, "")
     return f"{found[0] if found else stem}{dot}{ending}"
@@ -257,7 +255,7 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
-    """Files that have everything, by the usual endings."""
+    """Single files with complete state dicts, by the usual endings."""
     return by_counting(
         name
         for name in names
@@ -266,14 +264,14 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_others(name: str) -> bool:
-    """Whether files of this name are other formats' or trainers' own."""
+    """Whether files of this name belong to other formats or to trainers."""
     is_random_state = name.startswith(("rng_state", "rng_global_rank"))  # AutoModel's is the last
-    is_part = "_states.pt-" in name  # DeepSpeed's, of FastPersist
+    is_part = "_states.pt-" in name  # a part of DeepSpeed's file that FastPersist wrote
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
 
 def _of_rank(name: str) -> Known | None:
-    """What the name of a rank's file says: its stem, the rank, and maybe the number of ranks."""
+    """The stem, rank and maybe number of ranks in the name of a rank's file; None for others."""
     return None if "rank" not in name or _is_others(name) else known(sharded_tensors.OF_RANKS, name)
 
 
@@ -292,14 +290,14 @@ def _is_part(folder: str, name: str) -> bool:
 
 
 def _has_state_dicts(path: str) -> bool:
-    """Whether a single file has state dicts: tensors by name, and not those of other formats."""
+    """Whether a single file has state dicts of this format: tensors by name."""
     name = os.path.basename(path)
     if _is_others(name) or name.endswith(".distcp") or not is_torch(path):
         return False
     try:
         value = peek(path)
     except ZckptError:
-        return name.endswith(ENDINGS)  # reading it will say what is wrong
+        return name.endswith(ENDINGS)  # reading it will report the error
     return (
         not isinstance(value, list)
         and _has_tensors(value)
@@ -319,7 +317,7 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
 
 
 def whole_of(path: str) -> str | None:
-    """The checkpoint of which a file has the optimizer alone."""
+    """The folder of the checkpoint that a file of an optimizer or an item belongs to."""
     if not sources.is_file(path):
         return None
     folder, name = os.path.split(path)
@@ -332,7 +330,7 @@ def whole_of(path: str) -> str | None:
 
 
 def slices(path: str) -> list[str]:
-    """The safetensors files that are slices of one model, if `path` is one or a folder of them."""
+    """The safetensors files that are slices of one model, if `path` is a slice or their folder."""
     is_folder = sources.is_folder(path)
     names = _names(path) if is_folder else [os.path.basename(path)]
     if not any(counted(name, ".safetensors") for name in names) or "model" in _whole(names):
@@ -387,7 +385,7 @@ def locate(path: str) -> StateDictFiles:
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
-    """Ranks' files by kind, and whole files of the kinds that no rank has."""
+    """Ranks' files by kind, and complete files of the kinds that no rank has."""
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()
     for own, name in ((own, name) for name in names if (own := _of_rank(name))):
@@ -431,7 +429,7 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
 
 
 def _kind(stem: str) -> str | None:
-    """What a rank's file has, by its name."""
+    """The kind of a rank's file, by its name: "optim", "model" or None."""
     if "optim" in stem:
         return "optim"
     is_model = "model" in stem or "weights" in stem

@@ -1,4 +1,4 @@
-"""What does zckpt do with these files?"""
+"""The functions of the format gathered."""
 
 from ...core.checkpoint.manifest import Manifest
 from ...core.passes.layout import Layout
@@ -12,13 +12,13 @@ from .read import read
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """Whole files, or with `--dp` those of ranks."""
+    """Lays out complete files, or with `--dp` files of ranks."""
     lay_out_files = write.lay_out if options[DP] is None else write_ranks.lay_out
     return lay_out_files(source, options)
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Whole files are loaded at any size; those of ranks by as many ranks."""
+    """The obstacle of ranks' files, which need as many ranks; complete files load at any size."""
     return other_dp(source, options) if source.run.origin.dp else []
 
 

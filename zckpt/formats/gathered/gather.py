@@ -1,4 +1,4 @@
-"""How torch joins what ranks saved in files of their own: the rule behind `verify --gather`.
+"""How torch joins files that ranks saved separately: the rule behind `verify --gather`.
 
     DTensor          `full_tensor()` concatenates the local tensors along the axis of every `Shard`,
                      in the order of the ranks' coordinates in the mesh: those of `_StridedShard`
@@ -8,11 +8,12 @@
     names            of a group's parameters are those of all ranks (stages of a pipeline)
     other values     are those of the first rank
 
-(torch 2.13: distributed/tensor/_redistribute.py, distributed/_shard/sharded_tensor/api.py.) The
-reader's modules are not used here, because `verify --gather` proves the reader: it computes the
-parts of a DTensor from the size of the mesh, and takes every rank's own word for its shards.
+(torch 2.13: distributed/tensor/_redistribute.py, distributed/_shard/sharded_tensor/api.py.) This
+module does not use the reader's modules, because `verify --gather` proves the reader. The reader
+computes the parts of a DTensor from the size of the mesh, and relies on every rank's own statement
+of its shards.
 
-ZeroRedundancyOptimizer's local states have numbers of each rank. No file says which parameters
+ZeroRedundancyOptimizer's local states have numbers of each rank. No file states which parameters
 these are, so they have no names here.
 """
 
@@ -67,7 +68,7 @@ def _partitions(files: StateDictFiles) -> list[Partition]:
 
 
 def _whole_file(path: str, parsed: Parsed) -> Any:
-    """The values of a file that is not one rank's."""
+    """The values of a file that belongs to no single rank."""
     if path.endswith(".json"):
         with sources.opened(path) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -80,7 +81,7 @@ def _whole_file(path: str, parsed: Parsed) -> Any:
 
 
 def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
-    """The names of an optimizer's numbers, if zckpt wrote them beside."""
+    """The names of an optimizer's numbers, if zckpt wrote them in extra.pt."""
     value = TorchFile(whole["extra"], parsed).value if "extra" in whole else None
     stated = value.get("zckpt") if isinstance(value, dict) else None
     names: Sequence[str] = (stated.get("numbers") or ()) if isinstance(stated, dict) else ()
@@ -88,7 +89,7 @@ def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
 
 
 class _Ranks:
-    """The files of ranks, which are one tree of state dicts together."""
+    """The files of ranks, which together form one tree of state dicts."""
 
     def __init__(self, files: Mapping[int, TorchFile]) -> None:
         self.files = files
@@ -122,7 +123,10 @@ class _Ranks:
         return gather.whole(self.files[first], value) if isinstance(value, Tensor) else value
 
     def _joined(self, by_rank: Mapping[int, Foreign]) -> gather.Saved:
-        """All ranks' parts of a DTensor or ShardedTensor; of equal boxes the first rank's."""
+        """All ranks' parts of a DTensor or ShardedTensor.
+
+        Of equal boxes the first rank's counts.
+        """
         _, cls, about, _ = next(iter(by_rank.values())).arguments
         shape = tuple(about[2])
         states = {rank: value.arguments[3] for rank, value in by_rank.items()}
@@ -134,7 +138,7 @@ class _Ranks:
         return gather.joined(TORCH_DTYPES[about[1].name], shape, list(boxes.values()))
 
     def _of_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
-        """Every rank's local tensor, behind those of smaller coordinates along each axis."""
+        """Every rank's local tensor, placed after those of smaller coordinates along each axis."""
         tensors: dict[int, Tensor] = {}
         positions: dict[int, list[tuple[int, ...]]] = {}
         lengths: list[dict[tuple[int, ...], int]] = [{} for _ in shape]
@@ -200,12 +204,12 @@ class _Ranks:
 
 
 def _is_strided(placed: tuple[Foreign, int]) -> bool:
-    """Whether FSDP cuts here what another axis of the mesh has cut."""
+    """Whether FSDP cuts a part that another axis of the mesh has already cut."""
     return placed[0].name.endswith("._StridedShard")
 
 
 def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """Where the part of each position begins, if they follow each other in order."""
+    """The start of the part at each position, if parts follow each other in order."""
     starts, end = {}, 0
     for position in sorted(lengths):
         starts[position] = end
@@ -227,7 +231,7 @@ def _fields(state: Any) -> dict[str, Any]:
 
 
 def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
-    """Whether ranks' optimizers have whole tensors under numbers, and not all have the same."""
+    """Whether ranks' optimizers number full tensors, and not all ranks have the same ones."""
     states = []
     for file in files.values():
         value = file.value
@@ -250,7 +254,10 @@ def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
 
 
 def _content(file: TorchFile, value: Any) -> Any:
-    """Equal for equal values: of a tensor its checksum, which is computed if no file states it."""
+    """A value that is equal for equal content.
+
+    A tensor's checksum is computed if none is stated.
+    """
     if not isinstance(value, Tensor):
         return value
     length, crc = file.crc(value)

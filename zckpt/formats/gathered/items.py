@@ -1,12 +1,12 @@
-"""Which files are of ranks' items, `{item}_{rank}`, as torch_checkpointing names them?
+"""Finds ranks' items, `{item}_{rank}`, as torch_checkpointing names their files.
 
     model_0.pt, model_1.pt, optimizer_0.pt, ...     its default: DTensors, in files of torch.save
     model_0.safetensors, model_1.safetensors        what each rank has of the tensors, and no more
 
-Epochs are named so, too. Files of torch.save say themselves whether they hold parts of tensors.
+Files of epochs have such names too. Files of torch.save show whether they hold parts of tensors.
 Safetensors files do not: if those of one item have the same tensor names, but not the same bytes,
-they are taken for slices of one model. Where a slice belongs is in torch_checkpointing's own
-`metadata.pkl` alone, which it writes if an item has a resharder.
+they count as slices of one model. Only torch_checkpointing's own `metadata.pkl` states the place of
+a slice; it is written if an item has a resharder.
 
 Facts are of torch_checkpointing 0.1.1.
 """
@@ -35,11 +35,11 @@ Items = dict[str | None, dict[int, str]]
 
 
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
-    """The files of torch.save of all items, if one of these is distributed over ranks; else empty.
+    """The torch.save files of all items if one item is distributed over ranks; else empty.
 
-    It is, too, if its plain tensors are rows as ranks share them, which merging them refuses.
-    Other items are those of the same ranks. What a program numbered otherwise is its own. If `of`
-    names one file, its item alone counts.
+    An item whose plain tensors are rows that ranks share also counts; merging its ranks is refused
+    later. Other items are those of the same ranks. Other numbered files belong to the program. If
+    `of` names one file, only its item counts.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _likeliest(items)
@@ -58,14 +58,14 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
 def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
     """The safetensors files of the likeliest item whose files are slices, by rank; or none.
 
-    If `of` names one file, it is that of this file.
+    If `of` names one file, only its item counts.
     """
     items = _by_item(folder, names, ".safetensors", of)
     return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])
 
 
 def said_of(files: Sequence[str]) -> str:
-    """The sentence about slices."""
+    """The sentence that describes slices."""
     first, last = (os.path.basename(files[place]) for place in (0, -1))
     return (
         f"{first} to {last} have the same tensor names: they seem to be slices of one model on "
@@ -74,7 +74,7 @@ def said_of(files: Sequence[str]) -> str:
 
 
 def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
-    """The error for a slice, or for a directory of them."""
+    """The error for a slice, or for a directory of slices."""
     folder = os.path.dirname(files[0])
     which = "it is" if path in files else "each is"
     name = shlex.quote(path if path in files else files[0])
@@ -96,12 +96,12 @@ def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> 
 
 
 def _likeliest(items: Items) -> list[str]:
-    """The items, those of a model first."""
+    """The items, with those of a model first."""
     return sorted(map(str, items), key=lambda item: ("model" not in item, item))
 
 
 def _is_distributed(paths: Mapping[int, str]) -> bool:
-    """Whether parts of tensors are in the first of these files that can be read."""
+    """Whether the first readable file contains parts of tensors."""
     for rank in sorted(paths):
         try:
             value = peek(paths[rank])
@@ -135,9 +135,9 @@ def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
-    """The files of an item in order, if they may be slices; or none.
+    """The files of an item in order if they may be slices; else none.
 
-    A damaged file counts as one of them, or the others would pass for whole models. Slices differ
+    A damaged file counts as a slice; otherwise the others would pass for full models. Slices differ
     in their first blocks.
     """
     files = [paths[rank] for rank in sorted(paths)]

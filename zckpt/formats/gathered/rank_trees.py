@@ -1,8 +1,8 @@
-"""One tree of state dicts from the files of all ranks, each of which saved its part.
+"""Merges the files of all ranks, each with its part, into one tree of state dicts.
 
 torch loads such files only at the world size that wrote them. Any value other than a ShardedTensor
-or DTensor should be the same on every rank. If it is not (random states, data loaders), rank 0's is
-kept and the report says so. Schedulers that differ are an error.
+or DTensor should be the same on every rank. If it is not (random states, data loaders), rank 0's
+value is kept, and the report states this. Schedulers that differ are an error.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from .sharded_tensors import (
 )
 
 ACCELERATE = "pytorch_model_fsdp"
-"""How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
+"""Prefix of accelerate's files of full models under FSDP: with `.bin`, `_1.bin` and so on."""
 
 
 SCHEDULER = re.compile(r"(lr_)?schedulers?")
-"""The key under which verl, Lightning and other programs save learning rates' schedulers."""
+"""Keys under which verl, Lightning and other programs save learning rate schedulers."""
 
 Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
-"""A tensor that no rank has cut: the first rank's, and those of the others."""
+"""A replicated tensor: the first rank's leaf, and the other ranks' tensors."""
 
 
 def merge(
@@ -72,9 +72,9 @@ def merge(
     place: TreePath,
     by_checksums: bool,
 ) -> MergedRanks:
-    """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
+    """The merged tree of the ranks' files; `files` are by rank, `place` is the tree's path.
 
-    If tensors are compared only `by_checksums`, none is read for that.
+    With `by_checksums`, no tensor is read for comparison.
 
     Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
     (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
@@ -92,9 +92,9 @@ def merge(
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
-    """Raises IncompleteCheckpoint, which names the ranks without a file.
+    """Raises IncompleteCheckpoint with the ranks that have no file.
 
-    `are_shares`: each file has the states of other parameters.
+    `are_shares`: each file has the states of different parameters.
     """
     folder, name = os.path.split(files[min(files)].path)
     paths = {rank: file.path for rank, file in files.items()}
@@ -106,7 +106,7 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool 
 
 
 def refuse_part(file: TorchFile) -> None:
-    """Raises IncompleteCheckpoint if a file with the name of a whole one has one rank's parts."""
+    """Raises IncompleteCheckpoint if a file named like a complete one has a single rank's parts."""
     values = list(distributed_in(file.value))
     world, writer = ranks_of(values[0], file) if values else (1, None)
     if world == 1:
@@ -141,10 +141,10 @@ def refuse_part(file: TorchFile) -> None:
 
 
 class MergedRanks(Struct, eq=False):
-    """One tree of all ranks' files; `different` says where it has rank 0's value only.
+    """The merged tree of all ranks' files; `different` lists where only rank 0's value is kept.
 
-    `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
-    the key `step`. `uncompared` counts tensors that only their bytes could tell apart.
+    `of_ranks` are the other ranks' values there, by file. `steps` are the files' values under the
+    key `step`. `uncompared` counts tensors that only their bytes could distinguish.
     """
 
     files: dict[int, TorchFile]
@@ -159,7 +159,7 @@ class MergedRanks(Struct, eq=False):
     meshes: MeshCache = field(default_factory=dict)
 
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The one value of several ranks."""
+        """Merges the values of several ranks into one."""
         values = list(by_rank.values())
         kinds = {type(value) for value in values}
         if any(is_distributed(value) for value in values):
@@ -188,7 +188,7 @@ class MergedRanks(Struct, eq=False):
         return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
 
     def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The first rank's value, which all others should have too."""
+        """The first rank's value; notes ranks that have another one."""
         first, *others = by_rank
         value = leaves(self.files[first], by_rank[first])
         if {type(each) for each in by_rank.values()} == {Tensor}:
@@ -212,9 +212,10 @@ class MergedRanks(Struct, eq=False):
     def _refuse_schedulers(
         self, by_rank: Mapping[int, Any], first: int, other: int, path: TreePath
     ) -> NoReturn:
-        """Raises InconsistentCheckpoint: a scheduler counts with the optimizer, alike on all ranks.
+        """Raises InconsistentCheckpoint for schedulers that differ between ranks.
 
-        If steps disagree too, and the user has chosen among them, the scheduler is rank 0's.
+        A scheduler counts with the optimizer, equally on all ranks. If steps disagree too, and the
+        user has chosen among them, rank 0's scheduler is used instead.
         """
         values = [
             f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
@@ -236,7 +237,7 @@ class MergedRanks(Struct, eq=False):
     def _are_equal(
         self, by_rank: Mapping[int, Any], first: int, other: int, first_text: Callable[[], str]
     ) -> bool | None:
-        """Whether two ranks hold the same; None if only bytes would show it, which are not read."""
+        """Whether two ranks have the same value; None if only unread bytes would show it."""
         a, b = by_rank[first], by_rank[other]
         files = self.files[first], self.files[other]
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -250,7 +251,7 @@ class MergedRanks(Struct, eq=False):
         return first_text() == text(b, files[1])
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """Ranks that disagree on a step are of different saves, unless the policy decides."""
+        """The step of all ranks; raises if ranks disagree, unless the step policy decides."""
         first = min(by_rank)
         numbers = {
             rank: self.files[rank].number(value)
@@ -274,7 +275,7 @@ class MergedRanks(Struct, eq=False):
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
-        """One leaf of all ranks' parts: they cover every element, and copies are equal."""
+        """One leaf of all ranks' parts, which cover every element and whose copies are equal."""
         name = dotted(path)
         for rank, value in by_rank.items():
             if not is_distributed(value):
@@ -328,7 +329,7 @@ def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:
-    """Which elements of its storage a tensor has."""
+    """The start, offset and strides of a tensor within its storage."""
     return tensor.storage.start, tensor.offset, tensor.strides
 
 
@@ -337,13 +338,13 @@ def _is_scheduler(key: Any) -> bool:
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    """Whether these are the names of each rank's own parameters, as in a pipeline."""
+    """Whether the values are lists of different parameter names per rank, as in a pipeline."""
     are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
     return are_names and any(value != values[0] for value in values)
 
 
 def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
-    """One leaf of a tensor's parts, which have each element once."""
+    """One leaf of a tensor's parts, which together have each element once."""
     pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 
     def number() -> Scalar:
@@ -359,5 +360,5 @@ def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> L
 
 
 def text(value: Any, file: TorchFile) -> str:
-    """Equal for equal values; tensors in them count by their checksums."""
+    """A text that is equal for equal values; tensors count by their checksums."""
     return repr(file.summary(value))

@@ -1,4 +1,4 @@
-"""The manifest of files of torch.save, whole ones or one per rank: all of them as one tree."""
+"""Builds the manifest of torch.save files, complete or one per rank, as one tree."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from .files import StateDictFiles, locate, slices, whole_of
 from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
-"""verl's file beside files of ranks; it has the version of FSDP and the number of ranks."""
+"""verl's file beside files of ranks: the version of FSDP and the number of ranks."""
 STATED = "zckpt"
-"""The key of what only zckpt states."""
+"""The key under which zckpt states facts of its own."""
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -52,7 +52,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def with_copies(path: str) -> Manifest:
-    """The manifest of files that are to be filled, with each rank's copy of what is not cut."""
+    """The manifest of files that are to be filled, with ranks' copies of replicated tensors."""
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
     replicas = [
@@ -65,9 +65,9 @@ def with_copies(path: str) -> Manifest:
 
 
 def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """The manifest of files of torch.save, and copies of tensors that ranks have whole.
+    """The manifest of torch.save files, and the ranks' copies of replicated tensors.
 
-    A tag is the name of one of a folder's files.
+    A tag is the name of one file in a folder.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a part is missing),
     InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
@@ -93,7 +93,7 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_tree
 def _read_located(
     path: str, located: StateDictFiles, files: Sequence[str], reading: Reading
 ) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """The same, of the files that were `located`; of `files`, which are slices, one is shown."""
+    """Reads the `located` files; if `files` are slices, only the first one is shown."""
     reader = _TreeReader(path, located, reading)
     if files:
         reader.saved.origin = replace(reader.saved.origin, slices=len(files))
@@ -120,10 +120,10 @@ def _read_located(
 
 
 def _slices(path: str, reading: Reading) -> list[str]:
-    """The files of all ranks if `path` is a slice, or a directory of slices, to be looked at.
+    """The files of all ranks if `path` is a slice or a directory of slices, for inspection.
 
-    Raises UnsupportedCheckpoint if it is to be used. `--from gathered` says of one file that it is
-    a whole model.
+    Raises UnsupportedCheckpoint for any other use. `--from gathered` declares that one file is a
+    full model.
     """
     if reading.format == "gathered" and sources.is_file(path):
         return []
@@ -134,7 +134,7 @@ def _slices(path: str, reading: Reading) -> list[str]:
 
 
 def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
-    """Raises IncompleteCheckpoint if the last ranks may be missing, which no file shows."""
+    """Raises IncompleteCheckpoint if the last ranks' files may be missing, which no file shows."""
     trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     if names is not None and len(names) != len(trained):
         raise IncompleteCheckpoint(
@@ -154,7 +154,7 @@ def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
 
 
 def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
-    """Every group's parameters in the model's order; the ranks had sorted them by size."""
+    """The parameters of every group in the model's order; the ranks had sorted them by size."""
     places = {name: place for place, name in enumerate(names or manifest.state["module"])}
 
     def key(name: str) -> tuple[bool, int, int]:
@@ -193,7 +193,7 @@ class _TreeReader:
         if None in files.whole:
             self.saved.file = os.path.basename(files.whole[None])
         trees |= {key: value for key, value in extra.items() if value is not None}
-        self.saved.tree = dict(trees)  # local states are matched with these
+        self.saved.tree = dict(trees)  # local states are matched with these weights
         trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
         self.saved.tree = self._tree(trees)
         if self.files.ranks:
@@ -216,7 +216,7 @@ class _TreeReader:
             self.saved.omitted += omitted
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
-        """All trees as one; what is beside model and optimizer keeps its keys."""
+        """Joins all trees into one; values other than model and optimizer keep their keys."""
         extras = [trees.pop(key) for key in [*trees] if is_extra(key)]
         extra = {key: value for each in extras for key, value in each.items()}
         alone = trees.pop(None, {})
@@ -232,17 +232,17 @@ class _TreeReader:
             model = nested(tree, *path)
             if not isinstance(model, dict):
                 continue
-            for alias, owner in stated["aliases"].items():  # safetensors have tied weights once
+            for alias, owner in stated["aliases"].items():  # safetensors store tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
             if not model.keys() >= {*stated["aliases"], *stated["buffers"], *stated["frozen"]}:
-                del self.saved.stated_of[path]  # the model was saved again, by another program
+                del self.saved.stated_of[path]  # another program saved the model again
         return tree
 
     def _extra(self, path: str) -> dict[Any, Any] | None:
-        """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
+        """The values beside model and optimizer; if zckpt wrote them, also its statements."""
         file = self.opened[path]
-        if not isinstance(file.value, dict):  # the program's own file, which is carried unread
+        if not isinstance(file.value, dict):  # the program's own file, which is copied unread
             return None
         self._add(file)
         model = numbered("model", number_of(os.path.basename(path)))
@@ -250,12 +250,12 @@ class _TreeReader:
         return extra
 
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
-        """What a program has in a file, without what zckpt stated there of a model."""
+        """A program's values in a file, without what zckpt stated there about a model."""
         value = dict(file.value)
         stated = checked(value.pop(STATED, None), file.path)
         if stated is not None:
             self.saved.stated_of[tuple(stated.get("model", model))] = stated
-            if self.is_one:  # the names are those of one model alone
+            if self.is_one:  # the names belong to one model
                 self.names |= stated["names"]
         return value
 
@@ -263,7 +263,7 @@ class _TreeReader:
         return leaves(file, value, iter(self.names.get(os.path.basename(file.path), ())))
 
     def _open(self, path: str) -> TorchFile:
-        # of an index of Hugging Face, files are opened one by one
+        # files of a Hugging Face index are opened one by one
         file = self.opened.get(path) or TorchFile(path, self.parsed)
         self._add(file)
         return file
@@ -293,7 +293,7 @@ class _TreeReader:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
         if not self.files.items:
-            is_beside = key == "optim" and "model" in self.files.whole  # the whole model's file
+            is_beside = key == "optim" and "model" in self.files.whole  # beside the full model
             are_shares = is_beside and len(files) < world and zero_redundancy.is_local(files)
             try:
                 rank_trees.refuse_missing(files, world, are_shares)
@@ -305,7 +305,7 @@ class _TreeReader:
                 return {}
         self.saved.origin = replace(self.saved.origin, dp=max(world, self.saved.origin.dp or 1))
         if "model" in self.files.whole and zero_redundancy.is_local(files):
-            # one file alone may be all that there was: which weights it lists is said of it
+            # a single file may be complete; a notice names the weights that it lists
             self.has_local_states = len(files) > 1
             return zero_redundancy.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
@@ -349,14 +349,14 @@ class _TreeReader:
 
 
 def is_extra(key: str | None) -> bool:
-    """Whether a key is of zckpt's own file, which has what is beside model and optimizer."""
+    """Whether a key names zckpt's own file (extra.pt), with values beside model and optimizer."""
     return key is not None and key == numbered("extra", number_of(key))
 
 
 def is_kept(engine: StateDictEngine) -> bool:
-    """Whether one file has everything, in a form that is written again.
+    """Whether the checkpoint is one file in a form that zckpt writes again.
 
-    The model and the optimizer have keys of their own in it, and lists of groups.
+    The model and the optimizer have separate keys in it, and the optimizer has lists of groups.
     """
     return (
         engine.file is not None
@@ -366,7 +366,7 @@ def is_kept(engine: StateDictEngine) -> bool:
 
 
 def _dialect_of(weights: str) -> str | None:
-    """The `--dialect` with files of such names."""
+    """The `--dialect` whose weights file has such a name."""
     if weights == "pytorch_model_fsdp.bin":
         return "accelerate"
     return "safetensors" if ".safetensors" in weights else None

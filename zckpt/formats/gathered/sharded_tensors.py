@@ -1,11 +1,11 @@
-"""Which elements of a ShardedTensor or DTensor one rank saved, by the record in its pickle.
+"""Reads which elements of a ShardedTensor or DTensor one rank saved, from its pickle.
 
     ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
     DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)
 
-For a DTensor the part is computed: with `Shard(d)`, the k-th of n ranks has elements
-[k * c, (k + 1) * c) along axis d, c = ceil(size / n); with `Replicate`, all. `_StridedShard(d)`
-cuts so what later axes of the mesh have cut along d.
+For a DTensor the part is computed. With `Shard(d)`, the k-th of n ranks has elements [k * c, (k +
+1) * c) along axis d, c = ceil(size / n). With `Replicate`, it has all elements. `_StridedShard(d)`
+cuts in the same way the parts that later axes of the mesh have cut along d.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ OF_ITEMS = (
     role("optimizer", r"(?P<stem>.*optim.*?)_(\d+)\.pt", "dp"),
     role("model", r"(?P<stem>.*model.*?)_(\d+)\.pt", "dp"),
 )
-"""What files of ranks are for, by their names; see files.py."""
+"""The roles of ranks' files, by their names; see files.py."""
 
 
 class LocalPart(Struct, frozen=True):
-    """Elements [offset, offset + size) along every axis, which are `tensor` in `file`."""
+    """Elements [offset, offset + size) along every axis; they are `tensor` in `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,9 +54,9 @@ class LocalPart(Struct, frozen=True):
 
 
 class DistributedTensor(Struct, frozen=True):
-    """A tensor that `world` ranks have together, with the `parts` that one rank saved.
+    """A tensor that `world` ranks share, with the `parts` that one rank saved.
 
-    It is cut into `cuts` parts, of which several ranks may have copies.
+    It is cut into `cuts` parts; several ranks may have copies of a part.
     """
 
     dtype: str
@@ -67,7 +67,7 @@ class DistributedTensor(Struct, frozen=True):
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether it is the record of a ShardedTensor or a DTensor; other classes are objects."""
+    """Whether a value is the record of a ShardedTensor or a DTensor, not of another class."""
     return class_of(value).rpartition(".")[2] in ("DTensor", "ShardedTensor")
 
 
@@ -86,7 +86,7 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
 
 
 def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
-    """The number of ranks that the record states, and the rank that saved it, if it says so."""
+    """The number of ranks in the record, and the rank that saved it, if stated."""
     try:
         state = value.arguments[3]
         if isinstance(state, tuple) and len(state) > 2:
@@ -104,7 +104,10 @@ def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
 def read_distributed(
     value: Foreign, rank: int, file: TorchFile, meshes: MeshCache
 ) -> DistributedTensor:
-    """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
+    """The tensor that a rank's record describes.
+
+    Raises CorruptCheckpoint, UnsupportedCheckpoint.
+    """
     try:
         _, _, arguments, state = value.arguments
         kind = class_of(value).rpartition(".")[2]
@@ -132,7 +135,7 @@ def read_distributed(
 def _read_sharded_tensor(
     state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: MeshCache
 ) -> tuple[list[LocalPart], int, int]:
-    shards, metadata, group = state[:3]  # then the sharding spec, and whether RRefs were made
+    shards, metadata, group = state[:3]  # the sharding spec follows, and whether RRefs were made
     if _ints(_attribute(metadata, "size")) != shape:
         raise ValueError("two global sizes")
     stated, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
@@ -190,10 +193,10 @@ def _read_dtensor(
 
 
 def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
-    """The mesh's type of device and its axis's name, if any, for a DTensor that is cut into rows.
+    """The mesh's device type and axis name (None without a name) for a DTensor cut into rows.
 
-    None for any other tensor: one that is cut along another axis, or on a mesh of several axes, or
-    whose record has the form of torch before 2.13.
+    None for any other tensor: one that is cut along another axis, one on a mesh of several axes, or
+    one whose record has the form of torch before 2.13.
     """
     try:
         spec = _merged_state(value.arguments[3])["_spec"]
@@ -210,9 +213,9 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 
 
 def _split_factor(placement: Any) -> int:
-    """Into how many parts an axis is cut before this placement; 1 if the mesh's order decides.
+    """The number of parts into which an axis was cut before; 1 if the mesh's order decides.
 
-    FSDP2 cuts what tensor parallelism has cut along the same axis (`_StridedShard`).
+    FSDP2 cuts parts that tensor parallelism has cut along the same axis (`_StridedShard`).
     """
     if not placement.name.endswith("._StridedShard"):
         return 1
@@ -228,7 +231,7 @@ def _axes_of(entry: Any) -> tuple[int, ...]:
 class DeviceMesh(Struct, frozen=True):
     """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
 
-    `record` is kept so that its identity stays its own while the cache has it.
+    `record` is kept alive so that no other record gets its id while the cache refers to it.
     """
 
     record: Any
@@ -236,7 +239,7 @@ class DeviceMesh(Struct, frozen=True):
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
     def coordinate(self, rank: int) -> list[tuple[int, int]]:
-        """A rank's position on every axis, and how many positions the axis has."""
+        """A rank's position on every axis, with the number of positions on that axis."""
         positions = []
         for counts, strides in self.axes:
             position = 0
@@ -247,7 +250,10 @@ class DeviceMesh(Struct, frozen=True):
 
     @property
     def writer(self) -> int | None:
-        """The rank that saved the record, if it says so: older torch states a coordinate alone."""
+        """The rank that saved the record, if it states one.
+
+        Older torch states only a coordinate.
+        """
         rank = _attribute(self.record, "_rank", None)
         if type(rank) is int:
             return rank
@@ -332,7 +338,7 @@ def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def _merged_state(state: Any) -> dict[str, Any]:
-    """What BUILD sets: a dictionary, or one of `__dict__` and one of slots."""
+    """The state that BUILD sets: a dictionary, or one of `__dict__` and one of slots."""
     if not isinstance(state, tuple):
         return state or {}
     return {key: value for part in state for key, value in (part or {}).items()}

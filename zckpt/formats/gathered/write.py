@@ -1,22 +1,22 @@
-"""Whole state dicts as files that plain torch and trainers load, from any manifest, as shells.
+"""Writes any manifest as complete state dicts that plain torch and trainers load, as shells.
 
-    model.pt    what model.load_state_dict takes: every name, tied weights in one memory, buffers
-    optim.pt    what optimizer.load_state_dict takes: numbers, groups complete for torch 2.13
+    model.pt    for model.load_state_dict: every name, tied weights in one memory, buffers
+    optim.pt    for optimizer.load_state_dict: numbers, groups complete for torch 2.13
     extra.pt    the scheduler, the program's own state, and under `zckpt` what state dicts do not
                 say: which names are aliases, frozen, buffers
 
-Groups have `param_names`, as torch >= 2.6 keeps them for named parameters, so that numbers have
-names; loading ignores them. With the dialect `safetensors` the model's state is one such file,
-which has tied weights once, as safetensors requires. Trainers look for files with other names:
+Groups have `param_names`, as torch >= 2.6 keeps them for named parameters, so numbers have names;
+loading ignores them. With the dialect `safetensors` the model's state is one such file, with tied
+weights once, as safetensors requires. Trainers look for files with other names:
 
     safetensors, from a Trainer's directory    model.safetensors (adapter_model.safetensors with
                                                PEFT), optimizer.pt, scheduler.pt
     safetensors, from Accelerate's             model.safetensors, optimizer.bin, scheduler.bin
-    accelerate                                 pytorch_model_fsdp.bin, optimizer.bin: FSDP's whole
+    accelerate                                 pytorch_model_fsdp.bin, optimizer.bin: FSDP's full
                                                state dicts, where the optimizer knows names
 
-A source that is one file, and the state of a program that loads one, become one file again: with
-the name and the keys of that file, and `zckpt` beside them.
+A source that is a single file becomes a single file again, with the same name and keys, and `zckpt`
+beside them. So does the state of a program that loads a single file.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from ..statedict.write import BlankTensor, StateDicts, omitted
 from .read import STATED
 
 Make = Callable[[BlankTensor], Any]
-"""What stands for a blank tensor in a file."""
+"""Makes the value that stands for a blank tensor in a file."""
 
 
 class FileNames(Struct, frozen=True):
-    """A program's names of its files; `by_name` if its optimizer knows parameters by name.
+    """A program's names of its files; `by_name` if its optimizer uses parameter names.
 
-    Without a name of its own, the scheduler is in extra.pt. `keys` are those of the state dicts in
-    one file of everything.
+    Without a file name for the scheduler, it is in extra.pt. `keys` are the keys of the state dicts
+    in a single file.
     """
 
     weights: str
@@ -67,7 +67,7 @@ class FileNames(Struct, frozen=True):
     extra: str = "extra.pt"
 
     def of_model(self, number: int) -> FileNames:
-        """Those of a further model."""
+        """The file names of a further model."""
         return replace(
             self,
             weights=numbered(self.weights, number),
@@ -93,7 +93,7 @@ OF_TRAINERS = {
 
 
 def has_models(source: Manifest, options: Options) -> bool:
-    """Whether the target has a place for several models: Accelerate's files, with numbers."""
+    """Whether the target can store several models: only Accelerate's numbered files can."""
     return options[DP] is None and file_names(source, options).optimizer == "optimizer.bin"
 
 
@@ -125,13 +125,14 @@ def file_names(source: Manifest, options: Options) -> FileNames:
 
 
 def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
-    """The files of the target, and what it cannot take along; `number` is the model's.
+    """Lays out the files of the target; `number` is the model's number.
 
-    Raises WrongOption and MissingData before anything is written.
+    Also lists what the target cannot store. Raises WrongOption and MissingData before anything is
+    written.
     """
     writer = StateDictWriter(source, options, number)
     own = {shell.name for shell in writer.shells()}
-    # a trainer's own files are written anew; any other file of such a name is lost
+    # a trainer's own files are replaced; any other file with such a name is lost
     replaced = own - {writer.file_names.extra} if program_of(source.files.siblings) else ()
     siblings = [(item.name, item) for item in source.files.siblings if item.name not in own]
     writer.omitted += [
@@ -148,7 +149,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         file = literal(os.path.join(path, names_of_files.weights))
         if names_of_files.keys is not None:
             return f"torch.load({file})"
-        if names_of_files.is_safetensors:  # which has a tied weight once
+        if names_of_files.is_safetensors:  # safetensors have a tied weight once
             return f"safetensors.torch.load_model(model, {file})"
         return f"model.load_state_dict(torch.load({file}))"
 
@@ -169,7 +170,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
 
 
 class StateDictWriter(StateDicts):
-    """Everything that is decided before the first byte is written."""
+    """Decides the files and their content before the first byte is written."""
 
     def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         super().__init__(source, options, "gathered")
@@ -210,7 +211,7 @@ class StateDictWriter(StateDicts):
     # -- the content of the files, with blank tensors
 
     def _model_state(self) -> OrderedDict[str, Any]:
-        """The module's state dict; names of one weight share a blank tensor."""
+        """The module's state dict; several names of one weight share a blank tensor."""
         owners: dict[str, Any] = {}
         state = OrderedDict(
             (name, owners.setdefault(self.aliases.get(name, name), value))
@@ -222,7 +223,7 @@ class StateDictWriter(StateDicts):
         return state
 
     def _add_scheduler(self) -> None:
-        """The scheduler's own file, if the trainer looks for one and the source has none."""
+        """Adds the scheduler's file, if the trainer reads one and the source has none."""
         name, step = self.file_names.scheduler, self.source.step
         known = {item.name for item in self.source.files.siblings}
         if name is None or known.intersection((name, *trainers.SCHEDULERS)):
@@ -281,7 +282,7 @@ class StateDictWriter(StateDicts):
         return {**self.source.states.numbers("beside"), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
-        """The content of one file with the program's own state, and the state dicts among it."""
+        """The content of a single file: the program's own state with the state dicts in it."""
         tree = self._extra((STATED,))
         own: dict[TreePath, Any] = {keys.model: self.weights}
         if self.optimizes:
@@ -308,7 +309,7 @@ class StateDictWriter(StateDicts):
         return extra
 
     def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """What only zckpt states: see own_facts.py; and the names of the tensors in `files`."""
+        """Facts that only zckpt states (see own_facts.py), and names of the tensors in `files`."""
         names = {name: own for name, value in files if any(own := list(self._tensor_names(value)))}
         return {**self.unsaid(), "names": names}
 
@@ -325,9 +326,10 @@ class StateDictWriter(StateDicts):
     def with_tensors(
         self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
     ) -> Any:
-        """`value` with tensors of the file; one for a blank tensor that stands at several places.
+        """`value` with tensors of the file; a blank tensor at several places becomes one tensor.
 
-        `made` are those of blank tensors so far, by identity; whole ones, unless `make` says else.
+        `made` caches the tensors of blank tensors by identity. `make` creates them; None makes full
+        ones.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)
@@ -346,7 +348,7 @@ class StateDictWriter(StateDicts):
 
 
 def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
-    """Puts a value at a path, an integer of which is a place in a list; gives what was there."""
+    """Puts a value at a path and returns the previous one; an integer key is a place in a list."""
     container: Any = tree
     known: Any = None
     for key, following in pairwise((*path, None)):
@@ -354,7 +356,7 @@ def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
             container += [None] * (key + 1 - len(container))
         known = container[key] if isinstance(container, list) else container.get(key)
         kind = list if type(following) is int else dict
-        # containers of the source are not changed
+        # the source's containers are copied, not changed
         item = kind(known) if isinstance(known, kind) else kind()
         container[key] = value if following is None else item
         container = item
@@ -362,7 +364,7 @@ def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the checksums of the zips' records; files of safetensors state none."""
+    """Writes the checksums of the zips' records; safetensors files have none."""
     zips = [
         item for item in manifest.files.records if not item.extent.file.endswith(".safetensors")
     ]

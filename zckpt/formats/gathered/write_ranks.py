@@ -1,4 +1,4 @@
-"""Files that each of N ranks loads alone, as verl's FSDPCheckpointManager saves FSDP2.
+"""Writes files that each of N ranks loads alone, as verl's FSDPCheckpointManager saves FSDP2.
 
     model_world_size_N_rank_R.pt          model.state_dict(): DTensors of rows, and buffers
     optim_world_size_N_rank_R.pt          optimizer.state_dict()
@@ -6,7 +6,7 @@
     fsdp_config.json                      the version of FSDP, and N
 
 verl 0.7 names the files by the number of ranks, and loads no others. A DTensor's record states the
-mesh of the ranks: it has the form of torch 2.13, and device and axis of the source's mesh.
+mesh of the ranks. It has the form of torch 2.13, with the device and axis of the source's mesh.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of `--dp` ranks; raises WrongOption unless the source has FSDP2's, cut in rows."""
+    """The files of `--dp` ranks; raises WrongOption unless the source has FSDP2's rows."""
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
     if source.format != "gathered" or mesh is None:
@@ -71,7 +71,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 class RanksWriter(StateDictWriter):
-    """Everything that is decided before the first byte is written."""
+    """Decides the files of all ranks before the first byte is written."""
 
     def __init__(
         self, source: Manifest, options: Options, ranks: int, device: str, axis: str | None
@@ -114,7 +114,10 @@ class RanksWriter(StateDictWriter):
     def _made(
         self, rank: int, storages: Storages, mesh: Foreign, blank: BlankTensor
     ) -> Tensor | Foreign:
-        """A rank's part of a tensor: rows, as `torch.chunk` gives them. It has buffers whole."""
+        """A rank's rows of a tensor, as `torch.chunk` cuts them.
+
+        Buffers are complete on every rank.
+        """
         if id(blank) in self.whole:
             return storages.tensor(blank.dtype, blank.shape)
         count, *rest = blank.shape

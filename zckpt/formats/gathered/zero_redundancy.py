@@ -1,7 +1,7 @@
-"""One optimizer's state from the local states of ZeroRedundancyOptimizer's ranks.
+"""Joins the local states of ZeroRedundancyOptimizer's ranks into one optimizer's state.
 
-Every rank's optimizer has whole tensors of the parameters that it owns, under numbers of its own
-that start at 0. The optimizer deals parameters to ranks by their sizes.
+Every rank's optimizer has full tensors of the parameters that it owns, under its own numbers from 0
+on. The optimizer deals parameters to ranks by their sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import rank_trees, sharded_tensors
 
 
 def is_local(files: Mapping[int, TorchFile]) -> bool:
-    """Whether ranks number their own parameters: whole ones, but others on every rank."""
+    """Whether ranks number their own parameters: full tensors, different ones on every rank."""
     values = [file.value for file in files.values()]
     if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
@@ -29,9 +29,9 @@ def is_local(files: Mapping[int, TorchFile]) -> bool:
     members = [[m for group in value["param_groups"] for m in group["params"]] for value in values]
     if not all(type(member) is int for each in members for member in each):
         return False
-    if len(values) == 1:  # sorted by size, which may be chance; then the order matters less
+    if len(values) == 1:  # sorted by size, maybe by chance; then the order matters less
         return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
-    # the same on every rank are copies of one state
+    # equal states on every rank are copies of one state
     states = zip(members, values, files.values(), strict=True)
     return len({rank_trees.text([own, value["state"]], file) for own, value, file in states}) > 1
 
@@ -70,9 +70,9 @@ def merge(
 def _owners_by_names(
     saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
 ) -> list[list[OwnedParameter]] | None:
-    """Every group's parameters in the program's order, if the user names all of them.
+    """Every group's parameters in the program's order, if the user names all of them; else None.
 
-    Their sizes are the model's then, and no state is needed.
+    Then the model gives their sizes, and no state is needed.
     """
     names = list(param_names or ())
     parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]
@@ -90,7 +90,10 @@ def _owners_by_names(
 
 
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
-    """Every group's parameters, the largest first; equal ones are in the program's order."""
+    """Every group's parameters, the largest first.
+
+    Equally large ones are in the program's order.
+    """
     ranks = [
         [
             [_numel_of(file, number) for number in group["params"]]
@@ -125,7 +128,7 @@ def _numel_of(file: TorchFile, number: int) -> int:
 
 
 def _numel(state: Mapping[str, Any]) -> int | None:
-    """The size of a parameter, as its states show it; None without any."""
+    """The number of elements of a parameter, as its states show it; None without states."""
     tensors = [t for key, t in state.items() if isinstance(t, Tensor) and key != "step"]
     return max((tensor.numel for tensor in tensors), default=None)
 
@@ -172,7 +175,7 @@ OwnedParameter = tuple[int, int]
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
-    """What each rank owns of each group, by place in the group: `[rank][group]`."""
+    """The parameters that each rank owns in each group, by place in the group: `[rank][group]`."""
     parts: list[list[list[int]]] = [[] for _ in range(world)]
     sizes = [0] * world
     for numels in groups:
@@ -191,11 +194,11 @@ def dealt(
     files: Sequence[str],
     hint: str,
 ) -> list[list[OwnedParameter]]:
-    """The owner of every parameter of every group; `groups` are the numels of each.
+    """The owner of every parameter of every group; `groups` has each group's element counts.
 
-    `ranks[rank][group]` lists numels in the order of a rank's local numbers, None if they are not
-    known. Raises InconsistentCheckpoint, which names the rank's file and the group, for lists that
-    the rule does not give.
+    `ranks[rank][group]` lists element counts in the order of a rank's local numbers, None for
+    unknown ones. Raises InconsistentCheckpoint with the rank's file and the group if the lists
+    contradict the rule.
     """
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):

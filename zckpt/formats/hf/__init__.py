@@ -1,11 +1,11 @@
 """Folders for `from_pretrained` of transformers and PEFT: weights, and the files that load them.
 
-    read.py       the weights of a folder that was laid out
-    write.py      the folder for `zckpt export`
-    options.py    what a user may ask of the folder
-    functions.py  what zckpt does with them
+    read.py       reads the weights of a folder that was laid out
+    write.py      writes the folder for `zckpt export`
+    options.py    the options of the folder
+    functions.py  the table of this format's functions
 
-They are written only: a user reads such a folder as `gathered`, weights alone.
+The format is only written: a user reads such a folder as `gathered`, weights alone.
 """
 
 from ..format import Format

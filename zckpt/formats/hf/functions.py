@@ -1,4 +1,4 @@
-"""What does zckpt do with these files?"""
+"""The functions of the format hf."""
 
 from ..format import Functions
 from .read import read

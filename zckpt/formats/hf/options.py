@@ -1,4 +1,4 @@
-"""Which options does a folder for `from_pretrained` understand?"""
+"""The options of a folder for `from_pretrained`."""
 
 from __future__ import annotations
 

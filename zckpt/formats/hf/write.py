@@ -1,13 +1,13 @@
-"""A folder for `from_pretrained` from any manifest: weights, and the files that load them.
+"""Writes any manifest as a folder for `from_pretrained`: weights, and the files that load them.
 
     model.safetensors                                    past --max-shard-size, several files and
     model-00001-of-00003.safetensors ...                 their index model.safetensors.index.json
-    config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
+config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
     adapter_model.safetensors, adapter_config.json       instead, if PEFT trained an adapter
 
 The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). Names that config.json ties
-are saved once, under the name that it ties them to; names of modules become those of files
-(naming/saving); an adapter is saved without its base model. Files that only a trainer needs are
+are saved once, under the name that it ties them to. Names of modules become those of files
+(naming/saving). An adapter is saved without its base model. Files that only a trainer needs are
 left out.
 """
 
@@ -43,7 +43,7 @@ from .read import INDEX, WEIGHTS
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the folder; raises MissingData without a configuration to load it by."""
+    """The files of the folder; raises MissingData without a configuration file for loading."""
     writer = PretrainedWriter(source, options)
 
     def loading(path: str) -> str:
@@ -66,7 +66,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 class PretrainedWriter(Struct, eq=False, dict=True):
-    """Everything that is decided before the first byte is written."""
+    """Decides names, tensors and files before the first byte is written."""
 
     source: Manifest
     options: Options
@@ -112,7 +112,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             message = f"{listed(base, 4)}: weights of the base model, not the adapter"
             self.omitted.append(note("weights-omitted", message, subject=base[0]))
 
-    # -- what loads the weights
+    # -- the files that load the weights
 
     @property
     def about(self) -> str:
@@ -127,7 +127,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     def _files_to_load_by(self) -> list[Sibling]:
         """Configuration, tokenizer and processor, from the source's folder or from `--config`.
 
-        `refused` are notes on those that are links out of the folder, and their like.
+        `refused` gets notes on files that are not copied, such as links out of the folder.
         """
         self.refused: list[Notice] = []
         files = {item.name: item for item in files_to_load_by(self.source.files.siblings)}
@@ -174,7 +174,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return [name for name in dict.fromkeys(order) if kept.get(name, name) == name]
 
     def _owners(self) -> dict[str, str]:
-        """The name that is saved, by every name that the configuration ties to it."""
+        """Maps every name that the configuration ties to the name that is saved."""
         if self.adapter:
             return {}
         tied = ties.of_config(self.config)
@@ -188,7 +188,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return owners
 
     def _are_one(self, one: str, other: str) -> bool:
-        """Whether two names are one weight, or equal ones: DCP files have tied weights twice."""
+        """Whether two names are one weight or equal ones: DCP files have tied weights twice."""
         if one == other:
             return True
         own, its = (weight_of(self.source.entries, name) for name in (one, other))
@@ -199,9 +199,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return not any(result.differs for result in results_of(self.source, matches))
 
     def _is_exported(self, name: str) -> bool:
-        """An adapter's tensors are all that are there, or those of its modules, and what it trains.
+        """Whether a tensor is exported; for an adapter: its own tensors, and what it trains.
 
-        If nothing is frozen, the files have no optimizer: they do not show what was trained.
+        If nothing is frozen, the files have no optimizer, and do not show what was trained.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False
@@ -224,7 +224,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             )
 
     def _model(self) -> Manifest:
-        """The weights that are written, under their names in the files: tied ones once."""
+        """The weights that are written, under their names in the files; tied ones once."""
         source = self.source
         parameters: dict[str, Parameter] = {}
         entries: dict[Key, Entry] = {}
@@ -249,7 +249,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return model if self.adapter else saving.as_saved(model, self.config)
 
     def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-        """Names in the files, types and shapes."""
+        """Yields each tensor's name in the files, with its type and shape."""
         for name in self.model.state["module"]:
             weight = weight_of(self.model.entries, name)
             entry = weight.stored
@@ -257,7 +257,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """The type of `--dtype`, else the module's; masters without weights are rounded to that."""
+        """The type of `--dtype`, else the module's; masters without weights are rounded to it."""
         if name not in self.model.parameters or dtype not in FLOATS:
             return dtype
         module = self.source.run.engine.dtype if self.source.run.engine else None
@@ -284,7 +284,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return prod(shape) * SIZES[dtype]
 
     def _config_as_saved(self) -> dict[str, Any]:
-        """The configuration; with `--dtype` it says the type that is written."""
+        """The configuration; with `--dtype` it states the type that is written."""
         dtype = self.options.module_dtype
         if dtype is None or self.adapter:
             return self.config
