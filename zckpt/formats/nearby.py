@@ -1,10 +1,10 @@
-"""Where is a file that a checkpoint lacks? Unpacked in its place, or in a folder of another node.
+"""Searches for a file that a checkpoint lacks: unpacked in its place, or on another node.
 
     global_step7/mp_rank_00_model_states/data.pkl     some programs unpack what torch.save wrote
     node0/global_step7, node1/global_step7            each node has saved on a disk of its own
     checkpoint-500, tmp-checkpoint-500                where the Trainer's rename came too early
 
-What is found is a hint alone: nothing is read from there.
+The result is only a hint: nothing is read from there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..errors import IncompleteCheckpoint, NotACheckpoint, ZckptError
 PICKLE = "data.pkl"
 TEMPORARY = "tmp-"
 DEPTH = 3
-"""So many levels above a lost file, folders of nodes are looked for."""
+"""The number of levels above a lost file that are searched for folders of nodes."""
 MOST = 64
-"""So many folders of nodes, and of what a checkpoint has, are looked at."""
+"""The largest number of folders that are searched at each level."""
 
 
 def found(error: ZckptError, path: str) -> str | None:
-    """The hint where a file is without which `path` was not read; None if it is not nearby."""
+    """A hint on where the file is that was missing for reading `path`; None if it is not nearby."""
     lost = [*error.paths] if isinstance(error, IncompleteCheckpoint) else []
     folders = [error.file or "", *chain(*((file, os.path.splitext(file)[0]) for file in lost))]
     if isinstance(error, NotACheckpoint):
@@ -49,12 +49,12 @@ def found(error: ZckptError, path: str) -> str | None:
 
 
 def is_unpacked(path: str) -> bool:
-    """Whether a folder is what a file of torch.save has inside."""
+    """Whether a folder is an unpacked file of torch.save."""
     return sources.is_folder(path) and sources.is_file(os.path.join(path, PICKLE))
 
 
 def packing(folder: str) -> str:
-    """The commands that make a file of an unpacked one, with the name that it had."""
+    """The commands that pack an unpacked file again, under its former name."""
     above, name = os.path.split(os.path.abspath(folder))
     stem, ending = os.path.splitext(name)
     rename = f"mv {quote(name)} {quote(stem)} && " if ending else ""
@@ -63,7 +63,7 @@ def packing(folder: str) -> str:
 
 
 def _below(path: str) -> Iterator[str]:
-    """The folder that was given, and the folders in it and in its folders."""
+    """The given folder, the folders in it, and the folders in these."""
     level = [path]
     for _ in range(DEPTH):
         yield from level
@@ -81,9 +81,9 @@ def _folders(path: str) -> list[str]:
 
 
 def _of_other_node(lost: str) -> tuple[str, str] | None:
-    """The folder of this node, and that of another one which has the lost file.
+    """The folder of this node, and the folder of another node that has the lost file.
 
-    Their names differ in numbers alone, or in the Trainer's `tmp-`. Two runs have the same files,
+    Their names differ only in numbers, or in the Trainer's `tmp-`. Two runs have the same files,
     and two nodes do not.
     """
     inside, own = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))

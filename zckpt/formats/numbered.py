@@ -1,14 +1,14 @@
-"""Which folder inside of a numbered one is the checkpoint, and which files lie around it?
+"""Finds the checkpoint inside of a numbered folder, and the files around it.
 
     step3/model_and_optim        around it: train/rank0.pt, .metadata.json     OLMo-core 3.0
     global_step_3/actor          around it: data.pt; critic/ of PPO            verl 0.7
     005000/pretrained_model      around it: training_state/                    lerobot 0.4
     step_10/trainer              around it: orchestrator/progress.pt           prime-rl
 
-No program is known here. A folder whose name ends with a number, and that holds exactly one
-checkpoint, is this checkpoint: its program looks for the folder of that number. A checkpoint with a
-number in its own name needs none around it, and weights alone are one only if an optimizer of the
-program's own lies around them.
+This module names no program. If a folder's name ends with a number, and it contains exactly one
+checkpoint, the folder is that checkpoint: its program looks for the folder of that number. A
+checkpoint whose own name contains a number needs no folder around it. Weights alone count only if
+an optimizer of the program's own lies around them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..training.trainers import OPEN_FILES, OPEN_FOLDERS
 
 NUMBER, DIGIT = re.compile(r"[0-9]\Z"), re.compile(r"[0-9]")
 DEPTH = 2
-"""How deep a checkpoint lies in its numbered folder: verl keeps Megatron's in `actor/dist_ckpt`."""
+"""The depth of a checkpoint in its numbered folder: verl keeps Megatron's in `actor/dist_ckpt`."""
 MOST_FILES = 10_000
-"""So many files are looked at for an optimizer of the program's own."""
+"""The largest number of files that are searched for an optimizer of the program's own."""
 
 
 def is_numbered(path: str) -> bool:
@@ -38,25 +38,25 @@ def is_numbered(path: str) -> bool:
 
 
 def may_be_inside(name: str) -> bool:
-    """Whether a folder of this name may lead to the checkpoint of a numbered one."""
+    """Whether a folder of this name may contain the checkpoint of a numbered folder."""
     return DIGIT.search(name) is None and not name.startswith(".")
 
 
 def name_of(manifest: Manifest) -> str:
-    """The name of the numbered folder around a checkpoint; empty if there is none."""
+    """The name of the numbered folder around a checkpoint; "" if there is none."""
     folder = manifest.files.numbered
     return os.path.basename(os.path.abspath(folder)) if folder else ""
 
 
 def has_optimizer(folder: str, inside: str) -> bool:
-    """Whether a file around weights is called an optimizer's: zckpt does not read its form."""
+    """Whether a file around weights has an optimizer's name; zckpt does not read its form."""
     own = os.path.join(folder, inside)
     files = sources.walk(folder, lambda path: path != own and not sources.is_denied(path))
     return any(is_optimizers(entry.name) for entry in islice(files, MOST_FILES))
 
 
 def is_optimizers(name: str) -> bool:
-    """Whether a file is called an optimizer's."""
+    """Whether a file's name contains "optim"."""
     return "optim" in os.path.basename(name)
 
 
@@ -65,7 +65,7 @@ def with_files_around(
 ) -> Manifest:
     """The checkpoint in the folder `inside`, with the other files of the numbered `folder`.
 
-    `others` are further checkpoints in it, which are left out and named.
+    `others` are further checkpoints in it; notes name them as left out.
     """
     files = SiblingList(folder, OPEN_FOLDERS | OPEN_FILES)
     own = {inside, *others}

@@ -1,23 +1,23 @@
 """Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
-    files.py          which directory is meant; the kinds that are refused
-    saving_program.py whose directory it is, and what lies beside the items
-    common_state.py   what the ranks share: arguments, hyper-parameters, the step
+    files.py          finds the directory; refuses some kinds
+saving_program.py the program that saved a directory, and its files beside the items
+    common_state.py   state that all ranks share: arguments, hyper-parameters, the step
     names.py          names of parameters, and the keys in torch_dist under which layers are stacked
-    groups.py         which group each parameter is in, and its step
-    read.py           a torch_dist directory, item by item
-    manifest.py       the manifest of what a reader has collected
-    masters.py        what is left if masters do not round to their weights; the check of copies
+    groups.py         the group of each parameter, and its step
+    read.py           reads a torch_dist directory, item by item
+    manifest.py       builds the manifest from what a reader has collected
+    masters.py        handles masters that do not round to their weights; compares copies
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*
     fsdp.py           the directories of Megatron-FSDP
     fsdp2.py          rows of gated layers that torch's FSDP2 has cut
-    write.py          an iteration's directory, from which any tp, pp and dp resumes
-    optimizers.py     the optimizers and groups that a target's run has
+    write.py          writes an iteration's directory, from which any tp, pp and dp resumes
+    optimizers.py     the optimizers and groups of the target's run
     vocabulary.py     the rows of a padded vocabulary: `--tp`
-    run_template.py   sources of other engines, with the keys and groups of a run: `--like`
-    functions.py      what zckpt does with them; why a run of other sizes does not load them
-    gather/           what Megatron-Core's own rule brings back, for `verify --gather`
+    run_template.py   `--like`: sources of other engines, with the keys and groups of a run
+    functions.py      the table of this format's functions; why another run cannot load files
+    gather/           Megatron-Core's own rule for joining, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
@@ -64,7 +64,7 @@ FORMAT = Format(
     roles=ROLES,
     objects=frozenset(
         (
-            # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list
+            # megatron.core.safe_globals, 0.16.1; zckpt's own list has the others
             "_io.BytesIO",
             "megatron.core.enums.ModelType",
             "megatron.core.optimizer.optimizer_config.OptimizerConfig",

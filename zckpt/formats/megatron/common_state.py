@@ -1,7 +1,7 @@
-"""What do all ranks of a Megatron-Core run share? Its arguments, hyper-parameters and counters.
+"""Reads the state that all ranks of a Megatron-Core run share: arguments, groups, counters.
 
-up to 0.18    common.pt
-since 0.19    the item common_state/shard_0_1: a list of one dictionary
+    up to 0.18    common.pt
+    since 0.19    the item common_state/shard_0_1: a list of one dictionary
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...files.torchfile import TorchFile
 from ...training.options import DP, EP, PP, TP
 
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(?P<rest>.+)")
-"""Keys of the optimizer. Experts that are spread over ranks may have one under a prefix."""
+"""Keys of the optimizer; experts that are spread over ranks may have a prefixed one."""
 FILE = "common.pt"
 ITEM = "common_state/shard_0_1"
 SHARDING = "distrib_optim_sharding_type"
@@ -38,11 +38,11 @@ SIZES_OF_RUN = {
     PP: "pipeline_model_parallel_size",
     EP: "expert_model_parallel_size",
 }
-"""The arguments of Megatron-LM that say over how many ranks a run is spread."""
+"""Megatron-LM's arguments for the sizes of a run."""
 
 
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
-    """The file of the common state, and its content. Megatron-Core too prefers `common.pt`."""
+    """The file of the common state, and its content; Megatron-Core also prefers `common.pt`."""
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
         file = TorchFile(path)
@@ -66,10 +66,11 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
 
 
 def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
-    """How the optimizer's state was sharded; NOT_DISTRIBUTED for whole tensors.
+    """How the optimizer's state was sharded; NOT_DISTRIBUTED for full tensors.
 
-    Raises UnsupportedCheckpoint for a type that zckpt does not read. The optimizer's own state says
-    it (0.14 and later). `content_metadata` alone does not tell whether it is distributed.
+    Raises UnsupportedCheckpoint for a type that zckpt does not read. The optimizer's own state
+    states the type (0.14 and later). `content_metadata` alone does not show whether it is
+    distributed.
     """
     stated: set[str] = {
         item["param_state_sharding_type"]
@@ -107,9 +108,9 @@ def with_groups(
     listed: Sequence[Sequence[Any]],
     beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """The common state with the groups that the ranks of flat buffers saved, by optimizer.
+    """Adds to the common state the groups that the ranks of flat buffers saved, by optimizer.
 
-    Ranks have equal groups; each is kept once. `beside` is what else the optimizers have.
+    Ranks have equal groups; each group is kept once. `beside` are other values of the optimizers.
     """
     known = optimizers_of(common)
     states: list[dict[Any, Any]] = []
@@ -122,7 +123,7 @@ def with_groups(
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The state of every optimizer: experts of several ranks have one of their own."""
+    """The state of every optimizer: experts of several ranks have a separate one."""
     state = common.get("optimizer")
     states = state if isinstance(state, list) else [state]  # NeMo has a list of one
     result: list[dict[Any, Any]] = []

@@ -1,14 +1,14 @@
-"""Which directory of Megatron-Core is meant?
+"""Finds the directory of a Megatron-Core checkpoint.
 
-RUN/latest_checkpointed_iteration.txt     "6", or "release"
-RUN/iter_0000006/, RUN/release/           one checkpoint each
-NAME/weights/                             one checkpoint of NeMo; RUN/NAME/weights/ in its run
-    metadata.json                         {"sharded_backend": "torch_dist", ...}
-    .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
-    common.pt                             what ranks share; since 0.19 an item of its own
-    mp_rank_TT[_PPP][_EEE]/               the older kind: a folder for each model-parallel rank
+    RUN/latest_checkpointed_iteration.txt     "6", or "release"
+    RUN/iter_0000006/, RUN/release/           one checkpoint each
+    NAME/weights/                             one checkpoint of NeMo; RUN/NAME/weights/ in its run
+        metadata.json                         {"sharded_backend": "torch_dist", ...}
+        .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
+        common.pt                             what ranks share; since 0.19 an item of its own
+        mp_rank_TT[_PPP][_EEE]/               the older kind: a folder for each model-parallel rank
 
-Megatron-FSDP writes `.metadata` and `__R_I.distcp` alone: the keys tell whose they are.
+Megatron-FSDP writes only `.metadata` and `__R_I.distcp`; the keys identify its directories.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEGACY = "model_optim_rng.pt"
 COMMON, COUNTERS = "common.pt", ("iteration", "global_step")
 BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
-"""Kinds that no marker names."""
+"""Kinds of directories without a marker."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
 KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 OF_RANK = r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?"
@@ -50,11 +50,11 @@ ROLES = (
     role("marker", r"metadata\.json"),
     role("metadata", r"\.metadata", is_last=True),
 )
-"""What its files are for."""
+"""The roles of this format's files."""
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag for a checkpoint; the names of a run's iterations, or of the latest one."""
+    """Tags at `path`: one empty tag for a checkpoint, else a run's latest iteration or all."""
     if not sources.is_folder(path):
         return []
     if kind_of(path) or kind_of(os.path.join(path, WEIGHTS)):
@@ -64,7 +64,7 @@ def detect(path: str) -> list[str]:
 
 
 def iterations(path: str) -> list[str]:
-    """The folders of a run that have a checkpoint each, the oldest first."""
+    """The folders of a run that contain a checkpoint, oldest first."""
     if not sources.is_folder(path) or kind_of(path):
         return []
     inside = sources.names_but_of_files(path)
@@ -73,9 +73,10 @@ def iterations(path: str) -> list[str]:
 
 
 def counter(path: str) -> int | None:
-    """The iteration that a checkpoint states in its common file, or in that of its first rank.
+    """The iteration that a checkpoint states in its common file, or its first rank's file.
 
-    NeMo's have Lightning's counter there. Since 0.19 no small file states it, but the name does.
+    In NeMo's checkpoints it is Lightning's counter. Since 0.19 no small file states it, but the
+    folder's name does.
     """
     for folder in (path, os.path.join(path, WEIGHTS)):
         if sources.is_folder(folder):
@@ -88,30 +89,30 @@ def counter(path: str) -> int | None:
 
 
 def is_iteration(name: str) -> bool:
-    """Whether a folder of this name has an iteration of a run: `iter_0000006`, `release`."""
+    """Whether the name is that of an iteration's folder: `iter_0000006`, `release`."""
     digits = name.removeprefix("iter_")
     return name == "release" or (digits != name and len(digits) >= 7 and digits.isdecimal())
 
 
 def is_of_rank(name: str) -> bool:
-    """Whether a folder of this name has the older kind's files of a rank: mp_rank_TT_PPP_EEE."""
+    """Whether the name is that of a rank's folder in the older kind: mp_rank_TT_PPP_EEE."""
     return name.startswith("mp_rank_") and known((MODEL,), f"{name}/{LEGACY}") is not None
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
-    """Whether a run has a checkpoint in the folder of this name, as far as this user may see."""
+    """Whether a run has a readable checkpoint in the folder of this name."""
     if sources.is_denied(os.path.join(run, name)):
         return False
     try:
         if is_iteration(name):
             return kind_of(os.path.join(run, name)) is not None
         return "sharded_backend" in _marker(os.path.join(run, name, WEIGHTS))
-    except CorruptCheckpoint:  # of this one alone: whoever reads it says what is wrong
+    except CorruptCheckpoint:  # the code that reads this checkpoint reports why
         return True
 
 
 def kind_of(path: str) -> str | None:
-    """Of which kind Megatron-Core's files in a folder are; None for any other folder.
+    """The kind of Megatron-Core files in a folder; None for any other folder.
 
     It is the --ckpt-format that the marker names, or one of the kinds above.
     """
@@ -129,7 +130,7 @@ def kind_of(path: str) -> str | None:
 
 
 def locate(path: str, tag: str | None) -> str:
-    """The directory of one checkpoint, whose kind zckpt reads.
+    """The directory of one checkpoint of a kind that zckpt reads.
 
     Raises NotACheckpoint, IncompleteCheckpoint without the marker, UnsupportedCheckpoint for zarr.
     """
@@ -163,7 +164,7 @@ def locate(path: str, tag: str | None) -> str:
 
 
 def _require_latest(run: str, tag: str) -> None:
-    """Raises IncompleteCheckpoint if a run's tracker file names a checkpoint that is not there."""
+    """Raises IncompleteCheckpoint if a run's tracker file names a missing checkpoint."""
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
@@ -192,7 +193,7 @@ def _marker(folder: str) -> dict[str, Any]:
 
 
 def latest(path: str) -> str | None:
-    """The name of the folder that a run's tracker file means."""
+    """The name of the folder that a run's tracker file names; None without the file."""
     tracker = os.path.join(path, LATEST)
     if not sources.is_file(tracker):
         return None
@@ -201,14 +202,17 @@ def latest(path: str) -> str | None:
 
 
 def to_load(run: str, tag: str) -> str:
-    """How Megatron-LM loads an iteration that the tracker file does not name; empty if it does."""
+    """What the user must do to load an iteration that is not the current one.
+
+    "" for the current one.
+    """
     named, tracker = latest(run), os.path.join(run, LATEST)
     if named == tag:
         return ""
     step = tag.removeprefix("iter_")
     if not step.isdecimal():
         return f"Megatron-LM loads {tag} if {tracker} says {tag}"
-    if named is not None and not is_iteration(named):  # with which Megatron-LM ends
+    if named is not None and not is_iteration(named):  # Megatron-LM fails on such a tracker file
         return f"{tracker} says {named[:99]!r}: Megatron-LM loads {tag} if it says {int(step)}"
     says = "is missing" if named is None else f"names {named}"
     return f"{tracker} {says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"

@@ -1,14 +1,14 @@
-"""Megatron-FSDP's directories: --ckpt-format fsdp_dtensor, saved by torch.distributed.checkpoint.
+"""Reads Megatron-FSDP's directories: --ckpt-format fsdp_dtensor.
 
     model.module.<name>                               weights, fp32: the optimizer updates them
     optimizer.state.module.module.<name>.exp_avg      moments; torch's Adam has a step beside them
-    optimizer.param_to_group_meta.module....<name>.lr every parameter's group, value by value
+optimizer.param_to_group_meta.module....<name>.lr every parameter's group, value by value
     args, iteration, opt_param_scheduler.max_lr       what ranks share
     rng_state.(pp, tp).0.torch_rng_state              states of single ranks
 
-Names are those of modules, behind one `module.` for each wrapper. A gated `linear_fc1` is two
-tensors: <name>_w for the gate, <name>_v for the other half. All tensors have their global shape,
-and experts have their numbers in the whole layer.
+torch.distributed.checkpoint saved them. Names are those of modules, with one `module.` in front for
+each wrapper. A gated `linear_fc1` is two tensors: <name>_w for the gate, <name>_v for the other
+half. All tensors have their global shape, and experts have their numbers in the full layer.
 
 Layers have the numbers of their pipeline stage, so the stages of a pipeline write the same keys.
 Only directories of one stage are read. Proven with megatron-core 0.16.1 and 0.19.2.
@@ -50,8 +50,8 @@ from .manifest import Content, extra_states, manifest_of, require_groups, size_o
 from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
-MASTER = "master_param"  # of Transformer Engine's Adam, if it keeps the masters itself
-MASTERS, MOMENTS = ("F32",), ("F32", "BF16")  # types; its others go with scales or with weights
+MASTER = "master_param"  # the key of masters in Transformer Engine's Adam, if it keeps them itself
+MASTERS, MOMENTS = ("F32",), ("F32", "BF16")  # other types need scales or weights
 
 MODEL = re.compile(r"model\d*")
 WRAPPERS = re.compile(r"\A(?:module\.)+")
@@ -63,21 +63,21 @@ Keys = dict[str, str]
 
 
 class FsdpReader:
-    """All keys of a directory, and what was read of them; `tp` is its number of tensor ranks.
+    """Sorts and reads the keys of a directory; `tp` is its number of tensor ranks.
 
     Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
-    several tensor ranks whose halves are not apart, and for states of another kind than moments.
+    several tensor ranks whose halves are not separate, and for states other than moments.
 
-    A key is found by its path in the saved state, which `.metadata` keeps: names have dots, too.
-    `weights` and `modules` (their own states) are by the name in the model, `states` by slot and
-    name, `metas` by name and by the name of a group's value, `others` by path.
+    A key is identified by its path in the saved state, which `.metadata` keeps, because names have
+    dots too. `weights` and `modules` (the modules' own states) are by name in the model, `states`
+    by slot and name, `metas` by name and then by the name of a group's value, `others` by path.
     """
 
     def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
         self.table: ItemTable = read_table(folder, reading.laid)
         self.files = ItemFiles(plans=not reading.opens_items, is_laid=reading.laid)
-        self.file: TorchFile | None = None  # the last one of a value
+        self.file: TorchFile | None = None  # the last file with a value
         self.entries: dict[Key, Entry] = {}
         self.weights: Keys = {}
         self.modules: Keys = {}
@@ -99,7 +99,7 @@ class FsdpReader:
         self.places = self._places()
         self.tp = self._require_known()
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.of_groups: list[FileStep] = []  # the steps of groups
+        self.of_groups: list[FileStep] = []  # the steps in groups
 
     def manifest(self, step_policy: str | None) -> Manifest:
         if not self.weights:
@@ -179,7 +179,7 @@ class FsdpReader:
         return tp
 
     def _require_halves(self) -> None:
-        """Raises UnsupportedCheckpoint if tensor ranks have both halves of one gated tensor.
+        """Raises UnsupportedCheckpoint if tensor ranks keep both halves of a gate in one tensor.
 
         Then its rows are gate and up of the first rank, gate and up of the second, ...
         """
@@ -200,7 +200,7 @@ class FsdpReader:
                 )
 
     def _random_states(self) -> dict[str, Any]:
-        """The random states of ranks, by the keys that torch_dist has for them."""
+        """The random states of ranks, under the keys that torch_dist uses."""
         result = {}
         for pp, tp in self.places:
             key = f"rng_state/shard_{pp}.{tp}_1.{self.tp}"
@@ -211,7 +211,7 @@ class FsdpReader:
     # -- the optimizer
 
     def _moments(self) -> None:
-        """Enters moments, and masters that the optimizer keeps."""
+        """Adds moments, and masters if the optimizer keeps them."""
         for state, raw in self.states.items():
             if state == "step":
                 continue
@@ -223,7 +223,8 @@ class FsdpReader:
                 elif entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
                     wrong = f"is of type {entry.dtype}, whose scale or rest the files do not have"
                 elif entry.shape != self.shapes[name]:
-                    # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
+                    # 0.16.1 splits only exp_avg and exp_avg_sq: of another state, both keys have
+                    # all of it
                     wrong = "has not the shape of its weight"
                 if wrong:
                     what = f"{self.folder}: {safe(keys[0])} {wrong}"
@@ -253,23 +254,23 @@ class FsdpReader:
         return groups, group_of
 
     def _step(self, policy: str | None) -> dict[str, Any]:
-        """The step that all states have, if they have one; raises InconsistentCheckpoint."""
+        """The common step of all states, if they have one; raises InconsistentCheckpoint."""
         numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
         stated = [(self.location(key).file, number) for key, number in numbers.items()]
         agreed = agreed_step(self.folder, stated or self.of_groups, policy)
         if not numbers:
             return {}
         step = next(iter(numbers.values()))
-        if agreed is not None and steps.step_of(step) != agreed:  # the policy's
+        if agreed is not None and steps.step_of(step) != agreed:  # the policy's step
             step = replace(step, value=agreed) if isinstance(step, Scalar) else agreed
         return {"state": {"common_step": step}}
 
-    # -- what torch_dist has
+    # -- values that torch_dist also has
 
     def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """The keys that the weights have in torch_dist, and the states of modules by its keys.
+        """The keys of the weights in torch_dist, and the states of modules by torch_dist's keys.
 
-        0.16.1 leaves these states out: an empty one stands for each.
+        0.16.1 does not save these states; an empty one stands for each.
         """
         known = {plain_name(raw): key for raw, key in self.modules.items()}
         known.pop(OF_OUTPUT, None)
@@ -280,7 +281,7 @@ class FsdpReader:
             objects[key] = [self.value(known[name], place) if name in known else None]
         return model.keys(), objects
 
-    # -- the items, by what they are
+    # -- the items, by kind
 
     def _sort(self, key: str, path: KeyPath, weights_only: bool) -> None:
         first, *names = map(str, path)
@@ -306,7 +307,10 @@ class FsdpReader:
     # -- values
 
     def tree(self, place: str, *begin: str) -> Any:
-        """The values whose paths begin so, nested as they were saved; `place` is the tree's own."""
+        """The values whose paths begin with `begin`, nested as saved.
+
+        `place` is the tree's own path.
+        """
         tree: dict[Any, Any] = {}
         room = MAX_LIST
         for path, key in self.others.items():
@@ -316,7 +320,10 @@ class FsdpReader:
         return tree.get("", {})
 
     def value(self, key: str, place: str) -> Any:
-        """A value with its tensors as entries of slot `state`; 0-d ones by value; None if lost."""
+        """A value with its tensors as entries of slot `state`; 0-d ones as numbers.
+
+        None if lost.
+        """
         item = self.table.items[key]
         if item is None or (not item.shape and len(item.boxes) == 1):
             if sources.is_stand_in(self.location(key).file):
@@ -329,14 +336,14 @@ class FsdpReader:
         return TensorName(place)
 
     def location(self, key: str) -> ItemLocation:
-        """Where a value lies, or a tensor in one box."""
+        """The location of a value, or of a tensor with one box."""
         item = self.table.items[key]
         return self.table.location(key, item.boxes[0] if item else None)
 
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:
-        """Enters a tensor; the rows of a second key come after those of the first."""
+        """Adds a tensor; the rows of a second key follow those of the first."""
         pieces: list[TensorPiece] = []
         shapes, dtypes, rows = set(), set(), 0
         for key in keys:
@@ -366,7 +373,7 @@ class FsdpReader:
         return entry
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
-        """The boxes of a tensor, `rows` further down than they are under its key."""
+        """The boxes of a tensor, shifted down by `rows`."""
         return [
             piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
             for box, file in self.files.boxes(self.table, key)
@@ -374,12 +381,12 @@ class FsdpReader:
 
 
 def plain_name(raw: str) -> str:
-    """A name without the wrappers, with experts and norms as the local spec calls them."""
+    """A name without wrappers, with experts and norms named as in the local spec."""
     return with_plain_norms(with_own_expert(WRAPPERS.sub("", raw)))
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys of every parameter: one, or those of its gate and of the other half."""
+    """The keys of every parameter: a single one, or those of its gate and its other half."""
     parts: dict[str, dict[str, str]] = {}
     for raw, key in keys.items():
         match = HALF.fullmatch(raw)

@@ -1,10 +1,10 @@
-"""Which rows of a gated layer has each piece that a run with torch's FSDP2 saved?
+"""Orders the pieces of gated layers that a run with torch's FSDP2 saved.
 
 With --use-torch-fsdp2 a rank has rows of a gated `linear_fc1`, [gate; up], as FSDP2 cuts them: of 2
-data ranks, one has the gate and the other has up. Megatron-Core 0.16.1 takes the first half of
-these rows for a part of the gate, and the second half for a part of up. So the files of 2 ranks
-have the halves [gate 0, up 0, gate 1, up 1]. Runs of 1 and of 2 ranks held the same; so did 2
-tensor ranks with 2 data ranks each.
+data ranks, one has the gate and the other has up. Megatron-Core 0.16.1 treats the first half of
+these rows as a part of the gate, and the second half as a part of up. So the files of 2 ranks have
+the halves [gate 0, up 0, gate 1, up 1]. Runs of 1 and of 2 ranks held the same; so did 2 tensor
+ranks with 2 data ranks each.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CONTEXT = "context_parallel_size"
 
 
 def is_interleaved(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments saves, and loads, rows of gated layers so."""
+    """Whether a run with these arguments saves and loads rows of gated layers in this order."""
     gated = args.get("swiglu") or args.get("quick_geglu")
     return bool(args.get("use_torch_fsdp2") and gated)
 
 
 def data_ranks(args: Mapping[str, Any]) -> int:
-    """How many ranks FSDP2 cuts parameters over."""
+    """The number of ranks over which FSDP2 cuts parameters."""
     return int(args.get(SIZES_OF_RUN[DP]) or 1) * int(args.get(CONTEXT) or 1)
 
 
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
-    """A warning about rows that are not where the files have them."""
+    """A warning about rows that are read in another order than in the files."""
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []
     message = f"rows of gated layers are read in the module's order: {INTERLEAVED.message}"
@@ -45,7 +45,7 @@ def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
 
 
 def refuse_target(source: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for a target of Megatron-Core whose run has these arguments."""
+    """Raises UnsupportedCheckpoint for a Megatron-Core target whose run has these arguments."""
     if is_interleaved(args):
         raise UnsupportedCheckpoint(
             "engine-fault",
@@ -58,9 +58,9 @@ def refuse_target(source: str, args: Mapping[str, Any]) -> None:
 def in_order(
     folder: str, name: str, pieces: list[TensorPiece], args: Mapping[str, Any]
 ) -> list[TensorPiece]:
-    """The pieces of a parameter, each at the rows that the module has it.
+    """The pieces of a parameter, each at its rows in the module.
 
-    Raises UnsupportedCheckpoint if they are not those of equal parts of all ranks.
+    Raises UnsupportedCheckpoint unless all ranks have equal parts.
     """
     tp, dp = int(args.get(SIZES_OF_RUN[TP]) or 1), data_ranks(args)
     if dp == 1 or not GATED.fullmatch(name) or not is_interleaved(args):
@@ -83,11 +83,11 @@ def in_order(
 
 
 def _row(number: int, tp: int, dp: int) -> int:
-    """The place among the module's rows, in pieces, of the piece that has this place in the file.
+    """The position of a file's piece among the module's rows, in units of pieces.
 
     The file has the first halves of all ranks' rows, then the second halves.
     """
     half, rank = divmod(number, tp * dp)
     tensor_rank, data_rank = divmod(rank, dp)
-    is_up, place = divmod(2 * data_rank + half, dp)  # in [gate; up] of the tensor rank
+    is_up, place = divmod(2 * data_rank + half, dp)  # within [gate; up] of the tensor rank
     return (is_up * tp + tensor_rank) * dp + place

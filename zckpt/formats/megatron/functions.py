@@ -1,6 +1,4 @@
-"""What does zckpt do with these files?
-
-Why a run does not load them as they are (`obstacles`):
+"""The functions of the format megatron, and the obstacles to loading its files unchanged.
 
     fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes load it
     dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp loads it
@@ -22,7 +20,7 @@ from .write import lay_out, lay_out_like, seal
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Every size of the run by which the files are cut, if it differs."""
+    """Every size of the run by which the files are cut, if it differs from the options."""
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
     kept = source.state.get("megatron")

@@ -1,11 +1,11 @@
-"""In which group is each parameter, and at which step?
+"""Finds the group of each parameter, and the step of the optimizer.
 
-No file lists the members of a group. Megatron-Core makes groups by rule: biases and tensors of one
-axis have `wd_mult` 0, and experts that are spread over ranks have `is_expert_parallel`. Two options
-of Megatron-LM change this, and the arguments state them: norms of q and k may be decayed
-(--apply-wd-to-qk-layernorm), embedding and output layer may have a rate of their own
-(--decoupled-lr). Where this rule does not lead to one group, the manifest has no groups; they stay
-in its state.
+No file lists the members of a group. Megatron-Core makes groups by rule: biases and 1-d tensors
+have `wd_mult` 0, and experts that are spread over ranks have `is_expert_parallel`. Two options of
+Megatron-LM change this, and the arguments state them: norms of q and k may be decayed
+(--apply-wd-to-qk-layernorm), embedding and output layer may have another learning rate
+(--decoupled-lr). If this rule does not lead to one group, the manifest has no groups; they stay in
+its state.
 
 The step is in the groups (Transformer Engine, Apex, and torch's Adam under the distributed
 optimizer), or common to all states (torch's Adam without it).
@@ -32,13 +32,13 @@ FileStep = tuple[str, Any]
 
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, the experts' last; raises CorruptCheckpoint."""
+    """The groups of all optimizers, with the experts' last; raises CorruptCheckpoint."""
     states = (state.get("optimizer", state) for state in optimizers_of(common))
     return [group for state in states for group in groups_in(state, "the optimizer", [])]
 
 
 def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
-    """The groups in an optimizer's state dict, or the `usual`; raises CorruptCheckpoint."""
+    """The groups in an optimizer's state dict, `usual` without any; raises CorruptCheckpoint."""
     listed = state.get("param_groups", usual) if isinstance(state, dict) else None
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
         raise CorruptCheckpoint(
@@ -52,7 +52,7 @@ def members(
     shapes: Mapping[str, tuple[int, ...]],
     args: Mapping[str, Any],
 ) -> dict[str, int] | None:
-    """The group of every parameter, by its name and own shape; None if the rule gives no answer."""
+    """The group of every parameter, by its name and shape; None if the rule is ambiguous."""
     spread = any(group.get("is_expert_parallel") for group in groups)
     alike = by_key(
         ((bool(group.get("is_expert_parallel")), bool(decay_multiplier(group))), number)
@@ -79,26 +79,26 @@ def _is_decayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> b
 
 
 def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Whether a group has --decoupled-lr; since 0.16 only its largest learning rate says it."""
+    """Whether a group has --decoupled-lr; since 0.16 only its largest learning rate shows it."""
     if group.get("is_decoupled_lr"):
         return True
     return group.get("default_config") is False and group.get("max_lr") == args["decoupled_lr"]
 
 
 def decay_multiplier(group: Mapping[str, Any]) -> Any:
-    """By what a group's weight decay is multiplied; NeMo writes `pre_` before the key."""
+    """The multiplier of a group's weight decay; NeMo writes `pre_` before the key."""
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0))
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its members and their step."""
+    """The hyper-parameters of a group, without its members and the step."""
     return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
 def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> Step | None:
     """The step of all files; raises InconsistentCheckpoint if they differ and no policy decides.
 
-    Megatron-Core has one step for all parameters, so that none of them may have its own.
+    Megatron-Core has one step for all parameters, so no parameter may have a different one.
     """
     places = [
         (os.path.relpath(file, folder), step)
@@ -111,7 +111,7 @@ def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> 
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
 ) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
-    """The completed updates, where they stand, and every place that states them.
+    """The completed updates, their place, and every place that states them.
 
     Raises InconsistentCheckpoint if groups differ and no policy decides.
     """

@@ -1,4 +1,4 @@
-"""The manifest of what a reader has collected, whichever kind of directory it read."""
+"""Builds the manifest from what a reader has collected, for all kinds of directories."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ WITH_MODEL = "load the run in Megatron-Core, and save it with its model"
 
 
 class Content(Struct, eq=False):
-    """What a reader collects of a directory.
+    """Everything that a reader collects from a directory.
 
-    `file` is that of the `common` state, whose tensors become entries; `args` are the run's
-    arguments. `shapes` are those of all weights and buffers, `frozen` are weights without a state
-    of the optimizer although others have one. `sharding` says how its state was sharded; None if it
-    was not read. `keys` are those of the directory, with the number
-    of axes in front of a parameter's own. `group_of` is the group of every parameter, if the files
-    state it. `steps` are the steps that the ranks' files state.
+    `file` is the file of the `common` state, whose tensors become entries; `args` are the run's
+    arguments. `shapes` are the shapes of all weights and buffers. `frozen` are weights without an
+    optimizer state although others have one. `sharding` is how the optimizer's state was sharded;
+    None if it was not read. `keys` maps the directory's keys to their number of leading axes.
+    `group_of` is the group of every parameter, if the files state it. `steps` are the steps that
+    the ranks' files state.
     """
 
     folder: str
@@ -79,7 +79,10 @@ class Content(Struct, eq=False):
     steps: list[FileStep] = field(default_factory=list)
 
     def join(self, parts: Iterable[tuple[int, Entry]], cuts: Mapping[str, Sliced]) -> None:
-        """Enters the whole tensors of what tensor ranks hold; further copies are replicas."""
+        """Adds the full tensors of which tensor ranks hold parts.
+
+        Further copies become replicas.
+        """
         held: dict[Key, list[list[Entry]]] = {}
         for rank, part in parts:
             of_ranks = held.setdefault(part.key, [[] for _ in cuts[part.parameter].slicing.slices])
@@ -93,7 +96,7 @@ class Content(Struct, eq=False):
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """The manifest of a directory; raises InconsistentCheckpoint if steps differ.
 
-    A `step_policy` that is a number also states the iteration, where the common state has none.
+    A numeric `step_policy` also supplies the iteration if the common state has none.
     """
     common, shapes = content.common, content.shapes
     slots = {entry.slot for entry in content.entries.values() if is_optimizers(entry.slot)}
@@ -108,7 +111,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     groups = groups_of(common) if slots else []
     group_of = content.group_of or members(groups, trainable, args)
     has_groups = bool(groups) and group_of is not None
-    # the output layer is the embedding, if the arguments say so and no key has it
+    # the output layer is the embedding if the arguments state it and no key has the output layer
     is_tied = args.get(TIED) is False and OUTPUT not in shapes
     parameters = {
         name: Parameter(
@@ -138,7 +141,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         )
         warnings.append(warning("weights-missing", message, file=content.folder))
     if "iteration" not in common and step_policy is not None and step_policy.isdecimal():
-        # a program of its own saved the items: no counter, and often no folder iter_N
+        # another program saved the items: no counter, and often no folder iter_N
         common = {**common, "iteration": int(step_policy)}
         sightings.append(Sighting(f"{STATED}, iteration", int(step_policy), False))
     gated = args.get("swiglu")
@@ -190,7 +193,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
 
 def extra_states(table: ItemTable, own: Iterable[str] = ()) -> list[Notice]:
-    """Notes on what is in a directory beside its items and its `own` files."""
+    """Notes on files in a directory other than its items and its `own` files."""
     known = {*table.files, *table.locations.paths, *own}
     of_zckpt = (BESIDE, UNFINISHED)
     with os.scandir(table.folder) as items:
@@ -205,12 +208,12 @@ def stranger(folder: str, name: str) -> Notice:
 
 
 def is_stranger(notice: Notice) -> bool:
-    """Whether a note is one of `stranger`: those on a trainer's files name no key."""
+    """Whether `stranger` made a note; notes on a trainer's files name no key."""
     return notice.code == "file-omitted" and notice.subject not in (None, FOLLOW)
 
 
 def _other_iteration(content: Content) -> list[Notice]:
-    """A warning if the folder has the name of another iteration than its common state states."""
+    """A warning if the folder's name and its common state state different iterations."""
     name, stated = basename(content.folder), content.common.get("iteration")
     number = name.removeprefix("iter_")
     if number == name or not is_iteration(name) or stated in (None, int(number)):
@@ -223,7 +226,10 @@ def _other_iteration(content: Content) -> list[Notice]:
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
-    """The stage of ZeRO; Megatron-FSDP has those of its strategies, if the arguments state one."""
+    """The corresponding ZeRO stage.
+
+    For Megatron-FSDP by its strategy, if the arguments state it.
+    """
     if sharding == FSDP:
         return STRATEGIES.get(str(args.get("data_parallel_sharding_strategy")))
     return None if sharding is None else int(sharding != NOT_DISTRIBUTED)
@@ -236,10 +242,10 @@ def size_of(args: Mapping[str, Any], key: str) -> int | None:
 
 
 def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint if tensor ranks share the keys and values of one group.
+    """Raises UnsupportedCheckpoint if tensor ranks share the keys and values of a query group.
 
-    Then every rank holds a copy of them in `linear_qkv`. `num_query_groups` is 1 without grouped
-    queries, where it says nothing.
+    Then every rank holds a copy of them in `linear_qkv`. Without grouped queries,
+    `num_query_groups` is 1 and has no meaning.
     """
     queries = size_of(args, "num_query_groups")
     if queries is not None and queries < tp and args.get("group_query_attention") is not False:
@@ -254,9 +260,9 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
 
 
 def without_weights(folder: str, states: Iterable[str], others: Iterable[str]) -> MissingData:
-    """The error for a directory without weights and masters; it says what there is.
+    """The error for a directory without weights and masters; it lists what there is.
 
-    `states` are the optimizer's, `others` are the first words of other keys.
+    `states` are the optimizer's states, `others` the first words of other keys.
     """
     what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(others)]
     return MissingData(
@@ -269,7 +275,7 @@ def without_weights(folder: str, states: Iterable[str], others: Iterable[str]) -
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint if the optimizer dealt whole parameters to ranks (Muon)."""
+    """Raises UnsupportedCheckpoint if the optimizer deals complete parameters to ranks (Muon)."""
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
@@ -280,7 +286,7 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The rows of the embedding, with padding, and those of the tokenizer if it is stated."""
+    """The rows of the embedding with padding, and those of the tokenizer if stated."""
     shape = shapes.get(EMBEDDING)
     return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 
@@ -293,7 +299,7 @@ def _usual_dtype(entries: Mapping[Key, Entry], names: Mapping[str, Any]) -> str 
 
 
 def _stated_dtype(args: Mapping[str, Any]) -> str | None:
-    """The type of the module's weights by Megatron's command line; None if it does not say it."""
+    """The type of the module's weights by Megatron's arguments; None if they do not state it."""
     for flag, dtype in (("bf16", "BF16"), ("fp16", "F16")):
         if args.get(flag) is True:
             return dtype

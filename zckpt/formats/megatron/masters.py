@@ -1,9 +1,9 @@
-"""What is left of a checkpoint whose masters do not round to their weights? Are copies equal?
+"""Handles masters that do not round to their weights, and compares copies.
 
 `fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
 at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
 count it. The weights are right, so the masters do not round to them. Flat buffers are read by a
-rule that this proves (buffers/placing.py).
+rule that rounding proves (buffers/placing.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...training.faults import MIXED_BUCKETS
 from ...training.optimizers import MOMENTS
 from .common_state import READABLE
 
-LOST = "lost_moments"  # in what a manifest keeps of Megatron-Core
+LOST = "lost_moments"  # key within a manifest's state of Megatron-Core
 OTHERS = (
     "the model is no GPTModel, or files of two saves are mixed; --weights-only takes the weights "
     "alone. If the program saved other weights than it trained, such as those of an EMA, add "
@@ -33,9 +33,9 @@ OTHERS = (
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares the copies of every tensor, before a conversion writes anything.
+    """Compares the copies of every tensor before a conversion writes anything.
 
-    Raises InconsistentCheckpoint, which names the tensors, if ranks hold different ones.
+    Raises InconsistentCheckpoint with the tensors of which ranks hold different copies.
     """
     results = results_of(manifest, [*copies_of(manifest)])
     different = dict.fromkeys(r.match.a.parameter for r in results if r.differs)
@@ -58,13 +58,13 @@ def way_out(manifest: Manifest) -> str:
 
 
 def rebuilt(manifest: Manifest) -> Manifest:
-    """Without masters that do not round to their weights, and without the moments beside them.
+    """Drops masters that do not round to their weights, and their moments.
 
-    Then those of vectors are given up too: norms are often constant, so that a wrong master rounds
-    to its weight by chance. A warning names the parameters.
+    Masters and moments of vectors are then dropped too. Norms are often constant, so a wrong master
+    may round to its weight by chance. A warning names the parameters.
     """
     wrong = {result.match.a.parameter for _, result in unlike(manifest, ALL)}
-    if not wrong or sharding(manifest) != READABLE:  # `check` refuses others
+    if not wrong or sharding(manifest) != READABLE:  # `check` refuses other shardings
         return manifest
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
     lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]
@@ -85,7 +85,7 @@ def rebuilt(manifest: Manifest) -> Manifest:
 
 
 def with_zeros(manifest: Manifest) -> Manifest:
-    """With zeros for the moments that `rebuilt` gave up: a run needs those of every parameter."""
+    """Adds zeros for the moments that `rebuilt` dropped: a run needs those of every parameter."""
     kept = manifest.state.get("megatron")
     lost = kept.get(LOST) if isinstance(kept, dict) else None
     names = [name for name in lost or () if name in manifest.parameters]

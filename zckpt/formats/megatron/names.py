@@ -1,13 +1,13 @@
-"""What is a parameter called that lies under a key of Megatron-Core?
+"""Maps the keys of Megatron-Core to parameter names and back.
 
     key           decoder.layers.mlp.experts.experts.linear_fc1.weight     (L, E, 2 * ffn, h)
     parameter     decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight    (2 * ffn, h)
 
 Layers are stacked on axis 0 and experts on axis 1. A parameter gets the name that
-`model.named_parameters()` has without ranks: with the number of its layer in the whole model, and
-of its expert in the whole layer. Models whose layers differ have no axis for layers: their keys
-have the number of the layer. Norms are called as in the local spec; Transformer Engine's spec
-calls them like the keys.
+`model.named_parameters()` has without ranks, with the numbers of its layer in the full model and of
+its expert in the full layer. Models whose layers differ have no axis for layers: their keys contain
+the number of the layer. Norms are named as in the local spec; Transformer Engine's spec names them
+like the keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUPED = re.compile(
 )
 """A parameter of Transformer Engine's module of all experts of a rank."""
 PREFIX = re.compile(r"\Amod(?:ule|el)\.")
-"""In front of NeMo's keys: it saves a module around the model."""
+"""The prefix of NeMo's keys: it saves a module around the model."""
 PLACE = "*"  # instead of a number
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 NORMS = {
@@ -38,12 +38,12 @@ NORMS = {
 
 
 def without_prefix(key: str) -> str:
-    """A key as Megatron-LM has it."""
+    """A key without NeMo's prefix, as Megatron-LM has it."""
     return PREFIX.sub("", key)
 
 
 def axes_of(key: str) -> int:
-    """How many axes in front of a parameter's own count layers and experts."""
+    """The number of leading axes that count layers and experts."""
     key = without_prefix(key)
     return int(bool(LAYERS.fullmatch(key))) + int(bool(EXPERTS.fullmatch(key)))
 
@@ -64,14 +64,14 @@ def named(key: str, place: tuple[int | str, ...]) -> str:
 
 
 def with_plain_norms(name: str) -> str:
-    """A name whose norm is called as in the local spec."""
+    """A name with its norm named as in the local spec."""
     for fused, plain in NORMS.items():
         name = name.replace(fused, plain)
     return name
 
 
 def with_own_expert(name: str) -> str:
-    """A name whose expert is a module of its own, as in the local spec."""
+    """A name with its expert as a separate module, as in the local spec."""
     return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
 
@@ -80,7 +80,7 @@ def keys_of(
 ) -> tuple[dict[str, dict[tuple[int, ...], str]], list[str]]:
     """The parameters under every key, by their places: the inverse of `named`.
 
-    Also the names that no key has.
+    Also returns the names that no key has.
     """
     by_name = {named(key, (PLACE,) * axes_of(key)): key for key in keys}
     parts: dict[str, dict[tuple[int, ...], str]] = {}
@@ -129,7 +129,7 @@ LINEAR = re.compile(r"(?P<module>decoder\.layers\..*\blinear_(?:\w+_proj|qkv|pro
 LATENT = re.compile(r"decoder\.layers\.\d+\.self_attention\.linear_kv_up_proj\.weight")
 ROUTER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mlp\.router\.weight")
 OF_MODULE = "._extra_state"
-OF_OUTPUT = "output_layer._extra_state"  # of no key: GPTModel.sharded_state_dict takes it out
+OF_OUTPUT = "output_layer._extra_state"  # under no key: GPTModel.sharded_state_dict removes it
 FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
 MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path")
 
@@ -137,17 +137,17 @@ MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config
 class KeysOfGpt:
     """The keys of one GPTModel in `torch_dist`.
 
-    module of a rank                            key                                axes
-    decoder.layers.3.mlp.linear_fc2.weight      decoder.layers.mlp.linear_fc2.weight      1
-    decoder.layers.3.input_layernorm.weight     ...self_attention.linear_qkv.layer_norm_weight
-    decoder.layers.3.mlp.linear_fc2._extra_state    ...linear_fc2._extra_state/shard_3_L
+        module of a rank                            key                                axes
+        decoder.layers.3.mlp.linear_fc2.weight      decoder.layers.mlp.linear_fc2.weight      1
+        decoder.layers.3.input_layernorm.weight     ...self_attention.linear_qkv.layer_norm_weight
+        decoder.layers.3.mlp.linear_fc2._extra_state    ...linear_fc2._extra_state/shard_3_L
 
-    If layers differ, each has keys of its own, with its number in them, and no axis of layers. The
-    keys of other modules depend on their code, so they get none. Proven with 0.16.1.
+    If layers differ, each layer has separate keys with its number in them, and no axis of layers.
+    The keys of other modules depend on their code, so they get none. Proven with 0.16.1.
 
-    `names` are those of all parameters, buffers and modules' own states, as in the local spec and
-    in the whole model; `raw` are those in the files, which may call norms as Transformer Engine's
-    spec does. If `args` state that layers differ, no key has an axis of layers.
+    `names` are the names of all parameters, buffers and modules' own states, as in the local spec
+    and in the full model. `raw` are the names in the files, which may name norms as Transformer
+    Engine's spec does. If `args` state that layers differ, no key has an axis of layers.
     """
 
     def __init__(self, names: Iterable[str], raw: Iterable[str], args: Mapping[str, Any]) -> None:
@@ -162,10 +162,10 @@ class KeysOfGpt:
         )
 
     def keys(self) -> dict[str, int]:
-        """The keys of parameters and buffers, with their number of axes.
+        """The keys of parameters and buffers, with their number of leading axes.
 
-        Modules of another kind get no key, nor do those that only some layers or experts have. If
-        no module has a state, none has one.
+        Unknown modules get no key, nor do those that only some layers or experts have. If no module
+        has a state, the result is empty.
         """
         if not self.items():
             return {}
@@ -177,9 +177,9 @@ class KeysOfGpt:
     def items(self) -> dict[str, str]:
         """The key of every module's own state, by its name.
 
-        A run loads only if all of its modules have one, even an empty one. If no name is such a
-        state, the linear modules of the local spec get one; those of Transformer Engine's spec
-        (`fused`) are not known without it.
+        A run loads only if all of its modules have a state, even an empty one. If no name is such a
+        state, the linear modules of the local spec get one. The modules of Transformer Engine's
+        spec (`fused`) are then unknown.
         """
         modules = [name for name in self.names if name.endswith(OF_MODULE)]
         if not modules and not self.fused:
@@ -195,11 +195,11 @@ class KeysOfGpt:
         return items
 
     def _grid(self, axes: int) -> tuple[int, ...]:
-        """The sizes of the axes in front of a parameter's own."""
+        """The sizes of a key's leading axes."""
         return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
 
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
-        """The key of a name, and the number of axes in front of the parameter's own."""
+        """The key of a name, and its number of leading axes."""
         match = LAYER.fullmatch(name)
         if match is None:
             return name, 0
@@ -214,14 +214,14 @@ class KeysOfGpt:
         return f"{stack}{rest}", axes
 
     def _is_plain(self, norm: str, layer: str) -> bool:
-        """Whether a norm has a key of its own name: it is not fused with a linear module."""
+        """Whether a norm has a separate key: it is not fused with a linear module."""
         if self.latent and not (self.fused and norm.startswith("pre_mlp")):
             return True
         return self.fused and norm.startswith("pre_mlp") and layer in self.with_experts
 
 
 def layers_differ(args: Mapping[str, Any]) -> bool:
-    """Whether every layer has keys of its own, by the arguments (TransformerBlock, 0.16.1)."""
+    """Whether every layer has separate keys, by the arguments (TransformerBlock, 0.16.1)."""
     frequencies = [args.get(name) for name in FREQUENCIES]
     return any(isinstance(each, list) or (each or 1) != 1 for each in frequencies) or any(
         args.get(name) for name in MARKS_OF_LAYERS

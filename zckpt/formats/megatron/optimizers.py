@@ -1,11 +1,11 @@
-"""Which optimizers does the target's run have, and with which groups?
+"""The optimizers of the target's run, and their groups.
 
     --ep 1      {"optimizer": {"param_groups": [...]}, ...}              experts are as all others
     --ep 2..    {0: {... groups of the rest}, 1: {... groups of experts}}
 
-Megatron-Core reads the one form or the other, by the run's own expert-parallel size. The tensors
-are the same in both. No file lists the members of a group: a run finds the group of its own that
-has the same `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
+The run's own expert-parallel size decides which form Megatron-Core reads. The tensors are the same
+in both. No file lists the members of a group. A run matches its groups with saved ones by
+`wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from .groups import groups_of, hyper_parameters
 SPREAD = "is_expert_parallel"
 EXPERTS = ".experts."  # in the names of the parameters of experts
 OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""By these 0.19 finds groups too (ParamGroupOverride), so they must be those of the run."""
+"""Keys by which 0.19 also matches groups (ParamGroupOverride), so they must be the run's."""
 OF_WRAPPER = frozenset(
     (
         *("optimizer", "grad_scaler", "param_state", "param_state_sharding_type"),
         *("fp32_from_fp16_params", "state", "param_groups"),
     )
 )
-"""What Megatron-Core's optimizers have beside what a program may have put there."""
+"""Keys of Megatron-Core's optimizers; other keys come from a program."""
 Group = dict[str, Any]
 
 
 def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
     """The value of `optimizer` in the common state, for runs with the distributed optimizer.
 
-    `common` is the source's common state; without `--ep` the target has as many optimizers. The
-    values of `--group-defaults` take the place of the source's. Raises MissingData, WrongOption and
-    InconsistentCheckpoint.
+    `common` is the source's common state. Without `--ep` the target has as many optimizers as the
+    source. The values of `--group-defaults` replace the source's. Raises MissingData, WrongOption
+    and InconsistentCheckpoint.
     """
     step, ep = _step(source), options[EP]
     own = {} if step is None else {"step": step}
@@ -54,7 +54,7 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
         raise MissingData(
             "groups-missing", "the source has no parameter groups", hint="add --weights-only"
         )
-    if options[LIKE] is None:  # else they are in the groups
+    if options[LIKE] is None:  # with --like, the values are in the groups already
         groups = _with_given(groups, options)
     spread = [group for group in groups if group.get(SPREAD)]
     dense = [group for group in groups if not group.get(SPREAD)]
@@ -72,7 +72,7 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
 def _optimizer(
     groups: Sequence[Group], own: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One optimizer with what a program keeps in its `own`; the `first` has the loss scale."""
+    """One optimizer with the program's values in `own`; `first` has the loss scale."""
     inner = own.get("optimizer")
     known = inner if isinstance(inner, Mapping) else {}
     return {
@@ -84,12 +84,12 @@ def _optimizer(
 
 
 def extra_states_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron-Core has not put there."""
+    """The values that Megatron-Core did not write."""
     return {key: value for key, value in optimizer.items() if key not in OF_WRAPPER}
 
 
 def _step(source: Manifest) -> float | int | None:
-    """The completed updates, which groups have as a whole number; torch's Adam takes that too."""
+    """The completed updates, as an integer if possible; torch's Adam accepts both."""
     step = source.step
     if step is None and any(parameter.step is not None for parameter in source.parameters.values()):
         raise InconsistentCheckpoint(
@@ -114,7 +114,7 @@ def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
 
 
 def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
-    """The groups that have experts, as those of the experts' own optimizer."""
+    """The groups that contain experts, for the experts' own optimizer."""
     numbers = {
         parameter.group
         for name, parameter in source.parameters.items()
@@ -137,7 +137,10 @@ def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
 
 
 def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
-    """The groups of a run whose experts are not spread; those of experts must be equal to them."""
+    """Joins the groups of experts with equal others, for a run that does not spread its experts.
+
+    Raises InconsistentCheckpoint if their hyper-parameters differ.
+    """
     joined = list(dense)
     for group in spread:
         plain = {**group, SPREAD: False}
@@ -157,7 +160,10 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
 
 
 def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """By what Megatron-Core 0.16.1 tells groups apart; NeMo writes `pre_` before two of them."""
+    """The values by which Megatron-Core 0.16.1 distinguishes groups.
+
+    NeMo writes `pre_` before two of the keys.
+    """
     return (
         group.get("wd_mult", group.get("pre_wd_mult")),
         group.get("lr_mult", group.get("pre_lr_mult")),

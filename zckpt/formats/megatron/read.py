@@ -1,16 +1,16 @@
-"""The manifest of a checkpoint of Megatron-Core: the layers of every stacked key, one by one.
+"""Builds the manifest of a Megatron-Core checkpoint, with each layer of a stacked key separate.
 
     decoder.layers.mlp.linear_fc2.weight              the weight, as the module stores it
     optimizer.state.param.<key>                       the fp32 master (fully_reshardable)
     optimizer.state.fp32_param.<key>                  the same without the distributed optimizer
     optimizer.state.exp_avg.<key>, exp_avg_sq         moments
 
-A save of the optimizer alone has masters under the keys of weights: they stand for the weights.
+A save of the optimizer alone has masters under the keys of weights; they replace the weights.
 
-All have the global shape of the key, so no size of tp, pp or ep matters. The rows of a gated
-`linear_fc1` are [gate; up], whatever tp was.
+All tensors have the global shape of the key, so no size of tp, pp or ep matters. The rows of a
+gated `linear_fc1` are [gate; up] for any tp.
 
-States in flat buffers (buffers/flats.py) become whole tensors in the same way.
+States in flat buffers (buffers/flats.py) become full tensors in the same way.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of an iteration's directory, or of a run around it.
 
     With `reading.weights_only` the optimizer's state is not read, whatever its type.
-    `reading.tp_rules` are for `mp_rank_*` directories, and come before the rules of a GPTModel;
-    other directories say how tensors are cut.
+    `reading.tp_rules` apply to `mp_rank_*` directories only, and precede the rules of a GPTModel.
+    Other directories state how tensors are cut.
 
     Raises NotACheckpoint, IncompleteCheckpoint (a file, a piece or the common state is missing),
-    InconsistentCheckpoint, CorruptCheckpoint, MissingData (modules that no rule knows) and
+    InconsistentCheckpoint, CorruptCheckpoint, MissingData (modules that no rule covers) and
     UnsupportedCheckpoint (another type of the optimizer's state, zarr).
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
@@ -111,7 +111,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 class _Reader:
-    """One directory, item by item."""
+    """Reads one directory, item by item."""
 
     def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
@@ -154,7 +154,7 @@ class _Reader:
             self._flat_states()
         elif sharding is not None:
             self._states(sharding == MODEL_SPACE)
-        if self.pieces:  # of modules' own states a save of the optimizer alone has no keys
+        if self.pieces:  # a save of the optimizer alone has no keys of modules' own states
             content.keys = self.keys
         content.objects = self._values(not self.weights_only and sharding not in FLAT)
         own, siblings = [content.file.path, os.path.join(self.folder, MARKER)], beside(self.folder)
@@ -168,7 +168,7 @@ class _Reader:
     # -- tensors
 
     def _weights(self) -> None:
-        """Enters every weight of the model, or the masters of a directory without weights."""
+        """Adds every weight of the model, or the masters of a directory without weights."""
         slot, stacked = "param", {}
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
@@ -190,9 +190,9 @@ class _Reader:
                 self.key_of[name] = weight
 
     def _masters(self) -> dict[str, tuple[str, TensorItem]]:
-        """The masters of a directory without weights by the keys of these, with their own keys.
+        """The masters of a directory without weights, by the keys of weights.
 
-        Raises UnsupportedCheckpoint for flat buffers, which are not read without weights: these
+        Raises UnsupportedCheckpoint for flat buffers, which cannot be read without weights: weights
         prove their layout (buffers/placing.py). Raises MissingData without masters.
         """
         sharding = sharding_of(self.table, self.content.common)
@@ -213,9 +213,9 @@ class _Reader:
         return {match["key"]: (key, item) for match, key, item in kept}
 
     def _states(self, is_flat: bool) -> None:
-        """Enters masters and moments.
+        """Adds masters and moments.
 
-        `is_flat` says whether keys have fragments that are flat (buffers/flats.py).
+        `is_flat` states whether keys have flat fragments (buffers/flats.py).
         """
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
@@ -245,9 +245,9 @@ class _Reader:
             require_states_by_parameter(self.folder, {"optimizer": "muon"})
 
     def _flat_states(self) -> None:
-        """Enters masters and moments that are in flat buffers.
+        """Adds masters and moments from flat buffers.
 
-        The common state gets the groups that stand beside the buffers.
+        The common state gets the groups that are saved beside the buffers.
         """
         items = flats.FlatItems(self.table, self.files)
         content, scalers = self.content, items.scalers(self.entries)
@@ -269,9 +269,9 @@ class _Reader:
             self._place(list(experts), ranks, tp)
 
     def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:
-        """Enters the states of parameters that `ranks` have in flat buffers.
+        """Adds the states of parameters that `ranks` have in flat buffers.
 
-        `tp` ranks have a slice of each parameter, or the whole.
+        Each of `tp` ranks has a slice of a parameter, or all of it.
         """
         cuts: dict[str, Sliced] = {}
         parts: list[dict[str, Local]] = [{} for _ in range(tp)]
@@ -295,14 +295,14 @@ class _Reader:
         self.content.join(states, cuts)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
-        """How many ranks have slices of parameters: as the arguments state it, else by pieces."""
+        """The number of ranks with slices of parameters: by the arguments, else by pieces."""
         seen = [len(self.pieces[name]) for name in names if "linear_fc1" not in name]
         return size_of(self.args, argument) or max(seen, default=1)
 
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Enters the parameters under a key: one for each layer, and for each expert in it."""
+        """Adds the parameters under a key: one per layer, and per expert in it."""
         axes, dtype = axes_of(stacked), item.dtype
         if len(item.shape) <= axes:
             raise InconsistentCheckpoint(
@@ -338,7 +338,7 @@ class _Reader:
     def _flat_parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
-        """Enters the states under a key, whose fragments are flat."""
+        """Adds the states under a key with flat fragments."""
         fragments = flats.FlatFragments(self.table, self.files, key)
         for place in places(item.shape, axes_of(stacked)):
             name = named(stacked, place)

@@ -1,14 +1,14 @@
-"""A source of another engine, with what only a run of Megatron-Core knows: `--like RUN`.
+"""`--like RUN`: completes a source of another engine with facts that only a Megatron run has.
 
     from RUN       keys, axes, arguments, objects of modules, optimizers and their groups
     from source    weights, masters, moments, the step, and the HYPER of every group
 
-The result is a manifest like one of Megatron-Core's, so that the writer needs no second way. Both
-must have the same parameters with the same shapes. No tensor of RUN's model arrives, and no state
-of RUN's ranks: the next run draws its random numbers anew.
+The result is a manifest like those of Megatron-Core, so the writer needs no special case. Both must
+have the same parameters with the same shapes. No tensor of RUN's model is used, and no state of
+RUN's ranks: the next run draws new random numbers.
 
-Turned down: keys and arguments without RUN. They follow from the specification of the model and
-from the program, and no other engine's file has these.
+Rejected alternative: keys and arguments without RUN. They follow from the specification of the
+model and from the program, and no other engine's file has these.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 
 
 class RunTemplate(Template):
-    """The run of `--like`, and what the source has for it.
+    """The run of `--like` as a template that the source's values fill.
 
-    Raises WrongOption and UnsupportedCheckpoint (its keys are not known; a state of another type or
-    shape than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter
-    does not fit), InconsistentCheckpoint (the members of one group differ).
+    Raises WrongOption and UnsupportedCheckpoint (unknown keys; a state of another type or shape
+    than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not
+    fit), InconsistentCheckpoint (the members of one group differ).
     """
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
@@ -101,12 +101,12 @@ class RunTemplate(Template):
             for name, value in sorted(self.kept["objects"].items())
             if OF_MODULES in name
         }
-        # of modules that are not empty, such as the scales of 8-bit floats
+        # of modules with a nonempty state, such as the scales of 8-bit floats
         if full := [name for name, value in objects.items() if value not in ([None], None)]:
             message = f"extra states of modules are those of --like: {listed(full, 3)}"
             self.warnings.append(warning("value-assumed", message, subject=full[0]))
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
-        # it counts RUN's steps
+        # its content counts RUN's steps
         beside = [item for item in like.files.siblings if item.name != TRAIN_STATE]
         omitted = [
             replace(notice, message=f"--like: {notice.message}")
@@ -157,7 +157,10 @@ class RunTemplate(Template):
     # -- the optimizer
 
     def _check_states(self, entries: Mapping[Key, Entry]) -> None:
-        """Raises unless both have the same states of the same weights; warns of wide weights."""
+        """Raises unless both have the same states of the same weights.
+
+        Warns about missing masters.
+        """
         like = self.run
         if like.groups is None:
             raise UnsupportedCheckpoint(
@@ -214,7 +217,7 @@ class RunTemplate(Template):
         return result
 
     def _warn_of_another_adam(self) -> None:
-        """Options of the optimizer that no hyper-parameter of Megatron-Core's groups states."""
+        """Warns about optimizer options that Megatron-Core's groups do not state."""
         for group in torch_groups(self.source, self.options)[0]:
             if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
                 message = (
@@ -232,7 +235,7 @@ class RunTemplate(Template):
     # -- the common state
 
     def _common(self) -> dict[Any, Any]:
-        """The run's common state with the source's step, and counters that go with it."""
+        """The run's common state with the source's step and matching counters."""
         common = dict(self.common)
         step = self.source.step
         if self.states:
@@ -255,9 +258,9 @@ class RunTemplate(Template):
         return common
 
     def _counted(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
-        """A counter of samples after `step` steps, if the run has it and had as many at each step.
+        """A counter of samples after `step` steps; empty unless the run's steps have equal counts.
 
-        Warnings say what became of it.
+        Adds a warning with the result.
         """
         before, count = self.common.get("iteration"), values.get(key)
         if type(count) is not int:

@@ -1,12 +1,13 @@
-"""Which program saved the items of Megatron-Core, and which files did it put beside them?
+"""Identifies the program that saved Megatron-Core's items, and the files it put beside them.
 
     Megatron-LM      RUN/iter_0000006/   its arguments are in the common state
     Megatron-Bridge  RUN/iter_0000006/   run_config.yaml, train_state.pt, tokenizer/ instead
                      RUN/latest_train_state.pt, a copy of train_state.pt
     NeMo 2           NAME/weights/       NAME/context/ instead
 
-A program resumes only with its own files, so they go along. Bridge and NeMo are read in source:
-Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo has `module.` in front.
+A program resumes only with its own files, so they are copied. The facts on Bridge and NeMo are from
+their sources: Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo adds the
+prefix `module.`.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ LOADING = {
     BRIDGE: "in Megatron-Bridge: checkpoint.load={}",
 }
 WITHOUT_RANDOM = (
-    " checkpoint.load_rng=false"  # its run_config.yaml says that there are random states
+    " checkpoint.load_rng=false"  # its run_config.yaml states that there are random states
 )
-MAX_TEXT = 1 << 20  # bytes of a file that says which checkpoint is meant, or how it was made
+MAX_TEXT = 1 << 20  # bytes of a file that names or describes a checkpoint
 SECTION = re.compile(r"(?m)^model:[ \t]*\n((?:[ \t]+.*\n|[ \t]*\n)*)")
 SCALAR = re.compile(r"(?m)^ {2}(\w+): (\d{1,9}|true|false)[ \t]*$")
-NAMES = {  # in the arguments of Megatron-LM; the value is the other way round
+NAMES = {  # for arguments of Megatron-LM with the opposite meaning
     "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
 }
 
 
 def program_of(folder: str) -> str | None:
-    """The program that saved a directory of items; None for Megatron-LM, and for unknown ones."""
+    """The program that saved a directory of items; None for Megatron-LM and unknown programs."""
     if os.path.basename(folder) == WEIGHTS:
         return NEMO
     return BRIDGE if sources.is_file(os.path.join(folder, CONFIG)) else None
@@ -58,7 +59,7 @@ def beside(folder: str) -> SiblingList:
 
 
 def small_file(path: str) -> bytes:
-    """The content of a text; empty if there is no such file, or a larger one."""
+    """The content of a small file; empty if it does not exist or is larger."""
     if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
         return b""
     with sources.opened(path) as file:
@@ -66,7 +67,7 @@ def small_file(path: str) -> bytes:
 
 
 def arguments_of(folder: str) -> dict[str, Any]:
-    """Sizes of Megatron-Bridge's run_config.yaml, called as the arguments of Megatron-LM."""
+    """Sizes in Megatron-Bridge's run_config.yaml, under the names of Megatron-LM's arguments."""
     text = small_file(os.path.join(folder, CONFIG)).decode("utf-8", "replace")
     section = SECTION.search(text if text.endswith("\n") else f"{text}\n")
     if section is None:
@@ -86,7 +87,7 @@ def arguments_of(folder: str) -> dict[str, Any]:
 def placed(
     siblings: Iterable[Sibling], program: str | None, iteration: str
 ) -> Iterator[tuple[str, Sibling]]:
-    """The names of files beside a target whose items are in the folder `iteration`."""
+    """The files beside a target whose items are in the folder `iteration`, with their names."""
     for item in siblings:
         if program == BRIDGE and item.name.split("/")[0] in (CONFIG, TRAIN_STATE, TOKENIZER):
             yield f"{iteration}/{item.name}", item

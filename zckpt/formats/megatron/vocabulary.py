@@ -1,8 +1,8 @@
-"""How many rows has the vocabulary of the run that loads the target?
+"""Computes the number of vocabulary rows in the run that loads the target.
 
 Megatron-LM rounds the tokenizer's rows up to a multiple of the tensor ranks times
-`make_vocab_size_divisible_by`. Megatron-Core loads other numbers of rows too (0.16.1): those that
-both have. The rows that only pad are zeros where the source lacks them.
+`make_vocab_size_divisible_by`. Megatron-Core also loads other numbers of rows (0.16.1): the rows
+that both have. Padding rows that the source lacks are zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_la
 def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
     """The source with the rows of a run of `--tp` ranks, whose tokenizer has `--vocab-size` rows.
 
-    Raises WrongOption and MissingData if the rows cannot be known.
+    Raises WrongOption and MissingData if the rows cannot be determined.
     """
     kept = source.state.get("megatron")
     names = [name for name in WEIGHTS if name in source.parameters]
@@ -58,7 +58,7 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
 def _rows(
     root: str, rows: int, kept: Mapping[str, Any], args: Mapping[str, Any], options: Options
 ) -> int:
-    """The rows that the run pads its vocabulary to."""
+    """The number of rows to which the run pads its vocabulary."""
     used = (kept.get("vocabulary") or {}).get("used")
     given, tp = options[VOCAB_SIZE], options[TP]
     if tp is None:

@@ -1,17 +1,19 @@
-"""A directory of Megatron-Core from a manifest of Megatron-Core's, as shells.
+"""Writes a Megatron-Core manifest as shells of a Megatron-Core directory.
 
-    DST/latest_checkpointed_iteration.txt
-    DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
+DST/latest_checkpointed_iteration.txt
+DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
 
 The optimizer's state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every
-layer and every expert is a piece of its own, since torch reads whole pieces. `common.pt` is the
-form of 0.14 to 0.18; 0.19, which writes an item instead, prefers it if it is there (by its source).
+layer and every expert is a separate piece, because torch reads complete pieces. `common.pt` is the
+form of 0.14 to 0.18. 0.19 writes an item instead, but prefers `common.pt` if it is there (by its
+source code).
 
-Keys, axes and objects are those of the source: which of them a run asks for depends on its
+Keys, axes and objects are those of the source. Which of them a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
-universal checkpoint. A source of another engine gets them from a run of it (run_template.py).
+universal checkpoint. A source of another engine gets them from a run of Megatron-Core
+(run_template.py).
 
-Turned down: files for the optimizer that is not distributed. It knows parameters by number.
+Rejected alternative: files for the optimizer that is not distributed. It numbers parameters.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ from .run_template import RunTemplate
 from .saving_program import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
 from .vocabulary import for_tensor_ranks
 
-LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads it as a whole
+LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads all of it
 OF_MODULES = re.compile(r".*\._extra_state/shard_.*")
 RERUN, OF_RERUN = "rerun_state_machine", "rerun_state_machine_state/"
 OF_RANKS = re.compile(r"rng_state/shard_[\d.]+_(?P<grid>[\d.]+)")
@@ -74,11 +76,11 @@ FORMATS = {  # of 0.16.1; 0.19 reads it as well
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+    """Lays out the files of the target, and lists what it cannot store.
 
     Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
     tensor), UnsupportedCheckpoint (layers of one key differ), InconsistentCheckpoint (parameters
-    have several steps; with `--ep 1`, experts have hyper-parameters of their own).
+    have several steps; with `--ep 1`, experts have different hyper-parameters).
     """
     if options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption(
@@ -90,7 +92,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """The same, with the keys and the types of a run; raises as `RunTemplate` too."""
+    """Lays out the source with the keys and types of `run`; also raises `RunTemplate`'s errors."""
     types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
     return _lay_out(RunTemplate(source, run, options).manifest(), options, types)
 
@@ -130,7 +132,7 @@ class TargetTensor(Struct, frozen=True):
 class MegatronWriter:
     """One conversion to Megatron-Core's files; the constructor decides everything.
 
-    `types` are those that weights and buffers get, by name, if they are not the source's.
+    `types` are the types of weights and buffers, by name, that differ from the source's.
     """
 
     def __init__(self, source: Manifest, options: Options, types: Mapping[str, str]) -> None:
@@ -205,7 +207,7 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """What a key has in a slot; None if its parameters are not trained."""
+        """The tensor under a key for a slot; None if its parameters are not trained."""
         every = () if slot == "param" else names.values()
         frozen = [name for name in every if name not in self.trained]
         if len(frozen) == len(names):
@@ -239,7 +241,7 @@ class MegatronWriter:
         return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
 
     def _entry(self, name: str, slot: str) -> Entry:
-        """What the source has of a parameter; raises MissingData."""
+        """A parameter's entry in the source; raises MissingData."""
         if slot in ("param", "master"):
             weight = weight_of(self.source.entries, name)
             return weight.stored if slot == "param" else weight.trained
@@ -275,11 +277,12 @@ class MegatronWriter:
         return objects
 
     def _grid(self, args: Mapping[str, Any]) -> str:
-        """The sizes of pp and tp in the keys of random states that a run of the target can load."""
+        """A pattern of the pp and tp sizes in keys of random states that the target can load."""
         if self.options[EP] is not None:
-            # if experts are spread, a trainer may add an axis for dp: no other dp loads such items
+            # if experts are spread, a trainer may add an axis for dp: then only the same dp loads
+            # the items
             return "none"
-        if not args:  # the program has them in files of its own
+        if not args:  # the program has the sizes in separate files
             return r"\d+\.\d+"
         sizes = [self.options[each] or args.get(SIZES_OF_RUN[each]) for each in (PP, TP)]
         return re.escape(".".join(map(str, sizes)))
@@ -323,7 +326,7 @@ class MegatronWriter:
         return result
 
     def _moved(self, value: Any, path: str) -> Any:
-        """The value with the names that its tensors have where they stand now."""
+        """The value with its tensors named by their new path."""
         if isinstance(value, TensorName):
             entry = self.source.entries[value.name, "state"]
             self.moved[path, "state"] = replace(entry, parameter=path)
@@ -331,7 +334,7 @@ class MegatronWriter:
         return map_values(value, lambda item, key: self._moved(item, inside(path, key)))
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
-        """The name of the iteration's directory: that of the source, if it has one."""
+        """The name of the iteration's directory: the source's, if it has one."""
         tag, iteration = str(self.source.run.origin.tag), common.get("iteration")
         if is_iteration(tag):
             return tag
@@ -353,13 +356,13 @@ class MegatronWriter:
         return f"among the options of Megatron-LM: --load {name} {states}"
 
     def shells(self) -> Iterator[Shell]:
-        """Every file, one at a time; the one that names the iteration last."""
+        """Yields every file, one at a time; the file that names the iteration comes last."""
         saved: list[SavedItem] = []
         for number, items in enumerate(in_files(self._items(), self.options.file_size)):
             file, placed = item_file(f"__0_{number}.distcp", items)
             saved += placed
             yield self._inside(file)
-        if self._text is None:  # it is the same the second time
+        if self._text is None:  # a second call returns the same text
             self._text = sealed(dumps(self._describe(saved), lambda _: None))
         yield self._inside(Shell.of(".metadata", self._text))
         storages = Storages()
@@ -396,7 +399,7 @@ class MegatronWriter:
 
 
 def _boxes(tensor: TargetTensor) -> Iterator[ItemBox]:
-    """The pieces of a tensor: one for each layer and expert; rows of it if it is larger."""
+    """The boxes of a tensor: one for each layer and expert; several of rows if it is large."""
     axes = len(next(iter(tensor.names)))
     own = tensor.shape[axes:]
     rows = own[0] if own else 1

@@ -3,15 +3,15 @@
     PREFIX.ZeRO.R.L.ort.pt, PREFIX.ort.pt    torch.save: L1 (before 1.7) and L2
     any name                                 HDF5, one file per rank
 
-    files.py        which files belong together
-    legacy.py       what the files of torch.save hold
-    hdf5.py         what the HDF5 files hold
-    ranks.py        what both kinds of files say of a rank
-    partition.py    which elements of which weight each rank owns, and whether files agree
-    read.py         the manifest
-    gather.py       what ONNX Runtime's own aggregators would join
-    write.py        L2 and HDF5 files for any data-parallel size
-    functions.py    what zckpt does with them
+    files.py        finds the files of one checkpoint
+    legacy.py       reads the files of torch.save
+    hdf5.py         reads the HDF5 files
+    ranks.py        records of a rank's states, for both kinds of files
+    partition.py    the elements of each weight that a rank owns; compares the files
+    read.py         builds the manifest
+    gather.py       the rule of ONNX Runtime's own aggregators
+    write.py        writes L2 and HDF5 files for any data-parallel size
+    functions.py    the table of this format's functions
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """

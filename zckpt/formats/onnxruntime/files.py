@@ -1,4 +1,4 @@
-"""Which files make one checkpoint: a directory of rank files, or one file."""
+"""Finds the files of one checkpoint: a directory of rank files, or one file."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from . import hdf5, legacy
 from .ranks import Save
 
 OTHER_FILES = (".safetensors", ".json", ".jsonl", ".distcp", "_states.pt", ".py")
-"""Files of other programs: they are not opened to see whether they are HDF5."""
+"""Endings of other programs' files, which are not opened to test for HDF5."""
 MOST_OPENED = 32
-"""Files of one ending that are opened at either end of their order, since a folder may have 50,000
-samples or logs. All are, if no format recognizes the folder by these."""
+"""The number of files of one ending to open at either end of the sorted list.
+
+A folder may have 50,000 samples or logs. All files are opened if no format recognizes the folder
+otherwise.
+"""
 NUMBERS = re.compile("[0-9]+")
 
 ROLES = (
     legacy.OF_RANK,
     role("all states", r"(?P<stem>[^/]*?)rank[_-]?(\d+)(?=[._-])[^/]*", "dp"),
 )
-"""What its files are for; the names of HDF5 files are the program's own."""
+"""The roles of this format's files; programs choose the names of HDF5 files."""
 
 
 class CheckpointFiles(Struct, frozen=True):
     """The files of one checkpoint, each with its rank.
 
-    `name` is what messages call the checkpoint. `ranks` is the number of ranks that the files
-    state. `parsed` are the opened files of an HDF5 checkpoint, whose ranks only their contents
-    tell; empty for a legacy checkpoint.
+    `name` is the checkpoint's name in messages. `ranks` is the number of ranks that the files
+    state. `parsed` are the opened files of an HDF5 checkpoint, because only their contents state
+    the ranks; it is empty for a legacy checkpoint.
     """
 
     name: str
@@ -52,7 +55,7 @@ class CheckpointFiles(Struct, frozen=True):
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if there is a checkpoint; `find` says which one, if there are several."""
+    """One empty tag if there is any checkpoint; `locate` decides which one."""
     if not sources.is_folder(path):
         return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
     try:
@@ -63,7 +66,7 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """As `detect`, by the files that it has not opened."""
+    """As `detect`, with the files that `detect` did not open."""
     if not sources.is_folder(path) or sources.is_denied(path):
         return []
     names = _candidates(path)
@@ -77,7 +80,7 @@ def _hold_one(folder: str, names: Iterable[str]) -> bool:
 
 
 def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
-    """All files that have few others of their ending, and of many the first and the last ones."""
+    """All files of rare endings; of frequent endings, the first and the last ones."""
     endings = ((name[name.rfind(".") + 1 :], name) for name in names)
     kinds = by_key((end if end.isalpha() else NUMBERS.sub("#", end), name) for end, name in endings)
     for alike in kinds.values():
@@ -88,9 +91,9 @@ def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
 
 
 def _may_be_hdf5(path: str) -> bool:
-    """Whether a file in a folder is one of these; False if that cannot be seen.
+    """Whether a file is one of ONNX Runtime's HDF5 files; False if that cannot be determined.
 
-    This user may not read the file, or h5py is not installed.
+    This is so if the user may not read the file, or h5py is not installed.
     """
     try:
         return hdf5.is_one(path)
@@ -136,7 +139,7 @@ def locate(path: str) -> CheckpointFiles:
 
 
 def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
-    """Every checkpoint among files of a folder."""
+    """All checkpoints among the files of a folder."""
     checkpoints: list[CheckpointFiles] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}
     partitions: list[hdf5.RankFile] = []
@@ -168,7 +171,7 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
 
 
 def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
-    """`checkpoint`, if each of its ranks has exactly one file."""
+    """Returns `checkpoint` if each rank has exactly one file; raises otherwise."""
     by_rank: dict[int, str] = {}
     for rank, file in checkpoint.files:
         if by_rank.setdefault(rank, file) != file:

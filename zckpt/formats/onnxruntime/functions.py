@@ -1,4 +1,4 @@
-"""What does zckpt do with these files?"""
+"""The functions of the format onnxruntime."""
 
 from ..format import Functions, other_dp
 from .gather import partitions

@@ -1,10 +1,10 @@
 """How ONNX Runtime's own aggregators join the ranks' files: the rule behind `verify --gather`.
 
-They join the pieces of a weight, and those of each moment, in the order of the ranks, and give them
-the shape that another file states. They take a weight that is not cut from the first rank. Files
-before 1.7 store a shared weight whole on each of its owners; there the lengths of the pieces of its
-first moment say which part is current. The partition rule is not used here, because the reader uses
-nothing else: so `verify --gather` proves the reader.
+They join the pieces of a weight, and those of each moment, in the order of the ranks. Another file
+states the shape of the result. A weight that is not cut comes from the first rank. Files before 1.7
+store a complete shared weight on each of its owners. There the lengths of the pieces of its first
+moment show which part is current. This module does not use the partition rule, because the reader
+relies on it alone: so `verify --gather` proves the reader.
 
 1.3 to 1.6: CombineZeroCheckpoint (checkpointing_utils.py); 1.7 to 1.16: training/checkpoint.py.
 """
@@ -31,8 +31,8 @@ Shape = tuple[int, ...]
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of every weight: the weight, its 16-bit copy, its moments.
 
-    Raises InconsistentCheckpoint if the pieces have more or fewer elements than the weight, and
-    UnsupportedCheckpoint if the engine itself could not tell which values are current.
+    Raises InconsistentCheckpoint if the pieces have more or fewer elements than the weight. Raises
+    UnsupportedCheckpoint if the engine itself could not determine which values are current.
     """
     save = _opened(path)
     names = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces, *rank.halves)}
@@ -40,7 +40,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
 
 
 def _opened(path: str) -> Save:
-    """The ranks' files, in the order of the numbers that their names or options state."""
+    """The ranks' files, in the order of the numbers in their names or options."""
     checkpoint = locate(path)
     if checkpoint.parsed:
         files = sorted(checkpoint.parsed, key=lambda file: file.options.world_rank)
@@ -85,8 +85,8 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
 
 
 def _is_apart(save: Save, name: str) -> bool:
-    """Whether only its owners hold its fp32 values: it is the master of a mixed-precision run."""
-    if save.dialect == "hdf5" and save.dp == 1:  # no 16-bit copies, and nothing is cut
+    """Whether only a weight's owners have its fp32 values: a master of a mixed-precision run."""
+    if save.dialect == "hdf5" and save.dp == 1:  # there are no 16-bit copies, and nothing is cut
         trained = save.ranks[0].moments
         return save.mixed is not None and (name in trained or not trained)
     if any(name in rank.halves for rank in save.ranks):
@@ -95,7 +95,7 @@ def _is_apart(save: Save, name: str) -> bool:
 
 
 def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
-    """The current part of each owner's whole weight: as long as its piece of the first moment."""
+    """The current part of each owner's full weight: as long as its piece of the first moment."""
     parts, start = [], 0
     for rank in owners:
         weight, numel = rank.weights[name], rank.moments[name]["exp_avg"].numel

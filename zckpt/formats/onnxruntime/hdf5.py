@@ -1,7 +1,7 @@
-"""What ONNX Runtime stores in HDF5 files, one per rank (ORTTrainer.save_checkpoint, 1.7 to 1.16).
+"""Reads ONNX Runtime's HDF5 files, one per rank (ORTTrainer.save_checkpoint, 1.7 to 1.16).
 
-    model/full_precision/<w>            fp32 run: whole, on every rank; mixed run: on its owners
-                                        alone, as a flat piece if ranks share it
+    model/full_precision/<w>            fp32 run: full tensor, on every rank; mixed run: on its
+                                        owners alone, as a flat piece if ranks share it
     optimizer/<w>/Moment_1, Moment_2, Update_Count    for what the rank owns
     optimizer/shared_optimizer_state/Step             Lamb's counter
     partition_info/<w>/original_dim     the shape of a weight that is split on this rank
@@ -13,8 +13,8 @@ The files may have any name. A `/` in the name of a weight makes groups; the pat
 the name again. 16-bit copies are not stored. Builds before the release of 1.7 wrote no sizes of
 data and horizontal parallelism, and groups could be empty.
 
-Other programs' HDF5 files may lie in the same folder, so the names in the root group are read
-before anything else.
+Other programs' HDF5 files may be in the same folder, so the names in the root group are read before
+anything else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ Ranks = Annotated[int, Meta(ge=0, le=MAX_DP)]
 
 
 class TrainerOptions(Struct, frozen=True):
-    """What trainer_options state (ORTTrainer, 1.7 to 1.16): the same on every rank but its own."""
+    """The trainer_options (ORTTrainer, 1.7 to 1.16); only `world_rank` differs between ranks."""
 
     world_rank: Ranks = 0
     world_size: Ranks = 1
@@ -57,7 +57,7 @@ OPTIONS = TrainerOptions.__struct_fields__
 
 
 def is_one(path: str) -> bool:
-    """Whether a file is one of these, by the names in its root group; raises MissingExtra."""
+    """Whether a file is ONNX Runtime's, by the names in its root group; raises MissingExtra."""
     return {b"model", b"trainer_options"} <= hdf5file.root_names(path)
 
 
@@ -67,7 +67,7 @@ def is_one(path: str) -> bool:
 class RankFile(Struct, frozen=True):
     """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it.
 
-    `orphans` are bytes beside datasets that belong to nothing, though they are not zero.
+    `orphans` are nonzero bytes that belong to no dataset.
     """
 
     path: str
@@ -86,7 +86,7 @@ class RankFile(Struct, frozen=True):
 
     @property
     def options(self) -> TrainerOptions:
-        """Raises CorruptCheckpoint for values that no trainer has."""
+        """The file's trainer_options; raises CorruptCheckpoint for impossible values."""
         try:
             return convert(self.under("trainer_options"), TrainerOptions)
         except ValidationError as error:
@@ -96,7 +96,7 @@ class RankFile(Struct, frozen=True):
 
     @property
     def is_partition(self) -> bool:
-        """Whether it is one rank of several, so that it needs the other ranks' files."""
+        """Whether it is the file of one of several ranks, so that the other files are needed."""
         return self.options.zero_stage > 0 and self.options.world_size > 1
 
 
@@ -125,7 +125,7 @@ def _is_tensor(name: str) -> bool:
 
 
 def opened(root: str, files: Sequence[RankFile]) -> Save:
-    """The contents of files in rank order; raises InconsistentCheckpoint and its like."""
+    """The contents of files in rank order; raises InconsistentCheckpoint and similar errors."""
     first = files[0]
     for file in files:
         _check_kind(file)
@@ -152,7 +152,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         root,
         "hdf5",
         ranks,
-        # ORTTrainer's mixed precision is always fp16; the files state no more than this
+        # ORTTrainer's mixed precision is always fp16; the files state only that it is mixed
         "F16" if first.options.mixed_precision else None,
         SHORT_NAMES.get(str(first.options.optimizer_name)),
         _shapes(files),
@@ -179,7 +179,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
 
 
 def _omitted(files: Sequence[RankFile]) -> list[Notice]:
-    """What the files have and the manifest does not."""
+    """Notes on content of the files that the manifest lacks."""
     omitted = []
     for name, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),
@@ -225,7 +225,7 @@ def _check_kind(file: RankFile) -> None:
 
 
 def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
-    """Shapes of split weights; each of their owners states them."""
+    """Shapes of split weights, which each of their owners states."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         for name, shape in _split_weights(file).items():
@@ -262,7 +262,7 @@ def _rank(file: RankFile) -> RankStates:
     for name, tensor in file.tensors.items():
         if name.startswith(FULL):
             weight = name.removeprefix(FULL)
-            # a mixed run may keep a weight in fp32: it is whole, though its moments are split
+            # a mixed run may keep a weight in fp32: it is complete, though its moments are split
             whole = weight not in split or tensor.numel == prod(split[weight])
             (rank.weights if whole else rank.pieces)[weight] = tensor
         elif name.startswith("optimizer/"):

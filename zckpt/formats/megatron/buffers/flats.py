@@ -1,4 +1,4 @@
-"""Optimizer states that Megatron-Core saves as flat buffers, joined to whole tensors.
+"""Joins optimizer states that Megatron-Core saves as flat buffers into full tensors.
 
     [chained_N.]optimizer.distributed.dp_group_idx_G.          G = tp + size of tp * stage
         gbuf_idx_B.dtype_(TYPES).bucket_idx_K.SLOT             dp_reshardable: one bucket
@@ -6,7 +6,7 @@
         optimizer/shard_0_1                                    the groups, with the step
         grad_scaler/shard_0_1                                  the loss scale of fp16
 
-A bucket is stored without the padding at its end. What lies between parameters is not initialized.
+A bucket is stored without the padding at its end. Gaps between parameters are not initialized.
 Experts that are spread over ranks have an optimizer of their own, whose number is N. Its G counts
 the tensor ranks of experts first, then their expert ranks, then stages (megatron-core 0.16.1).
 """
@@ -53,8 +53,8 @@ MASTERS = ("param", "fp32_param")
 def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], tp: int) -> Slicing:
     """How tensor ranks cut a weight, by the pieces in which they saved it.
 
-    There is one piece for each of the `tp` ranks, or two (a gated `linear_fc1`), or one in all.
-    Raises UnsupportedCheckpoint for anything else.
+    There is one piece for each of the `tp` ranks, or two (a gated `linear_fc1`), or a single one.
+    Raises UnsupportedCheckpoint for other numbers of pieces.
     """
     axes = {
         axis for piece in pieces for axis, size in enumerate(piece.sizes) if size != shape[axis]
@@ -76,7 +76,7 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
 
 
 def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
-    """A rank's part of a weight; its first elements are a piece's, as far as these are in order."""
+    """A rank's part of a weight, with the extent of its first contiguous elements."""
     count, size = 1, SIZES[dtype]
     for axis in range(len(piece.sizes) - 1, -1, -1):
         if piece.sizes[axis] != 1 and piece.strides[axis] != count:
@@ -88,7 +88,7 @@ def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
 
 
 def read_bytes(extent: Extent) -> bytes:
-    """The bytes of a small extent; raises CorruptCheckpoint if the file ends before."""
+    """The bytes of a small extent; raises CorruptCheckpoint if the file ends before it."""
     with sources.opened(extent.file) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
     if len(data) != extent.length:
@@ -102,7 +102,7 @@ def read_bytes(extent: Extent) -> bytes:
 
 
 class _Optimizer(Struct, eq=False):
-    """What the files have of one optimizer, by the numbers of its model-parallel ranks."""
+    """The files' content of one optimizer, by the numbers of its model-parallel ranks."""
 
     groups: dict[int, list[Any]] = field(default_factory=dict)
     scalers: list[tuple[TorchFile, Any]] = field(default_factory=list)
@@ -110,14 +110,14 @@ class _Optimizer(Struct, eq=False):
 
     @property
     def has_experts(self) -> bool:
-        """Whether its parameters are those of experts that are spread over ranks."""
+        """Whether its parameters belong to experts that are spread over ranks."""
         return any(group.get(SPREAD) for group in chain(*self.groups.values()))
 
 
 class FlatItems:
-    """The flat buffers and groups of a torch_dist directory, which is read item by item.
+    """The flat buffers and groups of a torch_dist directory, read item by item.
 
-    Raises UnsupportedCheckpoint for an item of the optimizer that is none of these.
+    Raises UnsupportedCheckpoint for an unknown item of the optimizer.
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles) -> None:
@@ -163,7 +163,7 @@ class FlatItems:
         return [[*chain(*each.groups.values())] for each in self.optimizers.values()]
 
     def scalers(self, entries: dict[Key, Entry]) -> list[dict[str, Any]]:
-        """What beside its groups an optimizer has: its loss scale, whose tensors are entered.
+        """The loss scale of each optimizer, whose tensors are added to `entries`.
 
         Raises InconsistentCheckpoint if ranks have different ones.
         """
@@ -190,9 +190,10 @@ class FlatItems:
     ) -> list[ModelRank]:
         """The buffers of every model-parallel rank, optimizer by optimizer, chunk by chunk.
 
-        With the number of `experts` in a layer those of the experts' own optimizer, else the
-        others. `tp` ranks share a parameter, and `ep` ranks the experts; without `stages` or `ep`
-        the number of buffers says it. Raises InconsistentCheckpoint if this does not fit.
+        `experts` is the number of experts in a layer: then only the buffers of the experts' own
+        optimizer are returned, else only the others. `tp` ranks share a parameter, and `ep` ranks
+        the experts. Without `stages` or `ep`, the number of buffers determines them. Raises
+        InconsistentCheckpoint if the numbers do not fit.
         """
         by_group = by_key(
             (group, flats[key])
@@ -233,7 +234,7 @@ class FlatItems:
         ]
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
-        """A value in its list of one."""
+        """The single value in an item's list."""
         file = self.files.torch_file(self.table.location(key))
         value = file.value
         if not isinstance(value, list) or len(value) != 1:
@@ -304,7 +305,7 @@ def _joined_buckets(
 
 
 def slot_of(key: str) -> str:
-    """The slot of a state that files call so."""
+    """The slot of a state with this name in the files."""
     return "master" if key in MASTERS else slot_name(key)
 
 
@@ -320,14 +321,14 @@ def _dtype_of(name: Any) -> str:
 
 
 def _numbers(file: TorchFile, value: Any) -> Any:
-    """A dictionary with the numbers of its tensors that have one element."""
+    """The value with one-element tensors as numbers, if it is a dictionary."""
     if not isinstance(value, dict):
         return value
     return {key: file.number(item) for key, item in value.items()}
 
 
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
-    """Hyper-parameters; 0-d tensors in them by value. Raises CorruptCheckpoint."""
+    """Hyper-parameters, with 0-d tensors as numbers; raises CorruptCheckpoint."""
     return [_numbers(file, group) for group in groups_in(value, file.path)]
 
 
@@ -335,16 +336,16 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The pieces of one item, by the place of its fragment. A bucket has one, without a place.
+    """The pieces of one item, by the place of their fragment; a bucket has one fragment at ().
 
     States that are `fully_sharded_model_space`, the default of Megatron-Core up to 0.13:
 
-    decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
-    optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
+        decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
+        optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
 
-    The axes of layers and experts are the same. Then comes the number of fragments along each axis
-    of the parameter, and at last the elements of one fragment, flat. A data-parallel rank has a
-    range of these elements (megatron-core 0.13.1).
+    The axes of layers and experts are the same. The next axes are the numbers of fragments along
+    each axis of the parameter. The last axis has the elements of one fragment, flat. A
+    data-parallel rank has a range of these elements (megatron-core 0.13.1).
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:
@@ -365,7 +366,7 @@ class FlatFragments:
     def whole(self, before: tuple[int, ...], shape: tuple[int, ...]) -> Fragments:
         """The tensor of a parameter of this shape; `before` are its layer and its expert.
 
-        Raises InconsistentCheckpoint if its fragments do not give the shape or are not complete.
+        Raises InconsistentCheckpoint if its fragments do not give the shape or are incomplete.
         """
         grid = self.item.shape[len(before) : -1]
         local: tuple[int, ...] = ()

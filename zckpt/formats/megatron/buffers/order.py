@@ -1,8 +1,8 @@
-"""In which order does a model of Megatron-Core have its parameters?
+"""The order of the parameters in a Megatron-Core GPTModel.
 
 Flat buffers hold parameters in the reverse order of `named_parameters()`, and no file lists it. A
 GPTModel has the embedding, its layers, the last norm, the layers of multi-token prediction, and the
-output layer. Inside of a layer two things depend on the spec:
+output layer. Within a layer two things depend on the spec:
 
     norms      modules of their own before attention and MLP (local spec), or a part of the linear
                module behind them (Transformer Engine's spec)
@@ -21,7 +21,7 @@ EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)
 BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
 BEHIND = ("decoder.final_layernorm", "mtp", "output_layer")
 PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
-"""Of a layer of multi-token prediction; the layer of a decoder in it has two names (0.19)."""
+"""Parts of a multi-token prediction layer; the decoder layer in it has two names (0.19)."""
 MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
@@ -63,20 +63,20 @@ def expert_of(name: str) -> int | None:
 
 
 def is_before(name: str) -> bool:
-    """Whether a parameter stands before the layers: only the first stage of a pipeline has it."""
+    """Whether a parameter comes before the layers: only a pipeline's first stage has it."""
     return name.startswith("embedding.")
 
 
 def predicts(names: Iterable[str]) -> bool:
     """Whether a model has layers of multi-token prediction.
 
-    Then the last stage of a pipeline has copies of what stands before the layers.
+    Then the last pipeline stage has copies of the parameters before the layers.
     """
     return any(map(PREDICTION.fullmatch, names))
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """The orders that the parameters have under each spec; none if a name is not a GPTModel's."""
+    """The possible orders of the parameters, one per spec; none if a name is not a GPTModel's."""
     listed = list(names)
     known = frozenset(listed)
     given: list[list[str]] = []
@@ -91,7 +91,7 @@ def orders(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _key(name: str, fused: bool, grouped: bool, names: frozenset[str]) -> Key | None:
-    """What sorts a parameter; None for a module that this rule does not know."""
+    """The sort key of a parameter; None for an unknown module."""
     module, _, kind = name.rpartition(".")
     if kind not in KINDS:
         return None

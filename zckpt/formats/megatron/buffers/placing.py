@@ -1,12 +1,13 @@
-"""At which elements of a flat buffer does each parameter begin?
+"""Finds the element of a flat buffer at which each parameter begins.
 
 A buffer has the parameters of one model part and one type, in the reverse of the model's order.
-Each begins at a multiple of 64 elements of its bucket. Buckets follow each other; the padding at
-the end of a bucket is not stored. `dp_reshardable` has one tensor for each bucket. In
-`distrib_optim.pt` the buckets are one tensor, and no file says where they end.
+Each parameter begins at a multiple of 64 elements of its bucket. Buckets follow each other; the
+padding at the end of a bucket is not stored. `dp_reshardable` has one tensor for each bucket. In
+`distrib_optim.pt` the buckets are one tensor, and no file states where they end.
 
 So Megatron-Core's rule gives a place, and the bytes prove it: there the fp32 master rounds to the
-weight. Here this is done for the first elements of each parameter; `read.check` does it for all.
+weight. This module compares the first elements of each parameter; `read.check` compares all of
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ReadBytes = Callable[[Extent], bytes]
 
 
 class Local(Struct, frozen=True, eq=False):
-    """One rank's part of a parameter: its elements, and where the first of its weight lie."""
+    """One rank's part of a parameter: its number of elements, and its weight's first extent."""
 
     name: str
     numel: int
@@ -40,10 +41,11 @@ class Local(Struct, frozen=True, eq=False):
 
 
 class Flat(Struct, frozen=True, eq=False):
-    """One flat buffer of a model-parallel rank, or the buckets of it.
+    """One flat buffer of a model-parallel rank, in one or more buckets.
 
-    `dtype` is that of the weights. `tensors` has for every slot the elements of each bucket, whose
-    sizes are `sizes`. If `coalesced`, the one bucket is all buckets of the buffer in sequence.
+    `dtype` is the type of the weights. `sizes` are the element counts of the buckets. `tensors` has
+    the elements of each bucket for every slot. If `coalesced`, all buckets of the buffer are stored
+    as a single one.
     """
 
     name: str
@@ -53,31 +55,31 @@ class Flat(Struct, frozen=True, eq=False):
     coalesced: bool = False
 
     def part(self, slot: str, place: tuple[int, int], numel: int) -> Runs:
-        """The `numel` elements of a slot that begin at a place (bucket, element)."""
+        """The `numel` elements of a slot from a place (bucket, element) on."""
         bucket, start = place
         return self.tensors[slot][bucket].part(start, start + numel, SIZES["F32"])
 
     def entries(self, name: str, place: tuple[int, int], shape: tuple[int, ...]) -> Iterator[Entry]:
-        """The states of a parameter that begins at a place."""
+        """Yields the states of a parameter that begins at a place."""
         for slot in self.tensors:
             yield Entry(name, slot, "F32", shape, self.part(slot, place, prod(shape)))
 
 
 Places = tuple[tuple[int, int] | None, ...]
-"""Where each parameter begins, as (bucket, element); None for one that is not in the buffer."""
+"""The place of each parameter as (bucket, element); None for one outside of the buffer."""
 
 State = tuple[int, int, int]
-"""What is filled: a bucket up to an element, and where this bucket began, modulo the alignment."""
+"""The bucket, its filled elements, and the bucket's start modulo the alignment."""
 
 
 def places(
     locals_: Sequence[Local], flat: Flat, read: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
-    """All ways to place parameters, in the order of the buffer, so that nothing is left over.
+    """Possible ways to place parameters, in buffer order, so that they fill the buffer exactly.
 
-    Up to two ways are given: with more than one the bytes do not decide. If the buffer `may_lack`
-    some parameters, the bytes alone tell which ones these are: the first master behind a parameter
-    is looked up among the first weights of those that may follow.
+    Returns up to two ways: with more than one the bytes do not decide. If the buffer `may_lack`
+    some parameters, only the bytes show which ones. Then the first master behind a parameter is
+    looked up among the first weights of later parameters.
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(
@@ -85,8 +87,8 @@ def places(
     )
     full = len(flat.sizes) - 1, flat.sizes[-1]
     ends: list[Any] = []
-    # by the next parameter that may follow: states with up to two ways, each one a pair of the way
-    # before and the last place
+    # for each next parameter: states with up to two ways, each one a pair of the previous way and
+    # the last place
     at: list[dict[State, list[Any]]] = [{} for _ in range(len(locals_) + 1)]
     at[0][0, 0, 0] = [None]
     for number, states in enumerate(at):
@@ -119,9 +121,9 @@ def places(
 
 
 def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
-    """All places at which any parameter may begin behind a state.
+    """All places at which a parameter may begin after a state.
 
-    A new bucket may begin at once. If buckets are `coalesced`, the bytes tell whether it does.
+    A new bucket may begin immediately. If buckets are `coalesced`, the bytes show whether it does.
     """
     bucket, end, base = state
     if flat.coalesced:
@@ -129,23 +131,23 @@ def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
         return [(0, start) for start in starts if start <= flat.sizes[0]]
     start = align(end, ALIGNMENT)
     result = [(bucket, start)] if start <= flat.sizes[bucket] else []
-    # a copy of a tied embedding begins a bucket, and the one before is filled up
+    # a copy of a tied embedding begins a bucket, and the previous bucket is filled up
     if flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes):
         result.append((bucket + 1, 0))
     return result
 
 
 def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
-    """The first master at a place, as a weight; empty at the end, and for types without masters."""
+    """The first master at a place, rounded to a weight; empty at the end or for other types."""
     first = [rounded(read(run.extent), flat.dtype) for run in flat.part("master", place, 1)]
     return next(iter(first), None) or b""
 
 
 def _fits(local: Local, flat: Flat, state: State, place: tuple[int, int], read: ReadBytes) -> bool:
-    """Whether a parameter may begin at a place behind a state.
+    """Whether a parameter may begin at a place after a state.
 
-    There is room for it, and not in the bucket before; its first masters round to its first
-    weights.
+    There must be room for it, and no room in the previous bucket. Its first masters must round to
+    its first weights.
     """
     if place[0] > state[0] and align(state[1], ALIGNMENT) + local.numel <= flat.sizes[state[0]]:
         return False

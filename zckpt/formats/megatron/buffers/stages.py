@@ -1,9 +1,10 @@
-"""Which parameters does each flat buffer have, and where?
+"""Finds the parameters of each flat buffer, and their places.
 
 A model-parallel rank has the layers of its stage: one range of them for each model chunk. It has a
-buffer for each chunk and type of weights. The first chunk of the first stage has the embedding too,
-the last chunk of the last stage the last norm and the output layer. No file states the ranges. A
-range is that of a buffer if its parameters fill the buffer, and if the bytes agree (placing.py).
+buffer for each chunk and type of weights. The first chunk of the first stage also has the
+embedding. The last chunk of the last stage also has the last norm and the output layer. No file
+states the ranges. A range belongs to a buffer if its parameters fill the buffer, and if the bytes
+agree (placing.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
 
 Place = tuple[Flat, tuple[int, int]]
-"""A buffer, and where in it a parameter begins: (bucket, element)."""
+"""A buffer, and the place of a parameter in it: (bucket, element)."""
 
 
 class ModelRank(Struct, frozen=True, eq=False):
@@ -36,7 +37,7 @@ class ModelRank(Struct, frozen=True, eq=False):
     experts: range | None = None
 
     def own(self, parts: Mapping[str, Local]) -> Mapping[str, Local]:
-        """Those of a tensor rank's parameters that can be in these buffers."""
+        """The tensor rank's parameters that may be in these buffers."""
         if self.experts is None:
             return parts
         return {name: part for name, part in parts.items() if expert_of(name) in self.experts}
@@ -45,12 +46,13 @@ class ModelRank(Struct, frozen=True, eq=False):
 def placed(
     ranks: Sequence[ModelRank], parts: Sequence[Mapping[str, Local]], read: ReadBytes, where: str
 ) -> list[dict[str, list[Place]]]:
-    """The places of all parameters, for every tensor rank; `parts` are its parts of parameters.
+    """The places of all parameters, per tensor rank; `parts` are the ranks' parts of parameters.
 
-    A tied embedding has a second place, where the last stage keeps its copy. Frozen parameters have
-    none: if no range of layers fills a buffer, single parameters may be missing. Raises
-    UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do, and
-    InconsistentCheckpoint for a parameter that two buffers have, or not those of all tensor ranks.
+    A tied embedding has a second place, for the last stage's copy. Frozen parameters have none: if
+    no range of layers fills a buffer, single parameters may be missing. Raises
+    UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do. Raises
+    InconsistentCheckpoint for a parameter in two buffers, or not in the buffers of all tensor
+    ranks.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[Place]]] = [{} for _ in parts]
@@ -115,7 +117,7 @@ def _ways(
 ) -> list[Way]:
     """The ways in which a range of layers fills a buffer.
 
-    If the buffer `may_lack` parameters, those are frozen, or of other ranks.
+    If the buffer `may_lack` parameters, these are frozen, or on other ranks.
     """
     ways: list[Way] = []
     for each in _kinds(flat, parts, ends):
@@ -131,7 +133,7 @@ def _ways(
 
 
 def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
-    """The parameters of a buffer's type; with the copy of a tied embedding too, if one may be."""
+    """The parameters of a buffer's type, also with the copy of a tied embedding if possible."""
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
     if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:
         return [of_type, {**of_type, OUTPUT: of_type[EMBEDDING]}]
@@ -141,9 +143,9 @@ def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[s
 def _ranges(
     order: Sequence[str], parts: Mapping[str, Local], flat: Flat, ends: Ends, may_lack: bool
 ) -> Iterator[list[str]]:
-    """The parameters of each range of layers that could fill a buffer, by their sizes.
+    """The parameters of each range of layers whose sizes could fill a buffer.
 
-    If it `may_lack` parameters, those of all layers.
+    If the buffer `may_lack` parameters, those of all layers.
     """
     is_first, is_last = ends
     layers = by_key((layer, name) for name in order if (layer := layer_of(name)) is not None)

@@ -1,7 +1,7 @@
-"""`mp_rank_*` directories, by Megatron-Core's own rule.
+"""Joins `mp_rank_*` directories by Megatron-Core's own rule.
 
 A state dict has the parameters in the module's order. Experts that are spread over ranks have an
-optimizer of their own; the flat buffers of all else are in the folders of the first expert rank.
+optimizer of their own. All other flat buffers are in the folders of the first expert rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Local = tuple[TorchFile, Tensor]
 
 
 class Folders:
-    """All folders of a directory. A rank's numbers are its stage, expert rank and tensor rank."""
+    """All folders of a directory, keyed by stage, expert rank and tensor rank."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Folders:
         self.stages, self.ep, self.tp = (1 + max(each) for each in zip(*self.ranks, strict=True))
 
     def partitions(self) -> Iterator[Joined]:
-        """Every weight; and masters and moments, by the rule of buffers."""
+        """Yields every weight, then masters and moments by the rule of buffers."""
         whole: dict[str, Shape] = {}
         weights: dict[str, Joined] = {}
         filled: list[Filled] = []
@@ -85,7 +85,7 @@ class Folders:
         yield from rule.joined(filled, whole, gated)
 
     def _weights(self, place: tuple[int, int, int], chunk: str, first: int) -> dict[str, Local]:
-        """The tensors of a rank's chunk in their order; its layers are numbered from `first` on."""
+        """The tensors of a rank's chunk in order; its layers are numbered from `first` on."""
         unties = self.args.get("untie_embeddings_and_output_weights") is not False
         stage, number, _ = place
         file = self.ranks[place][1]
@@ -109,7 +109,8 @@ class Folders:
     def _buffers(
         self, place: tuple[int, int, int], chunk: int, weights: Mapping[str, Local]
     ) -> Iterator[Filled]:
-        """A rank's buffers of one chunk: of each type of weights the one with its number."""
+        """A rank's buffers of one chunk: for each type of weights, the one with the chunk's number.
+        """
         stage, expert, rank = place
         path = os.path.join(self.ranks[place][0], "distrib_optim.pt")
         if not sources.is_file(path):

@@ -1,4 +1,4 @@
-"""The items of a torch_dist directory, by Megatron-Core's own rule: boxes, or flat buckets."""
+"""Joins the items of a torch_dist directory by Megatron-Core's own rule: boxes, or flat buckets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BUFFER = re.compile(
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
-    Raises UnsupportedCheckpoint for what the rule does not cover: frozen parameters in flat
+    Raises UnsupportedCheckpoint for cases that the rule does not cover: frozen parameters in flat
     buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
     """
     if kind_of(path) == OF_FSDP:
@@ -81,7 +81,7 @@ class _Items:
                 if self.model and match[2] not in self.model:
                     continue
                 slot = rule.SLOTS.get(match[1], match[1])
-                # a save of the optimizer alone has the shapes of weights
+                # in a save of the optimizer alone, states have the shapes of weights
                 whole = self.model[match[2]].shape if self.model else state.shape
                 of_item = self._of_key if state.shape == whole else self._of_fragments
                 yield from of_item(key, match[2], state, slot)
@@ -107,7 +107,7 @@ class _Items:
             yield Joined(tensor, item.dtype, item.shape[axes:], tuple(boxes))
 
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
-        """Each rank joins two pieces; FSDP2 joins ranks, and then tensor ranks join their halves.
+        """Orders FSDP2's boxes: a rank joins two pieces, FSDP2 joins ranks, tensor ranks join last.
 
         The files have every rank's first piece, and then every rank's second piece.
         """
@@ -179,8 +179,9 @@ class _Items:
     def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]]:
         """The slots of every buffer.
 
-        The keys say whether it is of the experts' own optimizer, which comes second; then the
-        number of the model-parallel rank, the type of the weights, and the number of the buffer.
+        A key states whether the buffer belongs to the experts' own optimizer, which comes second;
+        the number of the model-parallel rank; the type of the weights; and the number of the
+        buffer.
         """
         buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]] = {}
         for key, saved in self.table.items.items():
@@ -202,7 +203,7 @@ class _Items:
         return buffers
 
     def _names(self, whole: Mapping[str, Any], chunk: int, chunks: int) -> list[str]:
-        """The parameters of one of all model chunks, in the order of `named_parameters()`."""
+        """The parameters of one model chunk, in the order of `named_parameters()`."""
         layers = 1 + max(int(match[1]) for name in whole if (match := rule.LAYER.match(name)))
         fused = self.args.get("transformer_impl") == "transformer_engine"
         grouped = fused and bool(self.args.get("moe_grouped_gemm"))
@@ -226,7 +227,7 @@ class _Items:
         return names
 
     def _boxes(self, key: str) -> Iterator[BoxPart]:
-        """The boxes of an item that have elements."""
+        """Yields the nonempty boxes of an item."""
         for box, file in self.files.boxes(self.table, key):
             if not file.value.contiguous:
                 raise rule.refusal(file.path, "a tensor that is not contiguous")
@@ -237,7 +238,7 @@ class _Items:
 
 
 def _rank_of(name: str, experts: int) -> int | None:
-    """The number of the rank that has an expert, if each has so many."""
+    """The rank that has an expert, if each rank has `experts` of them; None for other names."""
     number = rule.expert_of(name)
     return None if number is None else number // experts
 
@@ -248,13 +249,13 @@ def _bare(key: str) -> str:
 
 
 def _axes(key: str) -> int:
-    """How many axes of a key's tensor count layers and experts."""
+    """The number of leading axes of a key's tensor that count layers and experts."""
     key = _bare(key)
     return bool(re.match(r"(de|en)coder\.layers\.(?!\d)", key)) + (".experts.experts.linear" in key)
 
 
 def _name(key: str, place: Shape) -> str:
-    """What `named_parameters()` calls the tensor of a layer and an expert."""
+    """The name in `named_parameters()` of the tensor of a layer and an expert."""
     numbers, key = list(place), _bare(key)
     if re.match(r"(de|en)coder\.layers\.(?!\d)", key):
         key = key.replace(".layers.", f".layers.{numbers.pop(0)}.", 1)

@@ -1,12 +1,13 @@
-"""Where has a flat buffer of Megatron-Core its parameters?
+"""The rule by which a flat buffer of Megatron-Core has its parameters.
 
-A buffer has the parameters of one rank in the reverse order of `named_parameters()`. Each begins at
-a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). A bucket of `dp_reshardable` ends
-with its last parameter; the other forms have their buckets one behind the other. Tensor ranks cut
-parameters as `ColumnParallelLinear` and `RowParallelLinear` do. megatron-core 0.16.1.
+A buffer has the parameters of one rank in the reverse order of `named_parameters()`. Each parameter
+begins at a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). A bucket of
+`dp_reshardable` ends with its last parameter; the other forms have their buckets one behind the
+other. Tensor ranks cut parameters as `ColumnParallelLinear` and `RowParallelLinear` do.
+megatron-core 0.16.1.
 
-The reader finds parameters by the bytes of their weights. Here arithmetic alone says where they
-are, and nothing but the parsers of files is shared.
+The reader finds parameters by the bytes of their weights. Here arithmetic alone determines where
+they are, and only the parsers of files are shared.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 ROWS = re.compile(
     r".*(word_embeddings|output_layer|linear_(qkv|q_proj|q_up_proj|kv_up_proj|fc1))\.(weight|bias)"
 )
-BY_SPEC = re.compile(r".*linear_(q|kv)_down_proj\.weight")  # cut by rows, or not at all
+BY_SPEC = re.compile(r".*linear_(q|kv)_down_proj\.weight")  # cut by rows, or replicated
 GATED = re.compile(r".*\.linear_fc1\.(weight|bias)")
 COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.)")
@@ -65,9 +66,9 @@ FUSED = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm",
 FIRST = ("embedding.word_embeddings", "embedding.position_embeddings")
 LAST = ("decoder.final_layernorm", "output_layer")
 INSIDE = 1
-"""The side of a layer's parameters, between those of the first stage and those of the last."""
+"""The sort key of a layer's parameters, between those before and those after the layers."""
 WHOLE = -1
-"""The number of a bucket that is a whole buffer, without the padding between its buckets."""
+"""The number of a bucket that is a complete buffer, without padding between its buckets."""
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -90,7 +91,7 @@ def refusal(path: str, what: str) -> UnsupportedCheckpoint:
 def coalesced(
     file: TorchFile, optimizer: int = 0
 ) -> Iterator[tuple[int, str, dict[str, dict[int, Runs]]]]:
-    """The number, the weights' type and the slots of each buffer in a file of whole buffers."""
+    """The number, the weights' type and the slots of each buffer in a file of complete buffers."""
     value = file.value[optimizer] if isinstance(file.value, list) else file.value
     for number, kinds in value.items():
         for types, tensors in kinds.items() if type(number) is int else ():
@@ -103,7 +104,7 @@ def coalesced(
 
 
 class Filled(Struct, frozen=True):
-    """The parameters of a buffer of tensor rank `rank` of `of` ranks: the parts of every slot."""
+    """The parts of every parameter in a buffer of tensor rank `rank`, of `of` ranks, by slot."""
 
     rank: int
     of: int
@@ -136,7 +137,7 @@ def layout(
             SLOTS.get(slot, slot): by_bucket[current].part(start, at, SIZE)
             for slot, by_bucket in slots.items()
         }
-        # the copy of a tied embedding has a bucket of its own
+        # the copy of a tied embedding has a separate bucket
         shared = name == EMBEDDING and number == 0 and len(sizes) > 1
         if not is_cut and (shared or (bucket_size is not None and at - begin >= bucket_size)):
             begin = at
@@ -146,7 +147,7 @@ def layout(
 
 
 def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> Iterator[Joined]:
-    """Masters and moments: of every tensor rank's part the first copy."""
+    """Yields masters and moments; for each tensor rank's part, the first copy is used."""
     parts: dict[tuple[str, str], dict[int, list[BoxPart]]] = {}
     for filled in ranks:
         for name, slots in filled.parameters.items():
@@ -162,7 +163,7 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
 
 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
-    """A rank's parameter, which has the elements of these boxes one after the other."""
+    """Yields a rank's parameter as boxes whose elements follow each other in `runs`."""
     begin = 0
     for offsets, sizes in boxes:
         end = begin + prod(sizes)
@@ -187,8 +188,8 @@ def layers_of_chunks(
 ) -> list[range]:
     """The layers of each model chunk: the first chunks of all stages, then the second ones, ...
 
-    As TransformerBlock builds them (get_num_layers_to_build). Raises UnsupportedCheckpoint for a
-    layout that is spelled out, and for numbers that do not fit.
+    As TransformerBlock builds them (get_num_layers_to_build). Raises UnsupportedCheckpoint for an
+    explicit layout, and for numbers that do not fit.
     """
     if args.get("pipeline_model_parallel_layout") is not None:
         raise refusal(path, "stages by --pipeline-model-parallel-layout")
@@ -210,7 +211,7 @@ def layers_of_chunks(
 
 
 def _stated(args: Mapping[str, Any], end: str) -> int | None:
-    """The layers of the first or the last stage, as Megatron-LM or Megatron-Bridge calls them."""
+    """The layers of the first or last stage, by Megatron-LM's or Megatron-Bridge's argument."""
     for name in (f"decoder_{end}_pipeline_num_layers", f"num_layers_in_{end}_pipeline_stage"):
         if type(args.get(name)) is int:
             return int(args[name])
@@ -225,10 +226,10 @@ def with_norms(name: str) -> str:
 def order_of(
     name: str, names: Mapping[str, Any], fused: bool, grouped: bool = False
 ) -> tuple[Any, ...] | None:
-    """What sorts parameters as a GPTModel has them; None for a module of another kind.
+    """The sort key of a parameter in a GPTModel; None for an unknown module.
 
-    `fused` is true for Transformer Engine's spec, whose linear modules have the norms before them.
-    `grouped` is true for its module of all experts (TEGroupedMLP).
+    `fused` is true for Transformer Engine's spec, whose linear modules include the norms before
+    them. `grouped` is true for its module of all experts (TEGroupedMLP).
     """
     module, _, kind = name.rpartition(".")
     last = kind == "bias"
@@ -250,13 +251,13 @@ def order_of(
 
 
 def require_known(path: str, name: str, names: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint if it depends on the model how tensor ranks cut a parameter."""
+    """Raises UnsupportedCheckpoint if the cut of a parameter depends on the model."""
     if tp > 1 and (BY_SPEC.fullmatch(name) or order_of(name, names, False) is None):
         raise refusal(path, f"the module of {name}")
 
 
 def boxes_of(name: str, whole: Shape, tp: int, rank: int, gated: bool) -> list[Box]:
-    """The elements that a tensor rank has of a parameter."""
+    """The boxes of a parameter that a tensor rank has."""
     axis = 0 if ROWS.fullmatch(name) else 1 if COLUMNS.fullmatch(name) else None
     if axis is None or tp == 1:
         return [((0,) * len(whole), whole)]
@@ -277,19 +278,19 @@ def is_gated(shapes: Mapping[str, Shape]) -> bool:
 
 
 def whole_shape(name: str, local: Shape, tp: int) -> Shape:
-    """The shape of a parameter of which every tensor rank has `local`."""
+    """The full shape of a parameter whose part on every tensor rank has shape `local`."""
     if ROWS.fullmatch(name):
         return (local[0] * tp, *local[1:])
     return (local[0], local[1] * tp) if COLUMNS.fullmatch(name) else local
 
 
 def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that Megatron-LM saves; none if another program saved."""
+    """The arguments that Megatron-LM saves; empty if another program saved."""
     args = common.get("args")
     return dict(args.state) if isinstance(args, Foreign) and isinstance(args.state, dict) else {}
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter is in."""
+    """The number of a parameter's expert; None outside of experts."""
     match = re.search(r"\.local_experts\.(\d+)\.", name)
     return int(match[1]) if match else None

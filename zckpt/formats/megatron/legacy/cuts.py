@@ -1,14 +1,13 @@
-"""How do tensor ranks cut the parameters of a GPTModel? No file of the older kind says it.
+"""How tensor ranks cut the parameters of a GPTModel, which no file of the older kind states.
 
     column-parallel    rows: embeddings, output layer, linear_qkv, linear_fc1; their biases too;
                        linear_q_proj, linear_q_up_proj, linear_kv_up_proj of latent attention
-    row-parallel       columns: linear_proj, linear_fc2; every rank has the whole bias
+    row-parallel       columns: linear_proj, linear_fc2; every rank has the full bias
     others             every rank has all: norms, positions, the router
 
-Specs differ in linear_q_down_proj and linear_kv_down_proj: the arguments say how many rows they
-have as a whole. The rows of a gated `linear_fc1` are [gate; up] on every rank, so the whole tensor
-has the gates of all ranks first. It is gated if it has twice as many rows as `linear_fc2` has
-columns.
+Specs differ in linear_q_down_proj and linear_kv_down_proj: the arguments state their full number of
+rows. The rows of a gated `linear_fc1` are [gate; up] on every rank, so the full tensor has the
+gates of all ranks first. It is gated if it has twice as many rows as `linear_fc2` has columns.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 
 
 class ModuleRules(Struct, frozen=True):
-    """The rules above; `shapes` are those of one rank's parameters, `args` the run's arguments."""
+    """The rules above; `shapes` are one rank's shapes of parameters, `args` the run's arguments."""
 
     shapes: Mapping[str, tuple[int, ...]]
     args: Mapping[str, Any]
@@ -62,7 +61,7 @@ class ModuleRules(Struct, frozen=True):
         return None if placement is None else TensorRule(name, placement).sliced(name, shapes)
 
     def _latent_rows(self, kind: str) -> int | None:
-        """The rows of a whole `linear_q_down_proj` or `linear_kv_down_proj`, if they are stated."""
+        """The rows of a full `linear_q_down_proj` or `linear_kv_down_proj`, if they are stated."""
         rank = size_of(self.args, f"{kind}_lora_rank")
         positions = size_of(self.args, "qk_pos_emb_head_dim") if kind == "kv" else 0
         return None if rank is None or positions is None else rank + positions
@@ -75,10 +74,10 @@ def cuts_of(
     args: Mapping[str, Any],
     given: TensorRules | None,
 ) -> dict[str, Sliced]:
-    """How `tp` ranks cut all parameters; `shapes` are those that every one of them has.
+    """How `tp` ranks cut all parameters; `shapes` are the shapes that every rank has.
 
-    The rules that a user has `given` count first. Raises MissingData for modules that no rule
-    knows, and UnsupportedCheckpoint for sums.
+    The rules that a user has `given` come first. Raises MissingData for modules that no rule
+    covers, and UnsupportedCheckpoint for sums.
     """
     if tp == 1:
         return {
@@ -102,7 +101,7 @@ def cuts_of(
 
 
 def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a `linear_fc1` has gates: twice as many rows as `linear_fc2` behind it has columns.
+    """Whether a `linear_fc1` has gates: twice as many rows as its `linear_fc2` has columns.
 
     Raises UnsupportedCheckpoint if neither fits.
     """

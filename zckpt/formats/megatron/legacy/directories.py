@@ -1,17 +1,17 @@
-"""The older kind of Megatron's directories: one folder for each model-parallel rank.
+"""Reads the older kind of Megatron's directories: one folder for each model-parallel rank.
 
     mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt    model, groups, arguments, counters of one rank
     mp_rank_TT[_PPP][_EEE]/distrib_optim.pt      the flat buffers of the distributed optimizer
 
 A rank of an interleaved pipeline has several model chunks, `model0`, `model1`, ... The layers go
-through the first chunks of all stages, then through the second ones.
-Every chunk has its own layers, numbered from 0, and every rank its own slices. The order of a state
-dict is that of the parameters, so no rule about the architecture is needed to place them.
+through the first chunks of all stages, then through the second ones. Every chunk has its own
+layers, numbered from 0, and every rank its own slices. The order of a state dict is the order of
+the parameters, so no rule about the architecture is needed to place them.
 
 Experts that are spread over ranks (EEE) are numbered from 0 on every rank, and have an optimizer of
-their own: then both files have lists, of which the experts' is the last. All else is in every
-folder of a stage, but its flat buffers only in that of the first expert rank (megatron-core 0.16.1:
-ChainedOptimizer.save_parameter_state).
+their own. Then both files contain lists, whose last item belongs to the experts. Every folder of a
+stage has everything else, except flat buffers: these are only in the folder of the first expert
+rank (megatron-core 0.16.1: ChainedOptimizer.save_parameter_state).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 class LegacyReader:
     """All folders of one iteration.
 
-    The rules that a user has `given` say first how tensor ranks cut parameters. Raises
+    The rules that a user has `given` decide first how tensor ranks cut parameters. Raises
     UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for modules on
-    several tensor ranks that no rule knows.
+    several tensor ranks that no rule covers.
     """
 
     def __init__(self, folder: str, given: str | None) -> None:
@@ -75,7 +75,7 @@ class LegacyReader:
         self.content = Content(folder, self.ranks[0].file, self.common, self.args)
         self.shapes = self.content.shapes
         self.cuts: dict[str, Sliced] = {}
-        self.modules: dict[str, tuple[RankDirectory, Any]] = {}  # their own states, by name
+        self.modules: dict[str, tuple[RankDirectory, Any]] = {}  # the modules' own states, by name
         self.frozen: set[str] = set()
         for rank in self.ranks:
             self._add(rank.file)
@@ -113,7 +113,7 @@ class LegacyReader:
     # -- weights
 
     def _number_layers(self) -> None:
-        """Gives each rank its weights under their names in the whole model, and keeps objects."""
+        """Names each rank's weights as in the full model, and keeps objects."""
         tied = self.args.get(TIED) is False
         first = 0
         for chunk, stage in product(range(len(self.ranks[0].models)), range(self.pp)):
@@ -142,7 +142,7 @@ class LegacyReader:
                 self._keep(rank, key, [rank.file.value["rng_state"]])
 
     def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
-        """How many experts of a layer a rank has, if they are spread over ranks."""
+        """The number of a layer's experts on a rank, if they are spread over ranks."""
         names = [name for name in model if EXPERTS in name and not OF_GROUPED.fullmatch(name)]
         names = names if self.ep > 1 else []
         numbers = [LOCAL_EXPERT.search(name) for name in names]
@@ -157,7 +157,7 @@ class LegacyReader:
         return 1 + max((int(match[0]) for match in numbers if match), default=-1)
 
     def _is_spread(self, name: str) -> bool:
-        """Whether a weight is in the folders of one expert rank alone."""
+        """Whether only the folders of one expert rank have a weight."""
         return self.ep > 1 and EXPERTS in name
 
     def _take(self, rank: RankDirectory, name: str, value: Any) -> None:
@@ -177,7 +177,7 @@ class LegacyReader:
     def _name_items(self) -> None:
         """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
         if any(map(OF_GROUPED.fullmatch, self.modules)):
-            return  # torch_dist has the scales of every expert apart
+            return  # torch_dist stores the scales of every expert separately
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
         model = KeysOfGpt([*self.shapes, *self.modules], raw, self.args)
         self.content.keys = model.keys()
@@ -186,7 +186,7 @@ class LegacyReader:
             self._keep(rank, key, [value])
 
     def _weights(self) -> None:
-        """Enters every weight; copies that further ranks have become replicas."""
+        """Adds every weight; further ranks' copies become replicas."""
         parts: list[tuple[int, Entry]] = []
         homes: dict[str, set[tuple[int, int]]] = {}  # stages and expert ranks
         of_stages: dict[int, set[str]] = {}
@@ -228,7 +228,7 @@ class LegacyReader:
     # -- the optimizer
 
     def _states(self) -> None:
-        """Enters masters and moments, and the groups that all ranks have, by optimizer."""
+        """Adds masters and moments, and the groups of all ranks, by optimizer."""
         content, first = self.content, self.ranks[0].optimizers[0]
         parts: list[tuple[int, Entry]] = []
         known: list[set[str]] = [set() for _ in range(self.tp)]
@@ -334,7 +334,7 @@ def whole_states(
 ) -> Iterator[tuple[str, Iterable[Entry]]]:
     """The states of an optimizer that is not distributed.
 
-    It knows parameters by number: group by group, each in the `order` of the model.
+    It numbers parameters group by group, within a group in the `order` of the model.
     """
     file, weights = rank.file, rank.weights
     member = members(groups, {name: weights[name].shape for name in order}, args)
@@ -386,7 +386,7 @@ def whole_states(
 
 
 def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any]) -> Any:
-    """A group without the numbers of its parameters, with the step that its states have."""
+    """A group without the numbers of its parameters, with the step of their states."""
     numbers = group.get("params", ())
     result = {key: value for key, value in group.items() if key != "params"}
     known = inner.get("state", {})

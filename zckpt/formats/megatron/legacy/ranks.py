@@ -1,12 +1,12 @@
-"""The folders of a `mp_rank_*` directory: one for each model-parallel rank.
+"""Lists the folders of a `mp_rank_*` directory: one for each model-parallel rank.
 
     mp_rank_TT             tensor rank
     mp_rank_TT_PPP         with several stages of a pipeline
     mp_rank_TT_EEE         with experts that are spread over ranks
     mp_rank_TT_PPP_EEE     with both
 
-The arguments in the files say which of the two forms with two numbers it is (Megatron-LM's
-get_checkpoint_name). What ranks of experts have in common, every one of their folders has.
+The arguments in the files distinguish the two forms with two numbers (Megatron-LM's
+get_checkpoint_name). What ranks of experts share is in every one of their folders.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ..names import EXPERT, with_own_expert
 EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
 OF_GROUPED = re.compile(r"(?P<experts>.*\bmlp\.experts)\.(?P<rest>linear_fc[12]\._extra_state)")
 """The state of Transformer Engine's module of all experts of a rank."""
-OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have another order
+OLDEST = 2.0  # checkpoint_version; earlier, linear_qkv had another order of rows
 STATES_FILE = "distrib_optim.pt"
 OF_CHUNK = re.compile(r"model\d*")
 
 
 class RankDirectory(Struct, eq=False):
-    """One model-parallel rank: its file, its weights under their names in the whole model."""
+    """One model-parallel rank: its file, and its weights under their names in the full model."""
 
     tp: int
     pp: int
@@ -57,12 +57,12 @@ class RankDirectory(Struct, eq=False):
 
     @property
     def models(self) -> list[Any]:
-        """The state dicts of its model chunks, of which interleaved pipelines have several."""
+        """The state dicts of its model chunks; interleaved pipelines have several."""
         return [each for key, each in self.file.value.items() if OF_CHUNK.fullmatch(str(key))]
 
     @property
     def optimizers(self) -> list[dict[Any, Any]]:
-        """Their states: experts that are spread over ranks have one of their own.
+        """The states of its optimizers: experts that are spread over ranks have a separate one.
 
         Raises UnsupportedCheckpoint.
         """
@@ -79,10 +79,10 @@ class RankDirectory(Struct, eq=False):
 
 
 def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
-    """The names and values of a state dict in which every expert is a module of its own.
+    """The names and values of a state dict in which every expert is a separate module.
 
-    The module of all experts has one state for them. It is that of each of them, unless `is_scaled`
-    says that it has the scales of 8-bit floats (TEGroupedLinear).
+    The module of all experts has one state for them, which each expert gets. With `is_scaled`, that
+    state has the scales of 8-bit floats (TEGroupedLinear), and is kept as it is.
     """
     items = [(with_own_expert(str(name)), value) for name, value in model.items()]
     matches = (match for name, _ in items if (match := EXPERT.fullmatch(name)))
@@ -153,7 +153,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
 
 
 def _numbers(place: Numbers, sizes: Sequence[int]) -> Numbers:
-    """The numbers in the name of a rank's folder: of stages and experts only if there are many."""
+    """The numbers in a rank folder's name: stages and experts only if there are several."""
     (pp, ep, tp), (stages, experts, _) = place, sizes
     return (tp, *[pp] * (stages > 1), *[ep] * (experts > 1))
 
@@ -171,7 +171,7 @@ def _file(folder: str, name: str, parsed: Parsed) -> TorchFile:
 def _require_known(
     folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[RankDirectory]
 ) -> None:
-    """Raises UnsupportedCheckpoint for kinds of models that are not read."""
+    """Raises UnsupportedCheckpoint for kinds of models that zckpt does not read."""
     version = ranks[0].file.value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
         raise UnsupportedCheckpoint(
