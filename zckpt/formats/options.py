@@ -1,4 +1,4 @@
-"""Which options do the formats declare, all together?"""
+"""The options of all formats together."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OF_CONVERSIONS = frozenset(
         *("rename", "tie", "family", "dcp_layout", "dialect"),
     )
 )
-"""The names of options that make something else of a run than the same run at another size."""
+"""Options that change a run beyond its size."""
 MOST_NAMED = 3
-"""So many formats that do not take an option are named: the help fits on one screen."""
+"""The largest number of formats that a help names as not supporting an option."""
 
 
 class Keywords(
@@ -37,16 +37,16 @@ class Keywords(
 ):
     """The options of a conversion as keyword arguments, for type checkers and editors.
 
-    The command line and the functions take every option that a `Format` lists, even if its type is
-    not known here.
+    The command line and the functions accept every option that a `Format` lists, even if its type
+    is not declared here.
     """
 
 
 def declared(targets: Iterable[Format]) -> list[Option[Any]]:
-    """The options of those that are written, in one list that keeps the order of each one's own.
+    """The options of all writable targets, in one list that keeps each format's order.
 
-    The list has an option once, with the values of all of these targets, and its help says which
-    targets understand it, or which do not, if there are fewer of these.
+    The list has an option once, with the values of all of these targets. Its help names the targets
+    that support it, or the ones that do not, if these are fewer.
     """
     lists = {i.name: [*i.options, *EVERYWHERE] for i in targets if i.options is not None}
     queues = [[option.name for option in options] for options in lists.values()]
@@ -66,7 +66,7 @@ def declared(targets: Iterable[Format]) -> list[Option[Any]]:
 
 
 def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Option[Any]:
-    """One option, as some of these targets declare it; `variants` is by the targets' names."""
+    """One option as some of these targets declare it; `variants` is by the targets' names."""
     first = next(iter(variants.values()))
     if any(option.choices != first.choices for option in variants.values()):
         values = ", ".join(f"{to} has {_listed(option)}" for to, option in variants.items())
@@ -83,14 +83,14 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
 
 
 def _listed(option: Option[Any]) -> str:
-    """The values of an option; the usual one is marked."""
+    """The values of an option, with the default marked."""
     return " or ".join(
         f"{value} (default)" if value == option.usual else str(value) for value in option.choices
     )
 
 
 def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
-    """Those of the given options that a target of the format `to` does not take: why, by flag."""
+    """The given options that do not apply to a target of the format `to`: the reason by flag."""
     format = formats.named(to)
     known = {option.name for option in (*(format.options or ()), *EVERYWHERE)}
     reasons = format.reasons or {}
@@ -102,10 +102,9 @@ def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
 
 
 def options_of(keywords: Mapping[str, Any]) -> Options:
-    """What a user asks, by the names of options in Python.
+    """The user's options, by their names in Python.
 
-    Raises TypeError for a name that no format declares, and WrongOption for a value that none
-    accepts.
+    Raises TypeError for a name that no format declares, and WrongOption for an invalid value.
     """
     known = {option.name: option for option in declared(formats.FORMATS)}
     if unknown := sorted(keywords.keys() - known.keys()):

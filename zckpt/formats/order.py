@@ -1,15 +1,15 @@
-"""In which order did a run save its checkpoints?
+"""Sorts the checkpoints of a run in the order in which they were saved.
 
-1. By the program's own counter, as one small file of a checkpoint states it.
-2. A checkpoint that states no counter has the number in its name, if there is one number, which
-   comes after letters or is all of it: step-15, iter_0000015, checkpoint_3, 005000. Of several, one
-   may be a metric's.
-3. Else it has the updates of its optimizer, which begin anew when an optimizer does.
-4. Else the times of files decide: it stands directly above the newest checkpoint whose last file is
-   older than its own.
+1. By the program's own counter, which one small file of a checkpoint states.
+2. Without a counter, by the number in its name, if there is exactly one number, which comes after
+letters or is the full name: step-15, iter_0000015, checkpoint_3, 005000. Of several numbers, one
+may be a metric's.
+3. Otherwise by the updates of its optimizer, which restart when an optimizer does.
+4. Otherwise by the times of files: it comes directly after the newest checkpoint whose last file is
+older than its own.
 
-Checkpoints of the same number stand in the order of their names, then of their times. Nothing here
-opens a file: `zckpt.formats.oldest_first` says how counters and updates are read.
+Checkpoints with the same number are in the order of their names, then of their times. This module
+opens no file: `zckpt.formats.oldest_first` defines how counters and updates are read.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")
 
 
 class Standing(Struct, frozen=True):
-    """A checkpoint at its place in the order. `is_timed`: only times of files put it there."""
+    """A checkpoint at its place in the order; `is_timed` if only times of files determine it."""
 
     path: str
     is_timed: bool = False
 
 
 def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
-    """The checkpoints at these paths, by the counters of the program and of the optimizer."""
+    """The checkpoints at these paths, oldest first, by the rules above.
+
+    `counted` reads the program's counter of a checkpoint, `updates` the optimizer's.
+    """
     numbers: dict[str, float] = {}
     timed: list[str] = []
     for path in dict.fromkeys(paths):
@@ -64,13 +67,16 @@ def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list
 
 
 def in_name(path: str) -> float | None:
-    """The one number in a name, after letters or alone; None for any other name."""
+    """The single number in a name, after letters or alone; None for any other name."""
     match = ONE_NUMBER.fullmatch(os.path.basename(path))
     return float(match[1] or match[2]) if match else None
 
 
 def last_time(path: str) -> int:
-    """When the last file of a checkpoint was written, in nanoseconds; 0 if it is gone."""
+    """The time at which the last file of a checkpoint was written, in nanoseconds.
+
+    0 if it is gone.
+    """
     if sources.is_folder(path):
         files = (entry for entry in sources.walk(path) if not entry.is_dir(follow_symlinks=False))
         return max((entry.stat(follow_symlinks=False).st_mtime_ns for entry in files), default=0)

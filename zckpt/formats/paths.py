@@ -1,4 +1,4 @@
-"""Is a path no folder of this machine: a URL, a packed file, a ~ that no shell has replaced?"""
+"""Explains paths that are no folder of this machine: URLs, packed files, an unexpanded ~."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PACKED = {
 GGUF = ".gguf"
 
 Strange = tuple[str, str]
-"""What is wrong with a path, and what to type instead."""
+"""An explanation of a wrong path, and what to type instead."""
 
 
 def elsewhere(path: str) -> Strange | None:
-    """Of a source's path at which there is nothing; None if its name does not say why."""
+    """Explains why nothing exists at a source's path; None if its name does not show why."""
     if URL in path:
         return f"{path} is a URL that zckpt does not read", _of_this_machine(path)
     return _unexpanded(path) if is_home(path) else None
 
 
 LATEST = "latest"
-"""DeepSpeed's file of this name has the tag of the last checkpoint."""
+"""DeepSpeed's file of this name, with the tag of the last checkpoint."""
 
 
 def pointing(run: str, tag: str) -> str:
@@ -36,7 +36,7 @@ def pointing(run: str, tag: str) -> str:
 
 
 def kind_of_file(path: str) -> Strange | None:
-    """What a file is that is no checkpoint; None if the end of its name does not say it."""
+    """The kind of a file that is no checkpoint; None if the end of its name does not show it."""
     if path.endswith(GGUF):
         given = "give the checkpoint that the training program saved"
         return "it is a GGUF file, with weights for inference", given
@@ -46,7 +46,7 @@ def kind_of_file(path: str) -> Strange | None:
 
 
 def strange_target(path: str) -> Strange | None:
-    """Of a target, which is always a new folder; None for an ordinary name."""
+    """Explains a wrong path of a target, which is always a new folder; None for an ordinary one."""
     if URL in path:
         return f"{path} is a URL that zckpt does not write", _of_this_machine(path)
     if is_home(path):
@@ -76,7 +76,7 @@ def _with(command: str, path: str) -> str:
 
 
 def is_home(path: str) -> bool:
-    """Whether a path begins with ~ for a home; a shell leaves the ~ of other names as it is."""
+    """Whether a path begins with ~ for a home; a shell leaves the ~ of other names unchanged."""
     return path == "~" or path.startswith("~/")
 
 

@@ -1,4 +1,4 @@
-"""Is there a file of each rank that has saved, and did the ranks write them in their order?"""
+"""Checks that every rank's file exists, and that ranks wrote the files in their order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ def require_all(
     hint: str = "",
     roles: Sequence[Role] = (),
 ) -> None:
-    """Raises unless there is a file of each of `world` ranks; `paths` are by rank.
+    """Raises unless each of `world` ranks has a file; `paths` are by rank.
 
-    IncompleteCheckpoint, which names the files that are missing, as far as `roles` do;
-    InconsistentCheckpoint for a file of a further rank, CorruptCheckpoint for more ranks than there
-    can be.
+    IncompleteCheckpoint names the missing files, if `roles` has their names. InconsistentCheckpoint
+    is raised for a file of a further rank, CorruptCheckpoint for more ranks than possible.
     """
     some, last = paths[min(paths)], max(paths)
     if last >= world:
@@ -43,7 +42,7 @@ def require_all(
 
 
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
-    """Rows of the files that are missing of `count` ranks of one axis; `paths` are by rank."""
+    """Rows of the missing files among `count` ranks of one axis; `paths` are by rank."""
     some = paths[min(paths)]
     own = known(roles, some)
     assert own is not None
@@ -52,11 +51,11 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
 
 
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
-    """Raises InconsistentCheckpoint if files of model ranks were not written in their order.
+    """Raises InconsistentCheckpoint if model ranks' files were not written in their order.
 
     Megatron's programs save the global rank of each writer in the arguments. It grows with the
-    place in the grid. Programs that convert files state one for all. `writers` are these ranks in
-    the order of the names, of which some may be None.
+    place in the grid. Programs that convert files state one rank for all files. `writers` are these
+    ranks in the order of the names; some may be None.
     """
     known = [writer for writer in writers if isinstance(writer, int)]
     if len(set(known)) == len(writers) and known != sorted(known):

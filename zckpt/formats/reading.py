@@ -1,6 +1,6 @@
-"""What does a user say about a checkpoint that is to be read?
+"""The user's options for reading a checkpoint.
 
-Every format's `read` gets it whole, and uses what its files need. A new option of reading is a new
+Every format's `read` gets all of them, and uses those that apply. A new option of reading is a new
 field here.
 """
 
@@ -16,11 +16,11 @@ from ..errors import WrongOption
 from ..training.options import Renames
 
 REPLICAS = ("rank0", "mean")
-"""What may be taken of the copies that tensor ranks hold, if they differ."""
+"""Choices among copies of tensor ranks that differ."""
 
 
 class Keywords(TypedDict, total=False):
-    """What a user may say of every checkpoint, as keyword arguments; see `zckpt.read`."""
+    """Options for every checkpoint, as keyword arguments; see `zckpt.read`."""
 
     format: str | None
     tag: str | None
@@ -32,48 +32,47 @@ class Keywords(TypedDict, total=False):
 
 
 class NamedKeywords(Keywords, total=False):
-    """Also of one that is only read."""
+    """Options for a checkpoint that is only read."""
 
     param_names: Sequence[str] | None
 
 
 class SourceKeywords(Keywords, total=False):
-    """Also of one that is written in another form: its names are an option of the target."""
+    """Options for a checkpoint that is written in another form; its names are a target's option."""
 
     replicas: str | None
 
 
 class Reading(Struct, frozen=True):
-    """What a user says about a checkpoint that is to be read; see `zckpt.read`.
+    """The user's options for reading a checkpoint; see `zckpt.read`.
 
     A format's `read` uses these, as far as they apply to it:
-        tag             which of several checkpoints at the path
-        root            which of several models, as NAME or NAME=OPTIMIZER
-        step_policy     which step, if ranks or weights disagree
-        buffers         globs: tensors of the model that each rank has for itself
-        param_names     the parameters of an optimizer that knows them by number, in its order
-        weights_only    the optimizer's state may be left unread, and needs no names
-        tp_rules        a family or a file that says how tensor ranks cut parameters
-        ranks_apart     ranks that share a model are not joined: a target for the same ranks needs
-                        no whole tensors
-        with_slicings   a checkpoint of one tensor rank also says how several would cut its tensors
-        inspected       it is only shown: what may be one rank's slice of a model is read alone
-        nameless        an optimizer whose numbers get no names is read as the program's own state
-        by_checksums    what ranks hold is compared only where files state checksums: no tensor is
-                        read
-        opens_items     every item of torch.distributed.checkpoint is opened, also those whose form
-                        is known from others
-        laid            zckpt has just laid the files out: they are no hostile ones
+            tag             one of several checkpoints at the path
+            root            one of several models, as NAME or NAME=OPTIMIZER
+            step_policy     which step, if ranks or weights disagree
+            buffers         globs: tensors of the model that each rank has for itself
+            param_names     the names of an optimizer's numbered parameters, in its order
+            weights_only    the optimizer's state may be left unread, and needs no names
+            tp_rules        a family or a file that says how tensor ranks cut parameters
+            ranks_apart     ranks that share a model are not joined: a target for the same ranks
+                            needs no full tensors
+            with_slicings   a checkpoint of one tensor rank also states how several would cut it
+            inspected       it is only shown: a file that may be one rank's slice is read alone
+            nameless        an optimizer whose numbers get no names is the program's own state
+            by_checksums    copies on ranks are compared only by stated checksums: no tensor is read
+            opens_items     every item of torch.distributed.checkpoint is opened, even if its form
+                            is known from others
+            laid            zckpt has just laid out the files, so they cannot be hostile
 
     `zckpt.reading.read` applies the others to any format:
-        format          its name, if the path has checkpoints of several formats
-        rename          pairs of a regular expression and its replacement
-        family          the value of `--family`
-        replicas        which copy of a tensor is taken, if those of tensor ranks differ
-        for_target      it is the source of a conversion, whose target may take `buffers` too
-        follow_links    files beside it are taken through links that lead out of its directory
-        masters_from_weights    wrong masters are dropped, with the states beside them, and a target
-                        gets masters that are widened weights; this reads all masters
+            format          its name, if the path has checkpoints of several formats
+            rename          pairs of a regular expression and its replacement
+            family          the value of `--family`
+            replicas        the copy of a tensor to use, if those of tensor ranks differ
+            for_target      it is the source of a conversion, whose target may use `buffers` too
+            follow_links    files beside it may be read through links that lead out of its directory
+            masters_from_weights    wrong masters are dropped, with their states, and a target gets
+                            masters that are widened weights; this reads all masters
     """
 
     format: str | None = None
@@ -108,4 +107,4 @@ class Reading(Struct, frozen=True):
 
 
 USUAL = Reading()
-"""Nothing is said: everything is read as the files state it."""
+"""No options: everything is read as the files state it."""

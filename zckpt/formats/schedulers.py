@@ -1,10 +1,10 @@
-"""Where are the states of schedulers of learning rates, beside the engine's own `lr_scheduler`?
+"""Finds the states of learning rate schedulers outside of the engine's own `lr_scheduler`.
 
     lr_schedulers       Lightning's list, in the program's own state
     app.lr_scheduler    in the program's own state, such as DCP's application state
     scheduler.pt        a Trainer's file
 
-What such a state keeps for each group is asked in `training/schedulers.py`.
+`training/schedulers.py` handles what such a state keeps for each group.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ..training.trainers import SCHEDULERS
 Scheduler = dict[str, Any]
 Change = Callable[[Scheduler], Scheduler]
 KEYS = ("lr_scheduler", "scheduler", "sched")
-"""What programs call it in their own state."""
+"""Keys of a scheduler's state in programs' own state."""
 OF_TORCH = "last_epoch"
-"""What every scheduler of torch counts with."""
+"""The key of the counter in every scheduler of torch."""
 OF_TRAINER = SCHEDULERS[0]
-"""Accelerate loads its own file, in which each process has counted."""
+"""The file of schedulers that Accelerate loads itself; each process has counted in it."""
 LISTED = "lr_schedulers"
 """The key of a list of schedulers, which stay in the program's own state."""
 DEPTH = 3
-"""How many dictionaries of the program's own state may be around it."""
+"""The depth of nested dictionaries in a program's own state to search."""
 
 
 def with_programs(manifest: Manifest) -> Manifest:
-    """The manifest with the program's scheduler in the place of the engine's, if that has none.
+    """The manifest with the program's scheduler as the engine's, if the engine has none.
 
-    A run of DeepSpeed goes on as it was, and Lightning keeps its schedulers itself.
+    A DeepSpeed run stays unchanged, and Lightning keeps its schedulers itself.
     """
     is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
     if is_kept or manifest.state.get("lr_scheduler") is not None:
@@ -64,9 +64,9 @@ def schedulers_of(manifest: Manifest) -> list[Scheduler]:
 
 
 def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[str]]:
-    """The manifest with the state of every scheduler changed, and the files that keep theirs.
+    """The manifest with every scheduler's state changed, and names of files left unchanged.
 
-    These are pickles with more than plain values.
+    The unchanged files are pickles with more than plain values.
     """
     state = dict(manifest.state)
     if isinstance(own := state.get("lr_scheduler"), dict):
@@ -89,13 +89,13 @@ def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[
 
 
 def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
-    """The files of which a target gets other contents, under the target's names."""
+    """The files that get other contents in a target, under the target's names."""
     changed = [(name, item.content) for name, item in siblings if item.content is not None]
     return [shell(name, value, Storages()) for name, value in changed]
 
 
 def _kept_in(found: list[Scheduler]) -> Change:
-    """Changes nothing, and puts each state into `found`."""
+    """A change that only collects each state in `found`."""
 
     def keep(scheduler: Scheduler) -> Scheduler:
         found.append(scheduler)
@@ -105,7 +105,7 @@ def _kept_in(found: list[Scheduler]) -> Change:
 
 
 def _changed(value: Any, change: Change, depth: int = DEPTH) -> Any:
-    """A program's own state with those of torch's schedulers in it changed."""
+    """A program's own state, with the states of torch's schedulers in it changed."""
     if not isinstance(value, dict) or not depth:
         return value
 
@@ -128,7 +128,7 @@ def _state_in(item: Sibling) -> Scheduler | None:
 
 
 def _is_plain(state: dict[str, Any]) -> bool:
-    """Whether a state has no tensor and no object, which would be written twice or run."""
+    """Whether a state contains only plain values, no tensor and no object."""
     try:
         json.dumps(state)
     except (TypeError, ValueError):

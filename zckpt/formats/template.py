@@ -1,4 +1,4 @@
-"""What has a source of another engine for each parameter of the run that `--like` names?"""
+"""Maps a source to the parameters of the `--like` run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Group = dict[str, Any]
 
 
 class Template:
-    """A run, and the weights, states and groups that the source has in their place.
+    """A run as a template, filled with the source's weights, states and groups.
 
-    Both must have the same parameters with the same shapes. A vocabulary may lack rows that only
-    pad it: `rows` are those that have a meaning, by its name. `spelled` gives names which engines
-    spell otherwise one form.
+    Both must have the same parameters with the same shapes. A vocabulary may lack padding rows:
+    `rows` has the number of used rows by name. `spelled` normalizes names that engines spell
+    differently.
     """
 
     way_to_groups = "give a run whose groups are those of the source"
-    """What a user does whose next run has other groups."""
+    """The hint for a next run with other groups."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Template:
         return _shape(self.run, name)
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether shapes are the same, or the run has more rows which only pad the vocabulary."""
+        """Whether shapes are equal, or the run has more rows that only pad the vocabulary."""
         wanted = self.shape(name)
         if shape == wanted or name not in self.rows or shape[1:] != wanted[1:]:
             return shape == wanted
@@ -109,11 +109,11 @@ class Template:
         return {entry.key: entry for entry in renamed}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Those of the run, with the steps and shapes of the source."""
+        """The run's parameters with the source's steps and shapes."""
         parameters = {}
         for name, like in self.run.parameters.items():
             owner = self.owners[name]
-            # files of whole tensors do not separate buffers and frozen weights
+            # files of full tensors do not distinguish buffers from frozen weights
             own = self.source.parameters.get(owner) or Parameter(_shape(self.source, owner))
             parameters[name] = replace(
                 own, trainable=like.trainable, group=like.group, aliases=like.aliases
@@ -122,7 +122,7 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """Those of the source; numbers have the run's names."""
+        """The source's states; numbers have the run's names."""
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}
         )
@@ -155,9 +155,9 @@ class Template:
                 )
 
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
-        """The source's group for each of the run's, by number, and the first of its parameters.
+        """The source's group for each group of the run, by number, with its first parameter's name.
 
-        `keys` gives the hyper-parameters of a group, which all of its members must share. Raises
+        `keys` returns the hyper-parameters of a group that all of its members must share. Raises
         InconsistentCheckpoint if they do not.
         """
         groups = given_groups(self.source, self.options)

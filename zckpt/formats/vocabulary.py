@@ -1,6 +1,6 @@
-"""The rows of a vocabulary: a target may have more or fewer of them than its source.
+"""Changes the number of vocabulary rows, which may differ between target and source.
 
-Tensor ranks share padded rows, and their number depends on that of the ranks.
+Tensor ranks share padded rows, whose number depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..naming.families.layouts import with_rows
 
 
 def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
-    """The model with so many rows of each vocabulary; those that the source lacks are zeros."""
+    """The model with `rows` rows of each vocabulary; missing rows are zeros."""
 
     def own(entry: Entry) -> Entry:
         count = rows.get(entry.parameter)
@@ -42,9 +42,9 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
 
 
 def padded(root: str, name: str, used: int, given: int | None, multiple: int) -> int:
-    """The rows of a vocabulary of which `used` have a meaning, or those that the user has given.
+    """The rows of a vocabulary with `used` rows, or with the rows that the user has `given`.
 
-    They are rounded up to a multiple. Raises WrongOption if rows with a meaning would be lost.
+    The number is rounded up to a multiple. Raises WrongOption if used rows would be lost.
     """
     if given is not None and given < used:
         raise WrongOption(
@@ -57,7 +57,7 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
 
 
 def omitted_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
-    """The rows that a target with so many lacks."""
+    """Notes on rows that a target with this number of rows lacks."""
     return [
         note(
             "state-omitted",

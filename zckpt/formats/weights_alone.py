@@ -1,6 +1,6 @@
-"""What is read of a checkpoint whose optimizer cannot be: its weights, if they are whole alone.
+"""Reads the weights of a checkpoint whose optimizer cannot be read.
 
-A command that asks for weights alone gets them, and the manifest says in `lost` what was not read.
+A command that asks for weights alone gets them, and the manifest's `lost` states what was not read.
 For any other command the error stays, and its hint names the command for the weights.
 """
 
@@ -23,12 +23,12 @@ from ..errors import (
 from .reading import Reading
 
 OF_FILES = (IncompleteCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint)
-"""Errors of files that are missing, damaged, or of a kind that is not read."""
+"""Errors of files that are missing, damaged, or of an unsupported kind."""
 HALVES = ("BF16", "F16")
 
 
 def is_of_files(error: ZckptError, are_optimizers: Callable[[str], bool]) -> bool:
-    """Whether an error is of an optimizer's files and of no others; asks by their paths."""
+    """Whether an error concerns only files of an optimizer; `are_optimizers` tests their paths."""
     files = [notice.file for notice in error.notices]
     return isinstance(error, OF_FILES) and all(file and are_optimizers(file) for file in files)
 
@@ -41,11 +41,11 @@ def weights_or_raise(
     has_masters: bool = False,
     is_all: Callable[[Manifest], bool] = lambda _: False,
 ) -> Manifest:
-    """The weights of the checkpoint at `path`, marked, if they are asked for; else raises `error`.
+    """The weights of the checkpoint at `path`, marked in `lost`; raises `error` if not asked for.
 
-    `read_weights` reads them without the optimizer's files. `has_masters` says that the engine
-    rounded them from masters, and `is_all` that every file of an optimizer is lost: then they are
-    read for every command, and those that train refuse them.
+    `read_weights` reads them without the optimizer's files. `has_masters` states that the engine
+    rounded them from masters. `is_all` states that every optimizer file is lost: then every command
+    may read the weights, and commands that train refuse them.
     """
     try:
         manifest = read_weights(replace(reading, weights_only=True))

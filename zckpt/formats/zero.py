@@ -1,11 +1,11 @@
-"""The arithmetic of ZeRO partitions: which elements each rank owns. No I/O.
+"""The arithmetic of ZeRO partitions: the elements that each rank owns. No I/O.
 
 ZeRO-1/2 lay the parameters of a group one behind the other, pad the end, and cut:
 
     group   [ a a a a | a b b b | b b c . ]      dots are padding
     rank        0         1         2
 
-ZeRO-3 cuts every parameter by itself and pads its tail; a rank's slices stand one behind the other:
+ZeRO-3 cuts every parameter separately and pads its tail; a rank's slices are one behind the other:
 
     a [ a a a | a a . ]   b [ b b | b b ]   c [ c | . ]
     rank 0    a a a b b c                   rank 1    a a . b b .
@@ -25,13 +25,14 @@ from ..core.storage.fragments import Extent, Fragment, Runs
 def round_robin(count: int, dp: int) -> list[int]:
     """The order in which `round_robin_gradients` lays out `count` parameters: 0, dp, ..., 1, dp+1..
 
-    DeepSpeed 0.4.x to 0.19.8, stage_1_and_2.py `_round_robin_reorder`. It depends on the dp.
+    It depends on the data-parallel size. DeepSpeed 0.4.x to 0.19.8, stage_1_and_2.py
+    `_round_robin_reorder`.
     """
     return [place for first in range(min(dp, count)) for place in range(first, count, dp)]
 
 
 def undo_round_robin(count: int, dp: int) -> list[int]:
-    """Where each parameter of the user's order stands in the laid-out order."""
+    """The position in the laid-out order of each parameter of the user's order."""
     places = [0] * count
     for laid_out, original in enumerate(round_robin(count, dp)):
         places[original] = laid_out
@@ -48,16 +49,16 @@ def offsets(numels: Sequence[int], paddings: Sequence[int]) -> list[int]:
 
 
 def fits(total: int, padded: int, dp: int) -> bool:
-    """Whether the ranks' `padded` elements can be a group of `total` elements and its padding.
+    """Whether a group of `total` elements with padding can have `padded` elements on its ranks.
 
     The padding fills up to a multiple of 2*dp (of dp before 0.5.1; DeepSpeed's
-    `nccl_start_alignment_factor`), so it is less than that; stripped files have none.
+    `nccl_start_alignment_factor`), so it is smaller than that. Stripped files have none.
     """
     return 0 <= padded - total < 2 * dp
 
 
 def partition_sizes(total: int, dp: int) -> set[int]:
-    """Lengths that a padded partition of a group may have: of either alignment."""
+    """Possible lengths of a padded partition of a group, for either alignment."""
     return {2 * -(-total // (2 * dp)), -(-total // dp)}
 
 
@@ -67,9 +68,10 @@ def partition_size(total: int, dp: int) -> int:
 
 
 def alignment_paddings(numels: Sequence[int], size: int) -> list[int]:
-    """Zeros behind each parameter but the last under `parameter_alignment` (DeepSpeed 0.19).
+    """Zeros after each parameter except the last under `parameter_alignment` (DeepSpeed 0.19).
 
-    So that the next begins at a multiple of 16 bytes; `size` is bytes per element of the module.
+    The next parameter then begins at a multiple of 16 bytes; `size` is bytes per element of the
+    module.
     """
     alignment, end, paddings = max(1, 16 // size), 0, []
     for numel in numels[:-1]:
@@ -79,10 +81,10 @@ def alignment_paddings(numels: Sequence[int], size: int) -> list[int]:
 
 
 def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
-    """ZeRO-3's sub-groups of a group, as places in it; `widths` are a rank's elements of each.
+    """ZeRO-3's sub-groups of a group, as positions; `widths` are a rank's elements per parameter.
 
-    A sub-group is closed once it holds `limit` elements, so the cuts move with the dp (DeepSpeed
-    0.19.8, stage3.py `_create_fp16_sub_groups`).
+    A sub-group is closed once it has `limit` elements, so the cuts depend on the data-parallel size
+    (DeepSpeed 0.19.8, stage3.py `_create_fp16_sub_groups`).
     """
     if limit >= sum(widths):
         return [list(range(len(widths)))]
@@ -117,7 +119,7 @@ class FlatGroup(Struct, eq=False, dict=True):
         return start < self.starts[rank + 1] and stop > self.starts[rank] and stop > start
 
     def cut(self, start: int, stop: int) -> Runs:
-        """Elements [start, stop) of the buffer; a parameter may lie on several ranks."""
+        """Elements [start, stop) of the buffer; they may be on several ranks."""
         rank = bisect_right(self.starts, start, hi=len(self.partitions)) - 1
         fragments, place = [], start
         while place < stop:

@@ -1,8 +1,9 @@
-"""Which shares of a dimension does DeepSpeed's AutoTP give to tensor ranks?
+"""The shares of a dimension that DeepSpeed's AutoTP gives to tensor ranks.
 
-The first ranks have one more. Of attention these are whole key-value heads, of MLP and output layer
-rows (DeepSpeed 0.19.8, module_inject/tp_shard.py `get_shard_size`). Its files do not state the
-number of heads: config.json of a trainer's directory does, and uneven shares of a source show it.
+The first ranks have one unit more. In attention a unit is a complete key-value head, in MLP and
+output layer a row (DeepSpeed 0.19.8, module_inject/tp_shard.py `get_shard_size`). Its files do not
+state the number of heads. config.json of a trainer's directory does, and uneven shares of a source
+show it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec import Struct
 from ..core.checkpoint import slicing
 from ..core.checkpoint.placement import Shapes
 
-# the output layer's shares are also those of an embedding that is tied to it
+# the output layer's shares also apply to an embedding that is tied to it
 NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
 HEADS = (
     "num_key_value_heads",
@@ -32,16 +33,16 @@ HEADS = (
 """Keys of config.json, in the order in which DeepSpeed asks for them."""
 
 Names = tuple[str, ...]
-"""All names of one parameter, second ones too."""
+"""All names of one parameter, including second names."""
 
 
 class AutoTP(Struct, frozen=True):
-    """The shares in a model with so many key-value `heads`; None if nothing shows their number."""
+    """The shares in a model with `heads` key-value heads; None if their number is unknown."""
 
     heads: int | None
 
     def shares(self, names: Names, size: int, tp: int) -> list[int] | None:
-        """What each rank has of a dimension of a parameter; None if that is not known."""
+        """Each rank's share of a parameter's dimension; None if unknown."""
         if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
             return [*slicing.dealt(size, tp)]
         if self.heads:
@@ -60,7 +61,7 @@ def heads_in(config: Mapping[str, Any] | None) -> int | None:
 
 
 def heads_shown(parameters: Iterable[tuple[Names, Shapes]]) -> int | None:
-    """The number of heads that uneven shares have together; None if no share is uneven."""
+    """The number of heads that uneven shares imply; None without uneven shares."""
     numbers = set()
     for names, shapes in parameters:
         if any(map(NEAR_EVEN.search, names)):

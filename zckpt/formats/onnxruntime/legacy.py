@@ -1,4 +1,4 @@
-"""What ONNX Runtime stores in files of torch.save: how each key is taken apart.
+"""Reads ONNX Runtime's files of torch.save, and parses their keys.
 
     PREFIX.ZeRO.R.L.ort.pt   rank R of 0 to L
     PREFIX.ort.pt            the only rank
@@ -11,12 +11,13 @@
     Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: for what the rank owns
     Step                     Lamb's counter
 
-Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores it whole, but only
-the owner's own part is current. The old front end adds every weight that the session lacks, with
-stale values. So the presence of a key proves nothing: read.py takes a weight from its owners alone.
+Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores it completely, but
+only the owner's own part is current. The old front end adds every weight that the session lacks,
+with stale values. So the presence of a key proves nothing: read.py reads a weight from its owners
+only.
 
-A weight's name may look like a part of this grammar (`x_view_1`, `Step_scale`). A key is taken
-apart only if the parts are keys too.
+A weight's name may look like a part of this grammar (`x_view_1`, `Step_scale`). A key is parsed
+only if its parts are keys too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SUFFIX = ".ort.pt"
 OF_RANK = role(
     "all states", r"(?P<stem>[^/]*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", "dp", "last", fixed="last"
 )
-"""A rank's file, whose name has the last rank too."""
+"""A rank's file; its name also contains the last rank."""
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")
@@ -52,7 +53,7 @@ MODEL = "model"
 
 
 def is_one(path: str) -> bool:
-    """Whether a single file is one of these, by its name or by the keys of optimizer states."""
+    """Whether a file is ONNX Runtime's, by its name or by keys of optimizer states."""
     if path.endswith(SUFFIX):
         return True
     try:
@@ -69,7 +70,7 @@ def is_one(path: str) -> bool:
 
 
 def opened(root: str, paths: Sequence[str]) -> Save:
-    """The contents of files in rank order; raises CorruptCheckpoint and its like."""
+    """The contents of files in rank order; raises CorruptCheckpoint and similar errors."""
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
     names = saved_names((OF_RANK,), {file.path: file.saved_as for file in files})
@@ -89,7 +90,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     known = _weights(models, suffix)
     ranks = [_rank(*pair, suffix, known) for pair in zip(files, models, strict=True)]
     state, kept, copies, omitted = _client_state(files)
-    # before 1.7 the owners of a shared weight store it whole
+    # before 1.7 the owners of a shared weight store it completely
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
     is_l1 = bool(suffix) and shared and not any(rank.pieces for rank in ranks)
     return Save(
@@ -135,7 +136,7 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 
 
 def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
-    """Names of weights: those with 16-bit copies, and every key that is nothing else."""
+    """Names of weights: those with 16-bit copies, and all keys without another meaning."""
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
     known = set(copied)
@@ -159,11 +160,11 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
 
 
 def _rank(file: TorchFile, model: Mapping[str, Tensor], suffix: str, known: set[str]) -> RankStates:
-    """One file's tensors, by the weight that each belongs to."""
+    """One file's tensors, by the weight to which they belong."""
     rank = RankStates(file.path)
 
     def weight_of(name: str, key: str) -> str:
-        """The weight that `name` is, or is a piece of."""
+        """The weight with this name, or with this name as its piece."""
         view = VIEW.fullmatch(name)
         if name in known:
             return name
@@ -246,10 +247,10 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
 def _client_state(
     files: Sequence[TorchFile],
 ) -> tuple[dict[str, Any], dict[Key, Entry], list[Entry], list[Notice]]:
-    """The user's part of the files: rank 0's values, and the tensors in them.
+    """The user's values in the files, from rank 0, and the tensors in them.
 
-    Then equal copies of these tensors on other ranks, and a note for each value of another rank
-    that differs from rank 0's.
+    Also returns equal copies of these tensors on other ranks, and a note for each value in which
+    another rank differs from rank 0.
     """
     kept: dict[Key, Entry] = {}
     copies: list[Entry] = []

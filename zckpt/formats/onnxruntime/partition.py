@@ -1,12 +1,12 @@
-"""The partition rule: which elements of which weight each rank of ONNX Runtime's ZeRO-1 owns.
+"""The partition rule: the elements of each weight that every rank of ONNX Runtime's ZeRO-1 owns.
 
     sorted by name   [ a a a a a a | b b | c c c c c . . . ]      dots are padding
     rank                   0     |      1      |     2
 
 The trainable weights are sorted by name, as bytes, and follow each other without gaps. Frozen
-weights take no part. The padding at the end is never stored. A weight with one owner keeps its
-shape; of a weight with several owners, each holds a flat piece. ONNX Runtime 1.3 to 1.16,
-zero_optimizer_graph_builder.cc. Nothing here opens a file.
+weights are not partitioned. The padding at the end is never stored. A weight with one owner keeps
+its shape. If a weight has several owners, each one holds a flat piece. ONNX Runtime 1.3 to 1.16,
+zero_optimizer_graph_builder.cc. This module opens no file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ALIGNMENT = 32  # elements per rank
 class Share(Struct, frozen=True):
     """Elements [start, stop) of a weight, which `rank` owns.
 
-    `view` is the K in the name `_view_K` of a piece: 0 for a weight's first piece, 1 for each later
-    one, however many there are. None if the weight has one owner.
+    `view` is the K in the name `_view_K` of a piece: 0 for a weight's first piece, 1 for all later
+    ones. None if the weight has one owner.
     """
 
     rank: int
@@ -48,7 +48,7 @@ def per_rank(total: int, dp: int) -> int:
 
 
 def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
-    """The owners of every trainable weight; `numels` are the elements of each."""
+    """The owners of every trainable weight; `numels` has the number of elements of each weight."""
     width = per_rank(sum(numels.values()), dp) if dp > 1 else sum(numels.values()) + 1
     owned: dict[str, list[Share]] = {}
     begin = 0
@@ -73,11 +73,11 @@ def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
 
 
 def share_of(owned: Iterable[Share], rank: int) -> Share | None:
-    """The share of `rank` among the shares of one weight; None if it owns nothing of it."""
+    """The share of `rank` among the shares of one weight; None if it owns no part of it."""
     return next((share for share in owned if share.rank == rank), None)
 
 
-# -- whether the files agree with it
+# -- whether the files agree with the partition rule
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -120,9 +120,9 @@ def weights_apart(save: Save) -> set[str]:
 
 
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
-    """What each rank owns, by the partition rule, and which weights are trained.
+    """The shares of each rank by the partition rule, and the trained weights.
 
-    `apart` is what `weights_apart` gives.
+    `apart` is the result of `weights_apart`.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -137,7 +137,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
         owned = shares({name: numels[name] for name in trained}, save.dp)
         _check_moments(save, owned)
         return owned, trained
-    # without moments, nothing states which weights are frozen; which ranks hold what shows it
+    # without moments, nothing states which weights are frozen; the ranks' pieces show it
     for guess in (set(apart), set(shapes)):
         owned = shares({name: numels[name] for name in guess}, save.dp)
         if all(_fits(save, name, owned[name]) for name in apart):
@@ -147,7 +147,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
 
 
 def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
-    """Whether the ranks hold just the pieces of a weight that `owned` gives them."""
+    """Whether the ranks hold exactly the pieces of a weight that `owned` assigns to them."""
     ranks = {share.rank for share in owned}
     pieces = {place for place, rank in enumerate(save.ranks) if name in rank.pieces}
     if not pieces <= ranks:
@@ -163,7 +163,7 @@ def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
 
 
 def _check_moments(save: Save, owned: Owned) -> None:
-    """Raises unless each rank holds the moments of what it owns, and no others."""
+    """Raises unless each rank holds the moments of its own shares only."""
     expected: list[dict[str, Share]] = [{} for _ in save.ranks]
     for name, parts in owned.items():
         for share in parts:
@@ -197,7 +197,7 @@ def _check_moments(save: Save, owned: Owned) -> None:
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData if the files hold only what torch names: split weights are in no file."""
+    """Raises MissingData for files with torch's names only: they lack split weights."""
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     raise MissingData(

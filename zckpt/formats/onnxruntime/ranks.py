@@ -1,4 +1,4 @@
-"""The contents of one save, rank by rank: the same records for legacy and HDF5 files."""
+"""The contents of one save, rank by rank, with the same records for legacy and HDF5 files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...core.storage.fragments import Extent, Record
 from ...errors import Notice
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
-COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
+COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all weights
 SHORT_NAMES = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": "SGD"}
 
 
@@ -30,11 +30,11 @@ class RankTensor(Struct, frozen=True):
 
 
 class RankStates(Struct, eq=False):
-    """One rank's file: tensors and counters, by the weight that they belong to.
+    """One rank's file: tensors and counters, by the weight to which they belong.
 
-    `weights` have the shape of the weight; `pieces` are flat parts of one; `halves` are the 16-bit
-    copies of mixed-precision runs; `moments` are by weight and slot. `counts` and `shared` are the
-    counters as stored: one more than the completed updates.
+    `weights` have the shape of the weight; `pieces` are flat parts of a weight. `halves` are the
+    16-bit copies of mixed-precision runs. `moments` are by weight and slot. `counts` and `shared`
+    are the counters as stored: one more than the completed updates.
     """
 
     path: str
@@ -47,12 +47,12 @@ class RankStates(Struct, eq=False):
 
 
 class Save(Struct, eq=False):
-    """One checkpoint: its ranks in order, and what all of them state.
+    """One checkpoint: its ranks in order, and the facts that all of them state.
 
-    `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the one that the
-    files state. `shapes` are shapes that the files state apart from tensors. `state` is everything
-    that does not belong to a weight; `kept` are the tensors in it, and `copies` are other ranks'
-    copies of those tensors. `notes` are the manifest's.
+    `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the stated
+    optimizer. `shapes` are shapes that the files state without tensors. `state` is everything that
+    does not belong to a weight; `kept` are the tensors in it, and `copies` are other ranks' copies
+    of those tensors. `notes` are the manifest's.
     """
 
     root: str

@@ -1,10 +1,10 @@
-"""Read an ONNX Runtime checkpoint: the manifest takes every weight from the ranks that own it.
+"""Builds the manifest of an ONNX Runtime checkpoint; every weight comes from its owners.
 
 Other copies of a weight are not used if they may be stale (see legacy.py). They must be equal if
 ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights, 16-bit
 copies. `read` compares the checksums that the files state. `check` compares the bytes of tensors
 without checksums, before a writer copies them. The engine casts each 16-bit copy from its master
-after each update, so that all elements of both are compared then (`Format.compares`).
+after each update, so all elements of both are compared then (`Format.compares`).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _shapes(save: Save) -> Shapes:
 
 
 class _Entries:
-    """The entries of the manifest and their replicas, collected one weight after another."""
+    """Collects the entries of the manifest and their replicas, one weight after another."""
 
     def __init__(self, save: Save, shapes: Shapes, owned: Owned) -> None:
         self.save = save
@@ -168,7 +168,8 @@ class _Entries:
         self.lost: list[str] = []
 
     def add_sharded(self, name: str) -> None:
-        """A weight of a mixed-precision run: owners hold its master, all ranks its 16-bit copy."""
+        """Adds a weight of a mixed-precision run: owners hold its master, all ranks a 16-bit copy.
+        """
         fragments = []
         is_cut = any(name in rank.pieces for rank in self.save.ranks)
         for share in self.owned[name]:
@@ -189,7 +190,7 @@ class _Entries:
                     subject=name,
                 )
             extent = tensor.extent
-            if not is_cut:  # the weight is whole, but only the owner's part is current
+            if not is_cut:  # the weight is complete, but only the owner's part is current
                 extent = extent.part(4 * share.start, 4 * share.stop)
             fragments.append(Fragment(share.start, share.stop, extent))
         shape = self.shapes[name]
@@ -199,7 +200,7 @@ class _Entries:
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
-        """A weight that every rank holds: frozen, or trained in fp32."""
+        """Adds a weight that every rank holds: frozen, or trained in fp32."""
         copies = []
         for rank in self.save.ranks:
             tensor = rank.weights.get(name)
@@ -214,14 +215,17 @@ class _Entries:
                     subject=name,
                 )
             copies.append((rank, tensor))
-        if name in self.owned:  # the owner's first
+        if name in self.owned:  # the owner's copy comes first
             first = self.owned[name][0].rank
             copies = [copies[first], *copies[:first], *copies[first + 1 :]]
         self._add_copies(name, copies)
         self._add_moments(name)
 
     def _add_copies(self, name: str, copies: Sequence[tuple[RankStates, RankTensor]]) -> None:
-        """Enters the first copy, the others as its replicas; raises if stated checksums differ."""
+        """Adds the first copy, and the others as its replicas.
+
+        Raises if stated checksums differ.
+        """
         if not copies:
             return
         first, tensor = copies[0]
@@ -253,7 +257,7 @@ class _Entries:
         self.entries[entry.key] = entry
 
     def refuse_missing(self) -> None:
-        """Raises if an owner of a weight holds nothing of it."""
+        """Raises if an owner of a weight holds no part of it."""
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
         if self.lost and self.save.dialect == "hdf5":
             raise IncompleteCheckpoint(
@@ -270,7 +274,7 @@ class _Entries:
 
 
 def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoint:
-    """The error for copies of one tensor that are not the same."""
+    """The error for different copies of one tensor."""
     return InconsistentCheckpoint(
         "copies-differ",
         f"{os.path.basename(first)} and {os.path.basename(other)} hold different values of "

@@ -1,10 +1,10 @@
-"""Write ONNX Runtime checkpoints of any data-parallel size: the files without their tensors.
+"""Writes ONNX Runtime checkpoints of any data-parallel size: the files without their tensors.
 
-ORTTrainer.load_checkpoint merges HDF5 files and cuts them anew, so any number of ranks can resume
+ORTTrainer.load_checkpoint merges HDF5 files and cuts them again, so any number of ranks can resume
 from them. Each rank loads its own legacy file (L2), with the names and sizes of its partition.
 
-The files hold little beside the tensors of weights: counters (one more than the updates); HDF5
-files also ORTTrainer's own counters and the user's dictionary. `omitted` names everything else.
+Beside the weights' tensors, the files contain counters (one more than the updates). HDF5 files also
+contain ORTTrainer's own counters and the user's dictionary. `omitted` names everything else.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS
 PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
 HALF_SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
 ENGINE_NAMES = {short: name for name, short in SHORT_NAMES.items()}
-# keys of a manifest's state that the target holds: in every dialect, and in HDF5 files
+# keys of a manifest's state that the target stores: in every dialect, and in HDF5 files
 ENGINE = frozenset({"module", "counters"})
 TRAINER = ("trainer_options", "train_step_info", "user_dict")
-# names that ONNX Runtime's aggregation of legacy files takes apart
+# names that ONNX Runtime's aggregation of legacy files misparses
 MISREAD = re.compile(r"_view_|_fp16|Moment_[12]_|Update_Count_|^Step")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what they cannot hold.
+    """Lays out the files of the target, and lists what they cannot store.
 
     Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
@@ -91,9 +91,9 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 class TargetWeight(Struct, frozen=True):
     """A weight of the target.
 
-    `owned` are its shares, none if it is frozen. `apart` is true if its owners alone hold it.
-    `moments` are the dtypes of its optimizer states, by moment. `updates` is how many were
-    completed; None if no state is written.
+    `owned` are its shares; empty if it is frozen. `apart` is true if only its owners hold it.
+    `moments` are the dtypes of its optimizer states, by moment. `updates` is its number of
+    completed updates; None if no state is written.
     """
 
     name: str
@@ -147,7 +147,7 @@ class OnnxRuntimeWriter:
         return half if half in HALF_SUFFIXES else None
 
     def _optimizer(self) -> str:
-        """AdamOptimizer or LambOptimizer; raises if the source's states are another optimizer's."""
+        """AdamOptimizer or LambOptimizer; raises if the source has another optimizer's states."""
         name = plain_name(self.source.optimizer or "")
         kept = {entry.slot for entry in self.source.entries.values() if is_optimizers(entry.slot)}
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
@@ -164,7 +164,7 @@ class OnnxRuntimeWriter:
     def _trained(self, name: str, owned: list[Share]) -> TargetWeight:
         parameter, entries = self.source.parameters[name], self.source.entries
         weight = weight_of(entries, name).trained
-        # a mixed run may keep some weights in fp32; every rank holds these
+        # a mixed run may keep some weights in fp32, on every rank
         mixed_before = self.dtype_before in HALF_SUFFIXES
         kept = mixed_before and weight.slot == "param" and weight.dtype == "F32"
         moments = {}
@@ -189,7 +189,7 @@ class OnnxRuntimeWriter:
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
     def _frozen(self, name: str) -> TargetWeight:
-        """A frozen weight or a buffer: ONNX Runtime keeps these in fp32 and does not cut them."""
+        """A frozen weight or a buffer, which ONNX Runtime keeps in fp32 and does not cut."""
         entry = self.source.entries.get((name, "param"))
         if entry is None:
             raise MissingData(
@@ -291,7 +291,7 @@ class OnnxRuntimeWriter:
     # -- files
 
     def shells(self) -> Iterator[Shell]:
-        """Every rank's file."""
+        """Yields every rank's file."""
         make = self._hdf5 if self.dialect == "hdf5" else self._legacy
         for rank in range(self.dp):
             yield make(rank)
@@ -299,7 +299,7 @@ class OnnxRuntimeWriter:
     def _held(
         self, rank: int
     ) -> Iterator[tuple[TargetWeight, Share | None, tuple[int, ...] | None]]:
-        """Every weight, the share of `rank` in it, and the shape of what it holds, if anything."""
+        """Every weight, the share of `rank` in it, and the stored shape; None if it stores none."""
         for weight in self.weights:
             share = share_of(weight.owned, rank)
             own = None if share is None else _shape(weight, share)

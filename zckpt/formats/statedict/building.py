@@ -1,6 +1,6 @@
-"""What state dicts mean: the manifest of models and optimizers whose parameters have names.
+"""Builds the manifest of models and optimizers whose parameters have names.
 
-The optimizer updates the module's own weights; there are no master weights beside them.
+The optimizer updates the module's own weights; there are no master weights.
 """
 
 from __future__ import annotations
@@ -143,20 +143,20 @@ class ManifestBuilder:
         )
 
     def _are_several(self) -> bool:
-        """Whether no target can have all of it: several models, or optimizers of one."""
+        """Whether no single target can store everything: several models, or several optimizers."""
         return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
 
     # -- weights
 
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
-        """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
+        """Owners by alias: as stated by zckpt or shown by content, and as a config ties names."""
         stated = self.saved.stated
         aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
         config = config_of(self.saved.siblings, ties.CONFIG)
         return aliases | ties.stated(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
-        """Second names of tied weights, by content; warns of those that may be frozen copies."""
+        """Second names of tied weights, by content; warns about possible frozen copies."""
         aliases: dict[str, str] = {}
         doubtful: list[str] = []
         of_model, of_trained = self._by_root(self.model), self._by_root(trained)
@@ -175,14 +175,14 @@ class ManifestBuilder:
         return aliases
 
     def _by_root(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The names of each model, by what precedes them."""
+        """The names of each model, by their prefix."""
         prefixes = {root.prefix for root in self.roots}
-        lengths = {len(prefix) for prefix in prefixes}  # few, of however many models
+        lengths = {len(prefix) for prefix in prefixes}  # there are few lengths
         pairs = ((name[:length], name) for name in names for length in lengths)
         return by_key((prefix, name) for prefix, name in pairs if prefix in prefixes)
 
     def _add_trained(self) -> None:
-        """The optimizer's parameters with their states, group by group."""
+        """Adds the optimizer's parameters with their states, group by group."""
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(self.optimizer.members):
@@ -193,7 +193,7 @@ class ManifestBuilder:
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
-        """Weights that no optimizer has, and then the buffers."""
+        """Adds weights outside of all optimizers, and then the buffers."""
         stated, owned = self.saved.stated, set(trained)
         others = [name for name in self.model if name not in owned and name not in self.aliases]
         if stated is None:
@@ -224,7 +224,7 @@ class ManifestBuilder:
                 aliases = (*parameter.aliases, *names)
                 self.parameters[owner] = replace(parameter, aliases=aliases)
         for alias, owner in self.aliases.items():
-            if owner not in self.parameters:  # of a buffer: both names keep it
+            if owner not in self.parameters:  # an alias of a buffer: both names keep it
                 self.buffers.append(alias)
                 self._add_entry(alias, "param", self.model[alias])
                 continue
@@ -237,7 +237,7 @@ class ManifestBuilder:
                 self.replicas.append(replace(self.entries[owner, "param"], fragments=copy))
 
     def _need_alike(self, alias: str, owner: str) -> None:
-        """Raises InconsistentCheckpoint if one weight has two shapes or types by its two names."""
+        """Raises InconsistentCheckpoint if a weight's two names have different shapes or types."""
         second, first = self.model[alias], self.model[owner]
         if (second.dtype, second.shape) != (first.dtype, first.shape):
             raise InconsistentCheckpoint(
@@ -262,7 +262,7 @@ class ManifestBuilder:
     def _scalar_keys(self) -> set[str]:
         """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
 
-        They are numbers for a parameter of the same shape too.
+        They stay numbers even for a parameter of the same shape.
         """
         return {
             key
@@ -345,14 +345,14 @@ class ManifestBuilder:
         )
 
     def _hyper(self, value: Any, path: str) -> Any:
-        """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them."""
+        """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number."""
         if _is_missing(value):
             return None
         by_value = isinstance(value, Leaf) and is_number(value, Leaf)
         return _number(value) if by_value else self._kept(value, path)
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
-        """The names of the optimizers that have the groups, by the keys of their states."""
+        """The names of the optimizers that have the groups, inferred from their states' keys."""
         states = self.optimizer.state
         keys = [
             {key for name in members for key in states.get(name, ())}
@@ -361,7 +361,7 @@ class ManifestBuilder:
         return None if groups is None else name_of_groups(keys, groups)
 
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
-        """Everything else, so that the state dicts can be written again."""
+        """All other state and the engine, from which the state dicts can be written again."""
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
         extra = {
@@ -411,7 +411,7 @@ class ManifestBuilder:
             self.sightings += steps.counter_sightings(where, scheduler, counters)
 
     def _kept(self, value: Any, path: str, entries: dict[Key, Entry] | None = None) -> Any:
-        """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
+        """`value` with its tensors as entries of slot `state`; 0-d ones become numbers."""
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):
             if not value.shape and value.dtype != "C64":
@@ -427,7 +427,7 @@ class ManifestBuilder:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a number lay in a lost file: nothing of it is known."""
+    """Whether a value was a number in a lost file."""
     return isinstance(value, Leaf) and value.number is missing_number and is_number(value, Leaf)
 
 
@@ -438,12 +438,12 @@ def _number(value: Any) -> Scalar:
 
 
 def _is_step(value: Any) -> bool:
-    """Whether what is called a step is one; else it is a value like any other."""
+    """Whether a value named `step` is a step; otherwise it is like any other value."""
     return steps.step_of(_step(value)[0]) is not None
 
 
 def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
-    """The number that a state is, and its shape; None for a tensor of several elements."""
+    """A state's number and shape; the number is None for a tensor of several elements."""
     if isinstance(state, Leaf):
         return (state.number() if state.numel == 1 else None), state.shape
     return state, ()

@@ -1,4 +1,4 @@
-"""Which tensors have the same content: two names of one weight, or a copy of it."""
+"""Finds tensors with the same content: two names of one weight, or a copy of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_float(value: Any) -> bool:
 
 
 def is_updated(state: Mapping[str, Any]) -> bool:
-    """Whether moments show an update: torch's helpers count one that never happened."""
+    """Whether moments show an update; torch's helpers count one that never happened."""
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
 
@@ -24,7 +24,7 @@ def is_complex(value: Any) -> bool:
 
 
 def is_distinctive(leaf: Leaf) -> bool:
-    """Whether equal bytes mean the same tensor: all zeros or all ones are equal by chance."""
+    """Whether equal bytes mean the same tensor; all zeros or all ones may be equal by chance."""
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
         return False
@@ -34,12 +34,12 @@ def is_distinctive(leaf: Leaf) -> bool:
 def second_names(
     model: Mapping[str, Leaf], trained: Sequence[str], state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Owners by second name: in the same memory, or with bytes not equal by chance.
+    """Owners by second name: same storage, or bytes that are not equal by chance.
 
-    `trained` are the names that an optimizer has, `state` its state by name. A tied weight has its
-    state under its first name, so its second name is not a parameter. Before the first update a
-    frozen copy, such as a teacher, has equal bytes too. It is not an alias if the file shows that
-    its memory is another; the second result are the names for which no file shows that.
+    `trained` are the names in an optimizer, `state` its state by name. A tied weight has its state
+    under its first name, so its second name is not a parameter. Before the first update a frozen
+    copy, such as a teacher, has equal bytes too. It is not an alias if the file shows that its
+    storage is another one. The second result are the names for which no file shows this.
     """
     owned = set(trained)
     others = {name: leaf for name, leaf in model.items() if name not in owned}
@@ -56,7 +56,7 @@ def second_names(
         owner = by_memory.get(leaf.memory)
         if owner is None and by_twin and (twin := leaf.twin) in by_twin and is_distinctive(leaf):
             owner = by_twin[twin]
-        if owner is None:  # among weights of no optimizer, only the same memory is proof
+        if owner is None:  # among weights outside of optimizers, only the same storage is proof
             by_memory |= {leaf.memory: name} if leaf.memory else {}
             continue
         never_updated = owner in owned and not is_updated(state.get(owner, {}))

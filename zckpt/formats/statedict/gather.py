@@ -1,16 +1,16 @@
-"""Which saved tensor is which `parameter/slot`, by the keys that torch itself gives to tensors?
+"""Names saved tensors as `parameter/slot`, by torch's own keys.
 
-The rule behind `verify --gather` for the formats `dcp` and `gathered`. It proves the reader, so it
-shares nothing with the other modules of this folder. torch keeps names in keys (torch 2.13,
-distributed/checkpoint/state_dict.py, optim/optimizer.py):
+This is the rule behind `verify --gather` for the formats `dcp` and `gathered`. It proves the
+reader, so it shares nothing with the other modules of this folder. torch keeps names in keys (torch
+2.13, distributed/checkpoint/state_dict.py, optim/optimizer.py):
 
     nested    {"state": {NAME: {SLOT: tensor}}, "param_groups": [{"params": [NAME, ...], ...}]}
     flat      {"state.NAME.SLOT": tensor, "param_groups.NAME.lr": ...}
     numbers   {"state": {0: {SLOT: tensor}}, "param_groups": [{"params": [0, ...], ...}]}
 
-Beside numbers, `param_names` of a group may state the names (torch >= 2.6). If nothing states them,
-the tensors are `Nameless`. So is every tensor of which only the program knows that it belongs to
-the model, because several state dicts could be the model's, or there are several optimizers.
+With numbers, `param_names` of a group may state the names (torch >= 2.6). If nothing states them,
+the tensors are `Nameless`. So is every tensor whose membership in the model only the program knows:
+several state dicts may be the model's, or there are several optimizers.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Saved = Joined | Whole
 
 TreePath = tuple[Any, ...]
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")
-"""What programs call a model's state dict, the most usual first."""
+"""Keys of a model's state dict in programs, the most usual first."""
 ADAPTED = "base_model."
-"""PEFT's modules begin so. Its files omit an adapter's name (PEFT 0.21)."""
+"""Prefix of PEFT's modules. PEFT's files omit an adapter's name (PEFT 0.21)."""
 DEPTH = 4
 
 
 def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Partition]:
     """All tensors of the model and of its optimizer in a tree of state dicts.
 
-    Tensors in the tree are `Saved`. Places of a list may be integer keys of a dictionary. `numbers`
-    are the names of an optimizer's numbers, if the files state them beside the tree.
+    Tensors in the tree are `Saved`. A list may be a dictionary with integer keys. `numbers` are the
+    names of an optimizer's numbers, if the files state them beside the tree.
     """
     tree = _apart(tree)
     optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
@@ -71,7 +71,7 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
 
 
 def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The two state dicts of a program that has put them into one dictionary."""
+    """Separates two state dicts that a program has put into one dictionary."""
     own = {
         key: tree[key] for key in tree if str(key).partition(".")[0] in ("state", "param_groups")
     }
@@ -83,10 +83,10 @@ def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def states(
     state_dict: Mapping[Any, Any], model: Mapping[str, Saved], numbers: Sequence[str] = ()
 ) -> Iterator[Partition]:
-    """The tensors of an optimizer's state dict; nameless ones if `model` does not have the name.
+    """The tensors of an optimizer's state dict; nameless if `model` lacks their name.
 
-    A tensor of the parameter's shape is a slot. A number is not: a key is a number if it has one
-    value for any parameter of another shape (torch's `step`; `mu_product` of NAdam).
+    A tensor of the parameter's shape is a slot. A number is not a slot. A key is a number if it has
+    a single value for any parameter of another shape (torch's `step`; `mu_product` of NAdam).
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]
@@ -116,11 +116,11 @@ def _is_number(value: Any, shape: tuple[int, ...]) -> bool:
     return type(value) in (bool, int, float, complex)
 
 
-# -- what the keys say
+# -- parsing of keys
 
 
 def _dicts(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[Any, Any]]]:
-    """All dictionaries in a tree, down to `DEPTH`, but not those in an optimizer's."""
+    """All dictionaries in a tree, down to `DEPTH`, except those inside of an optimizer's."""
     if isinstance(tree, dict):
         yield path, tree
     if len(path) < DEPTH and not (isinstance(tree, dict) and _is_optimizer(tree)):
@@ -137,12 +137,12 @@ def _is_optimizer(value: Mapping[Any, Any]) -> bool:
 
 
 def _members(group: Mapping[Any, Any]) -> list[Any] | None:
-    """The parameters of a group; torch_checkpointing may keep their names alone."""
+    """The parameters of a group; torch_checkpointing may keep only their names."""
     return _listed(group.get("params", group.get("param_names")))
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """The items of a list, which may be a dictionary by places; None for anything else."""
+    """The items of a list, or of a dictionary with integer keys; None for anything else."""
     if isinstance(value, dict) and all(type(key) is int for key in value):
         return [value[key] for key in sorted(value)]
     return list(value) if isinstance(value, (list, tuple)) else None
@@ -155,7 +155,7 @@ States = dict[Any, Any]
 def _optimizer(
     state_dict: Mapping[Any, Any], numbers: Sequence[str]
 ) -> tuple[dict[str, States], list[States]]:
-    """The state of every parameter, by the name that the files state, or under no name."""
+    """The state of every parameter, by stated name; and the states without names."""
     if "param_groups" not in state_dict:
         return _flat(state_dict), []
     groups = _listed(state_dict["param_groups"]) or []
@@ -191,7 +191,7 @@ def _model(
 ) -> dict[str, Saved] | None:
     """The model's state dict: the only one with all trained names, or with the usual key.
 
-    None if nothing in the files says which one it is.
+    None if the files do not show which one it is.
     """
     complete = [path for path, weights in candidates.items() if weights.keys() >= set(trained)]
     if trained and len(complete) == 1:
@@ -210,30 +210,30 @@ def _model(
 
 
 def whole(file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor that one file has in full."""
+    """A tensor that one file contains completely."""
     box = box_of(file, tensor, (0,) * len(tensor.shape))
     return Whole(UNNAMED, tensor.dtype, tensor.shape, box.extent, box.strides)
 
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a file as the part of another one, in which it begins at `offsets`."""
+    """A tensor of a file as a box of another tensor, at `offsets`."""
     extent, strides = file.reach(tensor)
     return BoxPart(offsets, tensor.shape, extent, strides=strides)
 
 
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
-    """The same for a tensor of a safetensors file."""
+    """A tensor of a safetensors file as a box of another tensor, at `offsets`."""
     return BoxPart(offsets, stored.shape, stored.extent)
 
 
 def all_stored(tensors: Iterable[SavedTensor]) -> dict[str, Saved]:
-    """The tensors of a safetensors file, each whole."""
+    """The tensors of a safetensors file by name, each complete."""
     boxes = [(each, stored_box(each, (0,) * len(each.shape))) for each in tensors]
     return {each.name: joined(each.dtype, each.shape, [box]) for each, box in boxes}
 
 
 def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Saved:
-    """A tensor of all its boxes; whole if there is only one."""
+    """A tensor joined from all its boxes; `Whole` if there is only one."""
     filled = [box for box in boxes if prod(box.sizes)]
     if len(filled) == 1 and filled[0].sizes == shape:
         return Whole(UNNAMED, dtype, shape, filled[0].extent, filled[0].strides)

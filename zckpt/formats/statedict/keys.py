@@ -1,4 +1,4 @@
-"""Under which keys does a program of torch save its state dicts?"""
+"""The keys under which a torch program saves its state dicts."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from .tree import TreePath
 OPTIMIZER: TreePath = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
 RANKS, ADAPTER = "ranks", "adapter"
-"""How sharded storage may keep the weights: see `StateDictEngine.storage`."""
+"""Ways in which sharded storage may keep the weights: see `StateDictEngine.storage`."""
 
 
 def own_key(folder: str) -> str:
-    """The key in the tree for a folder that is one state dict; no program's key ends like it."""
+    """The key in the tree for a folder that is one state dict.
+
+    It ends with /, unlike program keys.
+    """
     return f"{os.path.basename(folder)}/"
 
 
 def in_folder(path: TreePath) -> TreePath:
-    """The keys that a program has for a value in a folder, without the folder's own."""
+    """The program's keys for a value in a folder, without the folder's own key."""
     return path[1:] if path and str(path[0]).endswith("/") else path
 
 
 def trainers_dialect(engine: Engine | None) -> str | None:
-    """The `--dialect` of the source's own program; None if its files are those of no dialect."""
+    """The `--dialect` of the source's own program; None if its files match no dialect."""
     keys = keys_of(engine)
     is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in keys.folders or ())
     return "accelerate" if is_fsdp else keys.dialect
 
 
 def is_optimizers_key(key: Any) -> bool:
-    """Whether a key of a dictionary with an optimizer's state dict is one of this state dict."""
+    """Whether a key belongs to an optimizer's state dict, which shares a dictionary with others."""
     return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")
 
 

@@ -1,11 +1,11 @@
-"""Which of the model's names each number of an optimizer has, and whether that is inferred.
+"""Matches an optimizer's numbers with the model's names, and marks inferred names.
 
     numbers of a group    0  1     2  3          torch.optim numbers parameters through its groups
     model's names         a  b  c  d  e  f       some of them are frozen, or buffers
 
 A number gets a name in one of three ways:
 
-    shapes        only one name has the number's shape, whatever the order
+    shapes        only one name has the number's shape, in any order
     order         the names are in the module's order, and only one way keeps that order: inferred
     param_names   the user states the names
 
@@ -40,7 +40,7 @@ or, with a Trainer of transformers or TRL, after it is built:
 
 
 class MatchedNames(NamedTuple):
-    """The names of every order's parameters; `inferred` are those that only the order shows."""
+    """The names of the parameters in every order; only the order shows the `inferred` names."""
 
     names: list[list[str]]
     inferred: list[str]
@@ -52,11 +52,11 @@ def match(
     in_order: bool,
     param_names: Sequence[str] | None = None,
 ) -> MatchedNames:
-    """The names of every order's parameters.
+    """The names of the parameters in every order.
 
-    A parameter without state (None) may have any shape. `in_order` says whether `names` are in the
-    module's order. `param_names` are those of the optimizer's parameters, order by order. Raises
-    MissingData if no rule gives a name to every number, and WrongOption for names that do not fit.
+    A parameter without state (None) may have any shape. `in_order` states whether `names` are in
+    the module's order. `param_names` are the user's names, order by order. Raises MissingData if no
+    rule names every number, and WrongOption for names that do not fit.
     """
     if param_names is not None:
         return MatchedNames(_stated(orders, names, param_names), [])
@@ -92,14 +92,14 @@ def keeps_order(names: Sequence[str]) -> bool:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sorts `layers.10` after `layers.2`."""
+    """A sort key that puts `layers.10` after `layers.2`."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
     ]
 
 
 def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
-    """The names that an optimizer may know: without the running statistics of normalisations.
+    """The names that may be in an optimizer, without running statistics of normalizations.
 
     In a state dict, only their names distinguish torch.nn's `running_mean` and `running_var` from
     weights.
@@ -117,10 +117,10 @@ def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
 
 
 def _by_shape(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]] | None:
-    """The names, if each number can have only one; None if several assignments fit, or none."""
+    """The names if each number can have only one; None if several assignments fit, or none."""
     by_shape: dict[Shape | None, list[str]] = {**by_key((shape, name) for name, shape in names)}
     numbers = Counter(shape for order in orders for shape in order)
-    if None in numbers:  # gets what no other number can have
+    if None in numbers:  # it gets a name that no other number can have
         by_shape[None] = [name for name, shape in names if not numbers[shape]]
     if any(count > 1 or len(by_shape.get(shape, ())) != 1 for shape, count in numbers.items()):
         return None
@@ -148,14 +148,14 @@ def _stated(
 
 
 def _hint(total: int, names: Sequence[NamedShape]) -> str:
-    """What to do about `total` numbers without names, which may be one rank's share."""
+    """The hint for `total` numbers without names, which may be one rank's share."""
     return f"{HINT}\nBut {LOST}" if total < len(names) else HINT
 
 
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
-    """The orders without shapes that more parameters show than weights have: Amos keeps numbers.
+    """The orders, with shapes dropped that more parameters show than weights have.
 
-    Such a shape is that of a state alone, and proves nothing about the parameter.
+    Such a shape belongs to a state only (Amos keeps numbers), and does not show the parameter's.
     """
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)
@@ -163,7 +163,7 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
 
 
 def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
-    """Raises WrongOption if these names are not those of the optimizer's parameters."""
+    """Raises WrongOption if these names do not fit the optimizer's parameters."""
     hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
     hint = f"{LOST}. If not, {hint}" if len(stated) > len(order) else hint
     if len(stated) != len(order):
@@ -188,9 +188,9 @@ def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names in the only way that keeps their order; raises MissingData for none or several.
 
-    The name of a number is between the first and the last one that it could have, if its order had
-    none beside it. Where these are the same, no other order has this name, which may leave the
-    others less choice. A number without a shape has none that all numbers of its shape need.
+    The name of a number is between the first and the last name that the number could have, if no
+    other order competed. If both are the same, no other order has this name, which reduces the
+    others' choice. A number without a shape gets no name that all numbers of its shape need.
     """
     total = sum(map(len, orders))
     needed = Counter(shape for order in orders for shape in order if shape is not None)
@@ -220,7 +220,7 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
 def _earliest(
     order: Order, names: Sequence[tuple[int, NamedShape]], spare: Collection[Shape]
 ) -> list[int]:
-    """The first name that each parameter of an order can have, up to one that finds none."""
+    """The first name that each parameter of an order can have, up to one without any."""
     first: list[int] = []
     for index, (_, shape) in names:
         if len(first) == len(order):
@@ -234,7 +234,7 @@ def _earliest(
 def _why_not(
     orders: Sequence[Order], place: int, position: int, names: Sequence[NamedShape]
 ) -> str:
-    """Why nothing fits: no name is left for the parameter at this position of an order."""
+    """The reason why no name is left for the parameter at this position of an order."""
     total = sum(map(len, orders))
     if total > len(names):
         return f"the optimizer knows {total} parameters by number, the model holds {len(names)}"

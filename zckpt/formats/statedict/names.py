@@ -1,4 +1,4 @@
-"""The model's name of every parameter that an optimizer knows, by name or by number."""
+"""Finds the model's name of every parameter in an optimizer, by name or by number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tree import Leaf, SavedTree
 ELEMENTWISE = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg")
 )
-"""States that have a parameter's shape in every optimizer that keeps them (torch 2.13)."""
+"""States that have the parameter's shape in every optimizer that keeps them (torch 2.13)."""
 
 
 def names_of(
@@ -27,10 +27,10 @@ def names_of(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """The model's name of every parameter that the optimizer knows.
+    """The model's name of every parameter in the optimizer.
 
-    Adds to `saved` which names are inferred, and warns of them. Raises MissingData and WrongOption
-    as `matching.match`, and InconsistentCheckpoint.
+    Adds inferred names to `saved`, with a warning. Raises MissingData and WrongOption like
+    `matching.match`, and InconsistentCheckpoint.
     """
     if optimizer.is_numbered:
         return _names_of_numbers(saved, model, optimizer, param_names)
@@ -45,7 +45,7 @@ def names_of(
 
 
 def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
-    """Raises InconsistentCheckpoint for a parameter that stands in the groups twice."""
+    """Raises InconsistentCheckpoint for a parameter that is in the groups twice."""
     if twice := [name for name, count in Counter(members).items() if count > 1]:
         raise InconsistentCheckpoint(
             "file-damaged",
@@ -102,7 +102,7 @@ def _names_of_numbers(
 def _candidates(
     model: Mapping[str, Any], optimizer: OptimizerState, param_names: Sequence[str] | None
 ) -> list[str]:
-    """Names of weights that an optimizer may know; the first of several that share memory.
+    """Names of weights that may be in an optimizer; the first name of those that share a storage.
 
     A complex tensor is a buffer (rotary frequencies), unless the optimizer has complex moments or
     the user names it.
@@ -135,7 +135,7 @@ def _refuse_mixed(
 ) -> None:
     """Raises InconsistentCheckpoint if weights and states have equal shapes in another order.
 
-    Some optimizers keep states of other shapes than their weights: these prove nothing.
+    Some optimizers keep states of other shapes than their weights, which prove nothing.
     """
     pairs = [
         (name, model[name].shape, shape)
@@ -158,8 +158,8 @@ def _refuse_mixed(
 def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
-    Adafactor keeps rows and columns, 8-bit optimizers keep scales: no shape is taken from those.
-    SPAM's moments are vectors, of the elements where its mask is true.
+    Adafactor keeps rows and columns, and 8-bit optimizers keep scales; these do not show the shape.
+    SPAM's moments are vectors of the elements where its mask is true.
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
     shapes = {leaf.shape for leaf in tensors.values() if leaf.dtype == "BOOL"}

@@ -1,7 +1,7 @@
-"""Does what zckpt stated beside state dicts have the form that zckpt writes?
+"""Validates the facts that zckpt stated beside state dicts.
 
-State dicts do not say which names are aliases, buffers, frozen or inferred (see write.py), so zckpt
-writes it beside them. Another program may have changed it since.
+State dicts do not state which names are aliases, buffers, frozen or inferred (see write.py), so
+zckpt writes these facts beside them. Another program may have changed them since.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ...errors import CorruptCheckpoint
 
 
 class Stated(Struct):
-    """The form of the record. The first versions wrote the first four alone."""
+    """The form of the record. The first versions wrote only the first four fields."""
 
     aliases: dict[str, str]
     buffers: list[str]
@@ -25,7 +25,7 @@ class Stated(Struct):
 
 
 def checked(stated: Any, where: str) -> dict[str, Any] | None:
-    """The record of zckpt in the file `where`; None if there is none. Raises CorruptCheckpoint."""
+    """The record of zckpt in the file `where`; None without one. Raises CorruptCheckpoint."""
     if not isinstance(stated, dict):
         return None
     try:
@@ -37,7 +37,7 @@ def checked(stated: Any, where: str) -> dict[str, Any] | None:
 
 
 def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """One record of several models, by what precedes their names; None if a model has none."""
+    """One record for several models, with names prefixed; None if a model has no record."""
     whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
     for prefix, stated in records.items():
         if stated is None:

@@ -1,4 +1,4 @@
-"""Which state dicts of a checkpoint are read, and under which names: their manifest."""
+"""Chooses and names the state dicts of a checkpoint, and makes their manifest."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ NO_OPTIMIZER = note(
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
-    """The manifest of state dicts; `reading.param_names` are for an optimizer by numbers.
+    """The manifest of state dicts; `reading.param_names` name an optimizer's numbers.
 
     With `reading.weights_only`, an optimizer whose numbers get no names is ignored; with `nameless`
-    it is the program's own state. Of several models, `reading.root` chooses one. Without it all are
-    read, with the root before each name.
+    it becomes the program's own state. `reading.root` chooses one of several models. Without it all
+    are read, with the root before each name.
 
     Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
@@ -123,7 +123,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
-    """Where Lightning saves averages of the weights too: drops them if the others are asked for."""
+    """Handles averages that Lightning saves beside the weights: drops them if not asked for."""
     own, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
         return
@@ -141,7 +141,7 @@ def _settle_averages(saved: SavedTree, model: TreePath) -> None:
 
 
 def _separate(saved: SavedTree) -> None:
-    """Moves an optimizer's keys that stand beside the model's (`{**model, **optimizer}`)."""
+    """Separates an optimizer's keys that were mixed with the model's (`{**model, **optimizer}`)."""
     tree = saved.tree
     if not is_optimizer(tree):
         return
@@ -164,7 +164,10 @@ def _separate(saved: SavedTree) -> None:
 
 
 def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
-    """The root that the user asks for, or all; what is not read goes out of the tree."""
+    """The root that the user asks for, or all roots.
+
+    Unread state dicts are removed from the tree.
+    """
     if reading.root is None:
         saved.warnings += [
             warning(
@@ -209,7 +212,7 @@ def _named(
     optimizers: Mapping[TreePath, OptimizerState],
     reading: Reading,
 ) -> tuple[dict[str, Any], dict[TreePath, OptimizerState]]:
-    """A root's model, and its optimizers' states under the names of the model."""
+    """A root's model, and its optimizers' states under the model's names."""
     own = {path: optimizers[path] for path in root.optimizers}
     inferred, warnings = len(saved.inferred), len(saved.warnings)
     saved.inferred += (saved.stated or {}).get("inferred", ())
@@ -221,8 +224,9 @@ def _named(
     def refuse_slices(listed: Collection[str] | None) -> None:
         refuse_weights(saved, root.model, names, model, own, listed, reading.buffers)
 
-    # Lightning numbers frozen weights too, and saves no share; a user who names what the optimizer
-    # lists has said that this is all. Shapes show nothing: a share's fit the numbers as well
+    # Lightning numbers frozen weights too, and saves no share. A user who names what the optimizer
+    # lists has stated that this is all. Shapes show nothing: a share's shapes fit the numbers as
+    # well
     if lightning.LIGHTNING not in saved.tree and param_names is None:
         saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
     saved.is_numbered |= any(optimizer.is_numbered for optimizer in own.values())
@@ -250,7 +254,7 @@ def _named(
                 saved.warnings.append(warning(error.code, message, subject=key))
             continue
         names_by_path[path] = name_of
-        whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
+        whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the full tree
         saved.extra_states += [
             ExtraState(key, value, NO_NAMES, (root.prefix + name_of[key],))
             for key, value in optimizer.others.items()
@@ -282,9 +286,9 @@ def _named(
 
 
 def _gaps(optimizer: OptimizerState) -> str:
-    """The sentence about numbers that its groups lack: torch gives each parameter the next one.
+    """A sentence about numbers missing in its groups; torch numbers parameters without gaps.
 
-    Before 1.5, numbers are addresses in memory.
+    "" if none is missing. Before 1.5, numbers are addresses in memory.
     """
     numbers = sorted(m for members in optimizer.members for m in members if type(m) is int)
     if not optimizer.is_numbered or numbers[-1] >= ADDRESSES:
@@ -299,7 +303,7 @@ def _with_names_of_adapters(
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
-    """The model's state under the module's own names: PEFT leaves an adapter's name out."""
+    """The model's state under the module's own names, since PEFT leaves an adapter's name out."""
     known = [*(param_names or ()), *(saved.stated or {}).get("numbers", ())]
     for optimizer in optimizers:
         known += [name for group in optimizer.groups for name in group.get("param_names") or ()]

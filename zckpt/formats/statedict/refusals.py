@@ -1,7 +1,7 @@
-"""Which state dicts are refused by a sign that they bear, whatever the container?
+"""Refuses state dicts by their keys or shapes, in any container.
 
-Every reader of state dicts asks here: a sign is a key, or a shape, and files of torch.save, items
-of torch.distributed.checkpoint and safetensors have both.
+Every reader of state dicts calls this module. Files of torch.save, items of
+torch.distributed.checkpoint and safetensors all have keys and shapes.
 
     flat weights    FSDP1's LOCAL_STATE_DICT: a key `_flat_param`
     flat states     `optimizer.state_dict()` of FSDP1: states with one axis, of weights with more
@@ -21,16 +21,16 @@ from .state_dict_search import DEPTH, OptimizerState
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 FLAT = ("_flat_param", "flat_param")
-"""How the keys of FSDP1's flat parameters begin, after the name of their module."""
+"""Prefixes of FSDP1's flat parameters, after the name of their module."""
 WHOLE = (
     "save the DTensors themselves, without to_local(): each states which part it is; or save whole "
     "tensors (full_tensor(), or full_state_dict=True)"
 )
-"""What a program does instead of saving slices."""
+"""What a program should do instead of saving slices."""
 
 
 def refuse_tree(tree: Any, where: str) -> None:
-    """Raises FlatParameters for what keys alone show; `where` is the path of the files."""
+    """Raises FlatParameters for keys that show them; `where` is the path of the files."""
     for path in _keys(tree):
         if str(path[-1]).rpartition(".")[2].startswith(FLAT):
             raise FlatParameters(
@@ -46,10 +46,10 @@ def refuse_flat_states(
     models: Sequence[Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> None:
-    """Raises FlatParameters if states are those of FSDP1's flat parameters, or their parts.
+    """Raises FlatParameters if states belong to FSDP1's flat parameters, or to their parts.
 
-    FSDP1 cuts the model's weights, and the state dict that FSDP itself gives of its optimizer. The
-    optimizer's own knows numbers of flat parameters, of which each rank holds a part of one axis.
+    FSDP1 cuts the model's weights, and the optimizer's state dict that FSDP itself returns. The
+    optimizer's own state dict numbers flat parameters; each rank holds a part with one axis.
     """
     weights = [leaf for model in models for leaf in model.values() if isinstance(leaf, Leaf)]
     if not any(leaf.sharded and len(leaf.shape) > 1 for leaf in weights):
@@ -79,8 +79,8 @@ def refuse_parts(
 ) -> None:
     """Raises InconsistentCheckpoint for a tensor with the shape of one part of its counterpart.
 
-    The names of `optimizer` are those of `model`. A directory of torch.distributed.checkpoint has
-    one rank's slice of a plain tensor, and nothing else of the others' shows.
+    The names of `optimizer` are those of `model`. A directory of torch.distributed.checkpoint
+    contains only one rank's slice of a plain tensor, and no trace of the other ranks' slices.
     """
     for name, state in optimizer.state.items():
         weight = model.get(name)
@@ -97,7 +97,7 @@ def refuse_parts(
 def refuse_unnamed_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """The same for an optimizer that knows numbers, which have no names yet."""
+    """As `refuse_parts`, for an optimizer whose numbers have no names yet."""
     weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
     moments = {
         f"{number}/{key}": leaf
@@ -116,7 +116,7 @@ def refuse_unnamed_parts(
 def _part_among(
     tensors: Mapping[str, Leaf], others: Mapping[str, Leaf]
 ) -> tuple[str, Leaf, Leaf] | None:
-    """The first tensor with the shape of a part of the others, which alone state that."""
+    """The first tensor with the shape of a part of the others, which alone state such parts."""
     if any(leaf.sharded for leaf in tensors.values()):
         return None
     parts = {shape: leaf for leaf in others.values() for shape in leaf.parts}
@@ -143,7 +143,7 @@ def _slice(
 
 
 def is_part(leaf: Leaf, whole: Leaf) -> bool:
-    """Whether a tensor that no rank has cut has the shape of one rank's part of another."""
+    """Whether an uncut tensor has the shape of one rank's part of another tensor."""
     return not leaf.sharded and leaf.shape != whole.shape and leaf.shape in whole.parts
 
 

@@ -1,12 +1,12 @@
-"""Which optimizer trains which model, where a checkpoint has several of them?
+"""Pairs models with their optimizers in a checkpoint with several of them.
 
-    {"generator": {...}, "discriminator": {...}, "optimizer_g": {...}, "optimizer_d": {...}}
-    {"generator": {"model": {...}, "optimizer": {...}}, "discriminator": {...}}
-    {"model": {...}, "model_1": {...}, "optim": {...}, "optim_1": {...}}
+{"generator": {...}, "discriminator": {...}, "optimizer_g": {...}, "optimizer_d": {...}}
+{"generator": {"model": {...}, "optimizer": {...}}, "discriminator": {...}}
+{"model": {...}, "model_1": {...}, "optim": {...}, "optim_1": {...}}
 
-A root is a model with its optimizers. An optimizer belongs to the only model that has its names or
-shapes. If several have them, the words of the keys decide: `optimizer_g` has one word, `g`, beside
-the usual ones, and `generator` begins with it. If they do not decide, nothing is guessed.
+A root is a model with its optimizers. An optimizer belongs to the only model with its names or
+shapes. If several models fit, the words of the keys decide: `optimizer_g` has one word, `g`, beside
+the usual ones, and `generator` begins with it. If words do not decide, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ USUAL = {
     *("dict", "sd", "optim", "optims", "optimizer", "optimizers", "opt", "opts"),
     *("app", "pytorch", "fsdp"),
 }
-"""Words of keys that do not say which of several models or optimizers is meant."""
+"""Words of keys that do not distinguish models or optimizers."""
 SOLE = "model"
-"""What a model without a key is called."""
+"""The name of a model without a key."""
 
 
 class Root(Struct, frozen=True):
     """A model, and the optimizers that train it.
 
-    `prefix` precedes its names if several roots are read. `by_words` says whether only the words of
-    the keys show that the optimizer is the model's.
+    `prefix` precedes its names if several roots are read. `by_words` is true if only the words of
+    the keys pair the optimizer with the model.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Roots(Struct, frozen=True):
         weights: Mapping[TreePath, Mapping[Any, Any]],
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
-        """With dictionaries of weights that no optimizer trains, unless the user says so."""
+        """Adds dictionaries of weights without an optimizer as roots."""
         others = (Root(dotted(path), path) for path in weights)
         fitting = {
             place: [*self.fitting[place], *(p for p, each in weights.items() if fits(own, each))]
@@ -77,18 +77,18 @@ class Roots(Struct, frozen=True):
 
     @property
     def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
-        """The optimizers of no root, with the models that fit each."""
+        """The optimizers without a root, with the models that fit each one."""
         own = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in own}
 
     def likely(self, root: Root) -> list[str]:
-        """The optimizers of others, or of none, that fit the model of a root without any."""
+        """For a root without optimizers: all optimizers of other roots, or of none, that fit it."""
         places = (place for place, models in self.fitting.items() if root.model in models)
         return [] if root.optimizers else [dotted(place) for place in places]
 
     @property
     def doubts(self) -> list[Notice]:
-        """Warnings about optimizers that only a name gives to a model, and not to another one."""
+        """Warnings about optimizers that only a name pairs with a model while another also fits."""
         without = [root for root in self.roots if not root.optimizers]
         return [
             warning(
@@ -112,10 +112,10 @@ class Roots(Struct, frozen=True):
         return own | {*self.unclear}
 
     def asked(self, request: str, weights_only: bool) -> Root:
-        """The root that `--root` names, as MODEL or MODEL=OPTIMIZER, with one optimizer at most.
+        """The root that `--root` names, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
 
-        Raises WrongOption for a name that is not there, and AmbiguousCheckpoint if no file says
-        which optimizer is meant.
+        Raises WrongOption for an unknown name, and AmbiguousCheckpoint if no file shows which
+        optimizer is meant.
         """
         name, _, wanted = request.partition("=")
         root = next((root for root in self.roots if name in (root.name, dotted(root.model))), None)
@@ -145,7 +145,7 @@ class Roots(Struct, frozen=True):
         return Root(root.name, root.model, tuple(own), by_words=by_words)
 
     def omitted(self, chosen: Root) -> list[Notice]:
-        """A note on what `--root` leaves out."""
+        """A note on the state dicts that `--root` leaves out."""
         others = [root.model for root in self.roots if root.model != chosen.model]
         others += [path for root in self.roots for path in root.optimizers]
         others += self.unclear
@@ -167,7 +167,7 @@ def roots_of(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> Roots:
-    """Every model with the optimizers that train it."""
+    """All models, each with the optimizers that train it."""
     own: dict[TreePath, list[TreePath]] = {path: [] for path in models}
     by_words: set[TreePath] = set()
     every: dict[TreePath, Sequence[TreePath]] = {}
@@ -175,7 +175,7 @@ def roots_of(
         fitting = [path for path, model in models.items() if fits(optimizer, model)]
         fitting = [path for path in fitting if _has_shapes(models[path], optimizer)] or fitting
         chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
-        # FSDP's optimizers know names, and Accelerate gives each the number of its model
+        # FSDP's optimizers use names, and Accelerate gives each one the number of its model
         is_sure = bool(saved.models) and not optimizer.is_numbered and len(chosen) == 1
         every[place] = chosen if is_sure else fitting
         if len(chosen) != 1:
@@ -199,7 +199,7 @@ def roots_of(
 
 
 def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
-    """What models are called: without a last key that all of them have, as in `generator.model`."""
+    """The names of models, without a last key that all of them have, as in `generator.model`."""
     alike = all(len(a) > 1 and len(b) > 1 and a[-1] == b[-1] for a, b in pairwise(models))
     if len(models) > 1 and alike:
         return {path: dotted(path[:-1]) for path in models}
@@ -207,7 +207,7 @@ def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
 
 
 def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
-    """Whether a model has all parameters that an optimizer knows by name, or by shape."""
+    """Whether a model has all parameters of an optimizer, by name or by shape."""
     members = [member for members in optimizer.members for member in members]
     stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]
     if not optimizer.is_numbered or len(stated) == len(members):
@@ -219,7 +219,7 @@ def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
 
 
 def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
-    """Whether states have the shapes of the weights, where both have the same name."""
+    """Whether states have the shapes of the weights with the same name."""
     named = (
         (model.get(name), shape_of(optimizer.state.get(member, {})))
         for members, group in zip(optimizer.members, optimizer.groups, strict=False)
@@ -229,7 +229,7 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 
 
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
-    """The models whose keys have the words of an optimizer's; else those with a beginning of it."""
+    """The models whose keys have the optimizer's words; else those that share their beginnings."""
     own = _words(optimizer)
     equal = [path for path in models if _words(path) == own]
     return equal or [path for path in models if _are_alike(_words(path), own)]
@@ -241,7 +241,7 @@ def _words(path: TreePath) -> list[str]:
 
 
 def _are_alike(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Whether each word begins with its counterpart, or the other way: `g`, `gen`, `generator`."""
+    """Whether each word begins with its counterpart, or vice versa: `g`, `gen`, `generator`."""
     pairs = list(zip(a, b, strict=False))
     alike = all(one.startswith(other) or other.startswith(one) for one, other in pairs)
     return bool(pairs) and len(a) == len(b) and alike

@@ -1,7 +1,7 @@
-"""Which values that ranks hold otherwise are slices of the model or of its optimizer's states?
+"""Finds slices of the model or of optimizer states among values that differ between ranks.
 
 Ranks of one run hold the same weights, or parts that state where they belong. A plain tensor that
-differs is one rank's slice (`to_local()`), unless a rank has it for itself:
+differs is one rank's slice (`to_local()`), unless each rank keeps its own:
 
     weights     what an optimizer lists, and without an optimizer every name of the model, except
                 running statistics, which differ by nature, and those that the user names
@@ -24,7 +24,7 @@ from .state_dict_search import MODELS, OptimizerState, lists_in, matches_any, wi
 from .tree import Difference, Leaf, SavedTree, TreePath, dotted
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""The buffers of torch's normalisations that each rank of DDP computes by itself (torch 2.13)."""
+"""The buffers of torch's normalizations that each DDP rank computes separately (torch 2.13)."""
 OF_RANKS = re.compile(r"(?:.*_)?(?:error|errors|err|residual|residuals|feedback|ef)(?:_.*)?")
 """Names of states that compress gradients: `worker_error` and `server_error` of 1-bit Adam."""
 ZERO = (
@@ -34,7 +34,7 @@ ZERO = (
 
 
 def taken_of_rank_0(different: Sequence[Difference]) -> list[Notice]:
-    """The values that are rank 0's, in one note for many values of one place."""
+    """Notes on values that are rank 0's, one for all values of one place."""
     notes = []
     for place, paths in by_key((item.path[:2], item.path) for item in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
@@ -52,10 +52,10 @@ def refuse_weights(
     listed: Collection[str] | None,
     buffers: Sequence[str],
 ) -> None:
-    """Raises InconsistentCheckpoint, which names the weight, for slices of the model at `place`.
+    """Raises InconsistentCheckpoint with the weight's name for slices of the model at `place`.
 
-    `names` are the model's by the keys there. `listed` are those that the optimizers list; None if
-    there are none, or if no file shows which.
+    `names` maps the keys there to the model's names. `listed` are the names that the optimizers
+    list; None if there are none, or if no file shows them.
     """
     differing = {
         names[item.path[-1]]: item
@@ -74,7 +74,7 @@ def refuse_weights(
         name: item
         for name, item in differing.items()
         if name in shown
-        # no rank of DDP has a weight or a buffer of another shape
+        # in DDP, weights and buffers have the same shapes on all ranks
         or not ((listed is not None and item.is_alike) or _is_of_ranks(name, buffers))
     }
     if wrong:
@@ -86,7 +86,7 @@ def refuse_weights(
 def refuse_states(
     saved: SavedTree, place: TreePath, optimizer: OptimizerState, names: Mapping[Any, str]
 ) -> None:
-    """Raises InconsistentCheckpoint, which names the state, for slices of those at `place`.
+    """Raises InconsistentCheckpoint with the state's name for slices of the states at `place`.
 
     `names` are the model's names of the members, as far as files show them.
     """
@@ -127,14 +127,14 @@ def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCh
 
 
 def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
-    """Whether each rank may have a tensor of the model for itself."""
+    """Whether each rank may have its own version of a tensor of the model."""
     return name.rpartition(".")[2] in STATISTICS or matches_any(name, buffers)
 
 
 def _state_of(
     item: Difference, place: TreePath, optimizer: OptimizerState
 ) -> tuple[Any, str] | None:
-    """The member and the key of the state that a path leads to; None for another value."""
+    """The member and the key of the state at a path; None for another value."""
     rest = item.path[len(place) :]
     if optimizer.layout == "flat":
         kind, _, name = str(rest[0]).partition(".") if rest else ("", "", "")
@@ -149,9 +149,9 @@ def _state_of(
 def _is_kept_apart(
     member: Any, key: str, differing: Collection[tuple[Any, str]], optimizer: OptimizerState
 ) -> bool:
-    """Whether an optimizer keeps a state for each rank by design.
+    """Whether an optimizer keeps a separate state on each rank by design.
 
-    Its name says so, or it is no usual moment and the moments beside it are the same on all ranks.
+    Its name shows it, or it is no usual moment and the moments beside it are the same on all ranks.
     """
     if key in ELEMENTWISE:
         return False
@@ -164,7 +164,7 @@ def _is_kept_apart(
 
 
 def omitted(key: str) -> Notice:
-    """The warning for averages of slices that nothing shows how to join."""
+    """The warning for averages of slices that cannot be joined."""
     return warning(
         "rank-slices",
         f"{key} is left out: each rank's tensors in it are slices of the model's weights, and "
@@ -174,7 +174,7 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """The largest entry around a place that has none of these state dicts in it."""
+    """The largest entry around a place that contains none of the `kept` state dicts."""
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
 
@@ -184,10 +184,10 @@ def omit_slices(
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> dict[TreePath, dict[Any, Any]]:
-    """The models without those that are one rank's slices of another one; lists of such go too.
+    """The models without those that are one rank's slices; lists of slices are removed too.
 
-    A directory of torch.distributed.checkpoint has one rank's slice of a plain tensor, as of an EMA
-    of `to_local()`.
+    A directory of torch.distributed.checkpoint may contain one rank's slice of a plain tensor, such
+    as an EMA of `to_local()`.
     """
     wholes = by_key(
         (str(name), leaf)
@@ -221,9 +221,9 @@ def omit_parts(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> list[TreePath]:
-    """Leaves out averages of which ranks hold parts, beside weights that all have; gives the paths.
+    """Leaves out averages in parts, beside weights that all ranks have; returns their paths.
 
-    Such averages have names of the model, and on some rank another shape.
+    Such averages have names of the model, and another shape on some rank.
     """
     shapes = by_key(
         (str(name), leaf.shape)
@@ -245,12 +245,12 @@ def omit_parts(
 
 
 def _spellings(name: Any) -> tuple[str, str]:
-    """A name as it is, and without a wrapper's in front."""
+    """A name unchanged, and without a wrapper's prefix."""
     return str(name), str(name).partition(".")[2]
 
 
 def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:
-    """Whether all of its weights have the shapes of parts of those that have the same names.
+    """Whether all weights of a model have the shapes of parts of weights with the same names.
 
     Its names may begin with a wrapper's.
     """
@@ -266,7 +266,7 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 
 
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
-    """Whether tensors without names have only shapes of the weights and their parts."""
+    """Whether nameless tensors have only the shapes of weights and of their parts."""
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}
     parts = {shape for leaf in wholes for shape in leaf.parts}

@@ -1,14 +1,15 @@
-"""Which state dicts in a tree are the model's and the optimizer's.
+"""Finds the state dicts of the model and the optimizer in a tree.
 
 Programs choose the keys (`model`, `state_dict`, `app.model`, none; `optim`, `optimizer`), so state
-dicts are recognized by their content. An optimizer's has one of three layouts (torch 2.13):
+dicts are recognized by their content. An optimizer's state dict has one of three layouts (torch
+2.13):
 
     nested    {"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}
     flat      {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}: groups are lost
     raw       as nested, with numbers instead of names; numbers run through all groups
 
-torch_checkpointing's `optimizer_transform_pre` makes a nested one of a raw one, whose groups have
-their members as `param_names` alone (0.1.1).
+torch_checkpointing's `optimizer_transform_pre` turns a raw one into a nested one, whose groups list
+their members only as `param_names` (0.1.1).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from .equal_tensors import is_float
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
-MEMBERS = ("params", "param_names")  # of a group, the first that it has
+MEMBERS = ("params", "param_names")  # keys of a group's members; the first one that it has
 DEPTH = 4
-BUFFERS = re.compile(  # the names that modules of torch and transformers give to theirs
+BUFFERS = re.compile(  # usual names of buffers in modules of torch and transformers
     r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
     r"|position_ids|token_type_ids|attn_bias|masked_bias|causal_mask)"
 )
@@ -41,7 +42,7 @@ BUFFERS = re.compile(  # the names that modules of torch and transformers give t
 class OptimizerState(Struct, frozen=True):
     """An optimizer's state by name (or number), and its groups with their members.
 
-    `others` are the values in its `state` that are no states by their names.
+    `others` are values under `state` that are not states of a parameter.
     """
 
     layout: str
@@ -63,7 +64,7 @@ class OptimizerState(Struct, frozen=True):
 
 
 def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
-    """One state of all groups; the optimizers have no parameter in common."""
+    """One state with all groups; the optimizers share no parameter."""
     return OptimizerState(
         optimizers[0].layout if optimizers else "",
         {name: state for each in optimizers for name, state in each.state.items()},
@@ -95,7 +96,7 @@ def is_optimizer(value: dict[Any, Any]) -> bool:
 
 
 def has_groups(value: Any, depth: int = DEPTH) -> bool:
-    """Whether so many levels of dictionaries have an optimizer's groups, with members or not."""
+    """Whether up to `depth` levels of dictionaries contain an optimizer's groups."""
     if not isinstance(value, dict) or not depth:
         return False
     return "param_groups" in value or any(has_groups(item, depth - 1) for item in value.values())
@@ -124,7 +125,7 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
 
 
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:
-    """Every parameter has its own hyper-parameters: those with equal ones become one group."""
+    """Groups the parameters with equal hyper-parameters, which are stored per parameter."""
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
     for key, value in state_dict.items():
@@ -149,7 +150,8 @@ def _plain(value: Any) -> Any:
 def find_models(tree: Any, optimizers: Collection[TreePath]) -> dict[TreePath, dict[Any, Any]]:
     """Dictionaries of tensors by name, outside of the optimizers' state dicts.
 
-    Those in lists count if there are no others: a program has such lists for other things, too.
+    Dictionaries in lists count only if there are no others, because programs use such lists for
+    other things too.
     """
     return dict(_models_in(tree, optimizers, (dict,)) or _models_in(tree, optimizers, (dict, list)))
 
@@ -190,7 +192,7 @@ def choose_models(
     optimizers: Sequence[OptimizerState],
     asked: str,
 ) -> list[TreePath]:
-    """The paths of the models' state dicts: one, unless nothing tells which one is trained.
+    """The paths of the models' state dicts: one, unless nothing shows which one is trained.
 
     `asked` is the key that the user gives for one. Raises MissingData.
     """
@@ -227,7 +229,7 @@ def choose_models(
         path: sum(is_float(leaf) and bool(leaf.shape) for leaf in model.values())
         for path, model in fitting.items()
     }
-    if () in fitting:  # a loss or a generator's state may stand beside the model
+    if () in fitting:  # a loss or a generator's state may be beside the model
         keys = [str(key) for key, value in fitting[()].items() if isinstance(value, Leaf)]
         qualified = any("." in key for key in keys)
         if qualified or sizes[()] >= max(sizes.values()):
@@ -238,7 +240,7 @@ def choose_models(
     averages = [path for path in fitting if "ema" in re.split(r"[._]", dotted(path))]
     if len(averages) < len(fitting):
         fitting = {path: model for path, model in fitting.items() if path not in averages}
-    # what a module keeps beside its weights (get_extra_state) may be a dictionary of tensors
+    # a module's get_extra_state may be a dictionary of tensors
     return [path for path in fitting if not any(path[:end] in fitting for end in range(len(path)))]
 
 
@@ -250,7 +252,7 @@ def beside(
     return {
         path: model
         for path, model in models.items()
-        if path  # a tensor may stand beside the model's key
+        if path  # a tensor may be beside the model's key
         and path not in chosen
         and not any(path[: len(each)] == each for each in own)
         and not any(map(is_extra, path))
@@ -265,29 +267,30 @@ def value_at(tree: Any, path: TreePath) -> Any:
 
 
 def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
-    """Whether a tensor is a buffer, for state dicts that do not say so.
+    """Whether a tensor is a buffer, for state dicts that do not state it.
 
-    It is one if no optimizer could train its type; if it has a name that modules give to buffers;
-    or if it is whole and ranks hold parts of the parameters (those of one row may be whole).
+    It is one if no optimizer could train its type, or if it has a name that modules give to
+    buffers. It is also one if it is complete while ranks hold parts of the parameters (those of one
+    row may be complete).
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
 
 
 def matches_any(name: str, globs: Sequence[str]) -> bool:
-    """Whether the user's `--buffers` name a tensor."""
+    """Whether the user's `--buffers` match a tensor's name."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def is_extra(key: Any) -> bool:
-    """Whether the key is of a value that a module's get_extra_state returned."""
+    """Whether the key is that of a value which a module's get_extra_state returned."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
 def without(tree: Any, paths: set[TreePath], path: TreePath = ()) -> Any:
     """The tree without the state dicts at these paths, and without containers of nothing else.
 
-    In a list with other items, None is in their place.
+    In a list with other items, None replaces them.
     """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}

@@ -1,7 +1,7 @@
-"""State dicts whose tensors are leaves: the dtype, the shape, and where the bytes lie in files.
+"""State dicts whose tensors are leaves: dtype, shape, and the place of the bytes in files.
 
 A tree is what a program gave to torch.save or torch.distributed.checkpoint.save: dictionaries,
-lists and plain values. Each tensor in it is replaced by a `Leaf`, whether its pieces lie in one
+lists and plain values. Each tensor in it is replaced by a `Leaf`, whether its pieces are in one
 file or in many.
 """
 
@@ -56,14 +56,14 @@ TreePath = tuple[Any, ...]
 
 
 def dotted(path: TreePath) -> str:
-    """The key by which torch.distributed.checkpoint calls the value at a path."""
+    """The name that torch.distributed.checkpoint gives to the value at a path."""
     return ".".join(map(str, path))
 
 
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
     """Sets the value at a path; an integer in the path is a place in a list.
 
-    All lists together may grow by `room` elements. Returns what is left of that.
+    All lists together may grow by `room` elements. Returns the remaining room.
     """
     container = tree
     for key, following in pairwise((*path, None)):
@@ -93,16 +93,16 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """The twin of a leaf whose checksums are not all known."""
+    """The twin of a leaf with unknown checksums: None."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
-    """One whole tensor.
+    """One full tensor.
 
     `memory` is equal for leaves that are views of the same bytes. `twin` is equal for leaves that
-    are cut alike and have equal checksums; to find it may open items. Both are None if that is not
-    known. `number` reads the value of a 0-d tensor. `sharded` says whether ranks hold parts of it,
-    of the shapes in `parts`; None if the files do not show that. `name` is the manifest's, if zckpt
+    are cut alike and have equal checksums; finding it may open items. Both are None if unknown.
+    `number` reads the value of a 0-d tensor. `sharded` states whether ranks hold parts of it, with
+    the shapes in `parts`; None if the files do not show that. `name` is the manifest's, if zckpt
     wrote the files and stated it.
     """
 
@@ -129,7 +129,7 @@ class Leaf(Struct, frozen=True, eq=False):
 
 
 class StepStatement(Struct, frozen=True):
-    """The value under a key `step`, a leaf or a number, that these files state."""
+    """The value under a key `step` (a leaf or a number) that these files state."""
 
     path: TreePath
     files: tuple[str, ...]
@@ -137,9 +137,9 @@ class StepStatement(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """A value that two ranks' files hold otherwise; the tree has the first rank's.
+    """A value that differs between two ranks' files; the tree has the first rank's.
 
-    `shapes` are those of the two tensors; None for values of another kind.
+    `shapes` are the shapes of the two tensors; None for values of another kind.
     """
 
     path: TreePath
@@ -148,34 +148,39 @@ class Difference(Struct, frozen=True):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the values are no tensors of different shapes."""
+        """Whether the shapes of the values do not differ."""
         return self.shapes is None or self.shapes[0] == self.shapes[1]
 
 
 def leads_to_step(path: TreePath) -> bool:
-    """Whether a value is called `step`; in a flattened state dict that is the end of its key."""
+    """Whether a value is named `step`; in a flattened state dict, whether its key ends so."""
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
 
 class SavedTree(Struct, eq=False):
-    """All state dicts of a checkpoint as one tree, and the files they came from.
+    """All state dicts of a checkpoint as one tree, with facts about the files they came from.
 
-    `origin` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
-    of numbers, each in the order of the model's parameters; by default one list per group. `models`
-    are the keys of several models, if files of their own say that they are such. `beside` is the
-    key under which an optimizer's keys are now that stood beside the model's. `stated` is what
-    zckpt wrote beside the state dicts: aliases, buffers, frozen weights; `stated_of` has that of
-    one of several models, by its place. `folders` are those where model and optimizer lie apart.
-    `in_order` says whether the model's names stand in the program's order (safetensors sorts them).
-    `inferred` are names of parameters that no file states. `adapter` says whether the model's state
-    has PEFT's names (see peft.py). `steps` are all that the ranks' files state; several of one path
-    may differ. `storage`, `bare` and `file` are the engine's. `extra_states` are what the
-    optimizers have beside the states of parameters. `uncopied` are files that are only compared.
-    `likely` are optimizers that fit the one model that is read. `different` are values of which
-    ranks hold different ones, and `uncompared` counts the tensors that were not compared.
-    `buffers_named` says whether the user's globs named some of its tensors. `share` says what shows
-    that an optimizer is one rank's share, and `is_numbered` whether one knows its parameters by
-    number.
+    `origin` is the manifest's.
+    `orders` is for an optimizer that numbers parameters: lists of numbers, each in the order of the
+    model's parameters; by default one list per group.
+    `models` are the keys of several models, if separate files show that these are models.
+    `beside` is the key invented for optimizer entries that were mixed with the model's.
+    `stated` are zckpt's facts beside the state dicts: aliases, buffers, frozen weights; `stated_of`
+    has those of each model by its place.
+    `folders` are the folders of model and optimizer, if these are separate.
+    `in_order` states whether the model's names are in the program's order (safetensors sorts them).
+    `inferred` are names of parameters that no file states.
+    `adapter` states whether the model's state has PEFT's names (see peft.py).
+    `steps` are all steps that the ranks' files state; several of one path may differ.
+    `storage`, `bare` and `file` are the engine's.
+    `extra_states` are the optimizers' values beside the states of parameters.
+    `omitted_files` are files that are only compared.
+    `likely` are optimizers that fit the one model that is read.
+    `different` are values that differ between ranks; `uncompared` counts tensors that were not
+    compared.
+    `buffers_named` states whether the user's globs named some of its tensors.
+    `share` is the reason why an optimizer seems to be one rank's share.
+    `is_numbered` states whether an optimizer numbers its parameters.
     """
 
     root: str
@@ -212,22 +217,22 @@ class SavedTree(Struct, eq=False):
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether there is a place for hyper-parameters: safetensors alone have none."""
+        """Whether hyper-parameters can be stored; safetensors alone cannot store them."""
         return self.storage is None or self.folders is not None
 
 
 class InPieces(Struct, frozen=True):
-    """A tensor with the class `name` of its own, of which every rank has saved a piece.
+    """A tensor of the special class `name`; every rank has saved a piece of it.
 
-    What a piece means is known to the class alone, so that they are only compared: `pieces` are by
-    their offsets.
+    Only the class can interpret a piece, so pieces are only compared. `pieces` are by their
+    offsets.
     """
 
     name: str
     pieces: Sequence[tuple[tuple[int, ...], Any]]
 
     def refused(self, path: str) -> UnsupportedCheckpoint:
-        """The error for one that is no state of an optimizer."""
+        """The error for such a tensor outside of an optimizer's state."""
         return UnsupportedCheckpoint(
             "type-unsupported",
             f"{path} is a tensor of the class {self.name}, saved in pieces, which zckpt does not "
@@ -238,7 +243,7 @@ class InPieces(Struct, frozen=True):
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
-    """A tensor that lies whole in one file."""
+    """A tensor that is complete in one file."""
     part = (0,) * len(tensor.shape), tensor, file
     return Leaf(
         tensor.dtype,
@@ -251,7 +256,7 @@ def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
 
 
 LeafPart = tuple[tuple[int, ...], Tensor, TorchFile]
-"""A tensor of a file that is a part of a leaf, at its offsets there."""
+"""A tensor of a file as part of a leaf: its offsets, the tensor, the file."""
 
 
 def memory_of(parts: Sequence[LeafPart]) -> Any:
@@ -265,7 +270,7 @@ def memory_of(parts: Sequence[LeafPart]) -> Any:
 
 
 def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
-    """The `twin` of a leaf: equal storages, viewed alike."""
+    """The `twin` of a leaf: the checksums of its storages and how it views them."""
     crcs = []
     for offsets, tensor, file in parts:
         if tensor.numel:
@@ -281,7 +286,7 @@ def _view(offsets: tuple[int, ...], tensor: Tensor) -> tuple[Any, ...]:
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
-    """The same value with a leaf for every tensor; `names` has one for each that is not 0-d."""
+    """The value with a leaf for every tensor; `names` has a name for each one that is not 0-d."""
     if isinstance(value, Tensor):
         whole = leaf(file, value)
         return replace(whole, name=next(names, None)) if names and value.shape else whole
@@ -289,11 +294,11 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """What is known of a number in a lost file."""
+    """Stands for a number in a lost file; returns None."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
-    """Reads the value of a 0-d tensor of a safetensors file."""
+    """A function that reads the value of a 0-d tensor of a safetensors file."""
 
     def number() -> Scalar:
         with sources.opened(stored.extent.file) as file:
@@ -304,7 +309,7 @@ def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
 
 
 class TensorPiece(Struct, frozen=True):
-    """Elements [offset, offset + size) along every axis of a tensor, as one file has them.
+    """Elements [offset, offset + size) along every axis of a tensor, as one file stores them.
 
     They begin at element `first` of `extent`; `strides` count elements.
     """
@@ -325,11 +330,11 @@ def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
     return TensorPiece(offsets, stored.shape, row_major(stored.shape), 0, stored.extent)
 
 
-_strides = lru_cache(1024)(row_major)  # of rows, which are alike
+_strides = lru_cache(1024)(row_major)  # rows have equal sizes, so the cache helps
 
 
 def whole_piece(extent: Extent, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> TensorPiece:
-    """A piece that has all bytes of its extent, row by row."""
+    """A row-major piece that consists of all bytes of its extent."""
     return TensorPiece(offsets, sizes, _strides(sizes), 0, extent)
 
 
@@ -342,10 +347,10 @@ def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> Tenso
 def assembled(
     name: str, dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]
 ) -> Fragments:
-    """The fragments of a tensor, of whose elements `pieces` must have each one exactly once.
+    """The fragments of a tensor; `pieces` must have each of its elements exactly once.
 
-    Empty pieces are ignored. Of pieces that are made when they are asked for, none is kept. Raises
-    IncompleteCheckpoint and InconsistentCheckpoint, which say the `name`.
+    Empty pieces are ignored. Pieces that are made on demand are not kept. Raises
+    IncompleteCheckpoint and InconsistentCheckpoint, with the `name` in the message.
     """
     nonempty = [piece for piece in pieces if piece.numel]
     if (rows := _rows(dtype, shape, nonempty)) is not None:
@@ -395,9 +400,9 @@ def _box(whole: Sequence[int], size: int, piece: TensorPiece) -> Box:
 def assembled_rows(
     shape: Sequence[int], boxes: Iterable[ItemBox], extents: Sequence[Extent]
 ) -> RunColumns | None:
-    """The same of boxes that are whole rows which follow each other; their bytes are in `extents`.
+    """The fragments of a tensor whose boxes are consecutive full rows; `extents` have their bytes.
 
-    None if they are anything else.
+    None for other boxes.
     """
     inner, starts, stop = tuple(shape[1:]), array("q"), 0
     row, length = prod(inner), shape[0] if shape else 0
@@ -411,9 +416,9 @@ def assembled_rows(
 
 
 def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Runs | None:
-    """The fragments of a tensor whose pieces are whole rows that follow each other.
+    """The fragments of a tensor whose pieces are consecutive full rows.
 
-    None if they are anything else, which may be right.
+    None for other pieces, which may still be valid.
     """
     inner, size, stop = tuple(shape[1:]), SIZES[dtype], 0
     row = prod(inner)
@@ -437,7 +442,7 @@ def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Ru
 
 
 def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:
-    """Whether pieces with as many elements as the whole tensor have some element twice."""
+    """Whether pieces with as many elements as the full tensor have some element twice."""
     if isinstance(fragments, Runs):
         ends = [fragment.stop for fragment in fragments]
         return ends[:-1] != [fragment.start for fragment in fragments.listed[1:]]

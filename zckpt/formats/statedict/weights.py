@@ -1,4 +1,4 @@
-"""Weights in safetensors files, whole or in several files with an index, as leaves."""
+"""Weights in safetensors files as leaves: a single file, or several files with an index."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
 def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
     """The tensors of all files that an index names; `tensors_of` reads one file.
 
-    Raises InconsistentCheckpoint if two of them have a tensor of one name, and as `files_of_index`.
+    Raises InconsistentCheckpoint if two files have the same tensor, and the errors of
+    `files_of_index`.
     """
     tensors: dict[str, Any] = {}
     file_of: dict[str, str] = {}
@@ -74,7 +75,8 @@ def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) 
 def files_of_index(path: str) -> list[str]:
     """The files that an index of Hugging Face names, in its folder.
 
-    Raises CorruptCheckpoint for one outside of it, IncompleteCheckpoint for one that is missing.
+    Raises CorruptCheckpoint for a file outside of the folder, IncompleteCheckpoint for a missing
+    one.
     """
     with sources.opened(path) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))

@@ -1,4 +1,4 @@
-"""A manifest as the state dicts that torch's programs save: the counterpart of read.py.
+"""Writes a manifest as the state dicts that torch programs save: the counterpart of read.py.
 
 Tensors are blank; the copy fills them. Groups of another format get all keys that their optimizer
 has in torch 2.13, because loading requires them.
@@ -44,8 +44,8 @@ class BlankTensor(Struct, frozen=True):
 class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
-    `format` is the target's: groups of a source of the same one are copied as they are. `layout` is
-    the form of the optimizer's keys, nested or flat; None is the source's, or nested.
+    `format` is the target's; groups of a source with the same format are copied unchanged. `layout`
+    is the form of the optimizer's keys, nested or flat; None keeps the source's, or uses nested.
     """
 
     def __init__(
@@ -56,10 +56,11 @@ class StateDicts:
         self._too_large: frozenset[Any] = frozenset()  # keys of the program's own state
         self.keys = keys_of(source.run.engine)
         self.model: TreePath = self.keys.model
-        place = self.keys.optimizer  # () if its keys stand beside the model's
+        place = self.keys.optimizer  # () if the optimizer's keys are beside the model's
         self.optimizer: TreePath = OPTIMIZER if place is None else place
         self.scheduler = self.keys.scheduler or "lr_scheduler"
-        # numbers are usual in whole files: they do not say which names items should have
+        # numbers are usual in complete files: they do not determine the names that items should
+        # have
         self.layout = layout or (None if self.keys.whole else self.keys.layout) or "nested"
         self.warnings = list(source.notices.warnings)
         self.omitted = list(source.notices.omitted)
@@ -83,9 +84,9 @@ class StateDicts:
         self.numbers = {name: number for number, name in enumerate(members)}
 
     def _put_steps_in_groups(self) -> None:
-        """If the source's optimizer keeps one step per group, groups get it instead of states.
+        """Moves the step from states to groups if the source's optimizer keeps one step per group.
 
-        Apex's FusedAdam starts again at 1 if its group has none.
+        Apex's FusedAdam restarts at 1 if its group has no step.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
@@ -121,8 +122,10 @@ class StateDicts:
                 yield from flattened((str(key),), value)
 
     def omit_larger(self, most: int) -> list[tuple[Any, int]]:
-        """Leaves out what has more than `most` values of the program's own state: its keys, and the
-        number of values of each."""
+        """Leaves out keys of the program's own state with more than `most` values.
+
+        Returns these keys with their numbers of values.
+        """
         if self.options.weights_only:
             return []
         state = self.source.state.get("client_state") or {}
@@ -132,9 +135,9 @@ class StateDicts:
         return large
 
     def _is_taken(self, path: TreePath) -> bool:
-        """Whether a path of the program's own state collides with one of the state dicts'.
+        """Whether a path of the program's own state collides with a state dict's.
 
-        DeepSpeed keeps its client's state apart, so that any name is possible there.
+        DeepSpeed keeps its client state separately, so any name is possible there.
         """
         if not self.model and path[0] in self.names:
             return True
@@ -146,7 +149,7 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on what `items` leaves out of the program's own state."""
+        """A note on the program's own state that `items` leaves out."""
         if self.options.weights_only:
             return []
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
@@ -158,7 +161,7 @@ class StateDicts:
     # -- the model
 
     def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
-        """The module's state, or what PEFT saves of it: the adapter alone."""
+        """The module's state, or only the adapter that PEFT saves of it."""
         for name, value in self._weights():
             if self.is_saved(name):
                 yield peft.saved_name(name) if self.adapter else name, value
@@ -170,9 +173,9 @@ class StateDicts:
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """What state dicts do not say: which names are aliases, buffers, frozen, and inferred.
+        """Facts that state dicts lack: which names are aliases, buffers, frozen, or inferred.
 
-        And the class that `--optimizer` names, whose place steps have.
+        Also the class that `--optimizer` names, which places the step.
         """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
@@ -187,7 +190,7 @@ class StateDicts:
         }
 
     def save_adapter_alone(self) -> None:
-        """From now on, the model's state is what PEFT saves. Reports what that leaves out."""
+        """Restricts the model's state to what PEFT saves, and notes what that leaves out."""
         self.adapter = True
         others = [name for name, _ in self._weights() if not self.is_saved(name)]
         if others:
@@ -211,7 +214,7 @@ class StateDicts:
                 yield name, BlankTensor(entry.dtype, entry.shape)
 
     def _dtype(self, name: str) -> str:
-        """The type in which the module holds a weight: that of the masters if there are any."""
+        """The type in which the module holds a weight: the masters' type, if there are any."""
         weight = weight_of(self.source.entries, name).trained
         return self.options.module_dtype or weight.dtype
 
@@ -221,7 +224,7 @@ class StateDicts:
         for name, state in self._states():
             for key, value in state.items():
                 yield from flattened(self._state_path(name, key), value)
-        if self.layout != "flat":  # torch finds there what begins with a parameter's name
+        if self.layout != "flat":  # torch looks there for keys with a parameter's name in front
             for key, value in self.source.states.numbers("among").items():
                 if key not in self.names:
                     yield (*self.optimizer, "state", key), value
@@ -243,13 +246,13 @@ class StateDicts:
                 for name in members
             ]
             yield (*self.optimizer, "param_groups", place, "params"), params
-        if self.optimizer:  # else its keys stand among the program's own
+        if self.optimizer:  # without a path its keys are among the program's own
             for key, value in self.source.states.numbers("beside").items():
                 if not is_optimizers_key(key):
                     yield (*self.optimizer, key), value
 
     def own_name(self, name: str) -> str:
-        """What the program's optimizer calls a parameter."""
+        """The name of a parameter in the program's optimizer."""
         return peft.bare_name(name) if self.keys.bare else name
 
     def members(self, group: int) -> list[str]:
@@ -289,12 +292,12 @@ class StateDicts:
 
 
 def _kept_key(key: Any) -> Any:
-    """A text or number; torch.distributed.checkpoint has no other keys."""
+    """A key as text or number; torch.distributed.checkpoint has no other keys."""
     return key if isinstance(key, (str, int)) else str(key)
 
 
 def _refuse_tensors(group: dict[str, Any]) -> None:
-    """Raises WrongOption: a group's tensor would have to be repeated for each of its parameters."""
+    """Raises WrongOption for a tensor in a group, which would be repeated for each parameter."""
     for key, value in group.items():
         if any(isinstance(item, TensorName) for _, item in flattened((), value)):
             raise WrongOption(
@@ -307,7 +310,7 @@ def _refuse_tensors(group: dict[str, Any]) -> None:
 def flattened(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
     """Values by path, as torch.distributed.checkpoint flattens state dicts (torch 2.4 to 2.13).
 
-    It enters dictionaries, and lists that contain dictionaries or tensors.
+    It descends into dictionaries, and into lists that contain dictionaries or tensors.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -326,7 +329,7 @@ def _is_entered(value: Any) -> bool:
 
 
 def omitted(source: Manifest, options: Options) -> list[Notice]:
-    """The parts of the source's state that torch's programs have no place for."""
+    """Notes on parts of the source's state that torch programs cannot store."""
     if options.weights_only:
         return []
     everything = source.whole_state
@@ -347,7 +350,7 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
 
 
 def _clipping(source: Manifest, stated: Any) -> list[Notice]:
-    """The norm to which DeepSpeed clipped; a trainer clips by itself, by its own argument."""
+    """A note on DeepSpeed's clipping norm; a trainer clips by its own argument."""
     if (
         not isinstance(source.run.engine, FlatBufferEngine)
         or program_of(source.files.siblings) is not None
@@ -361,7 +364,7 @@ def _clipping(source: Manifest, stated: Any) -> list[Notice]:
 
 
 def _rounded_off(source: Manifest, options: Options) -> list[Notice]:
-    """The fp32 values of weights that `--dtype` rounds: there is no other place for them."""
+    """A note on the fp32 values of weights that `--dtype` rounds, which are stored nowhere else."""
     dtype = options.module_dtype
     if dtype is None or dtype in WIDE:
         return []

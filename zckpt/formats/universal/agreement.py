@@ -1,8 +1,8 @@
-"""Do the parts of manifest.json agree with each other?
+"""Checks that the parts of manifest.json agree with each other.
 
-A checksum shows that bytes changed. It does not show that a program which edits the file, or an
-older zckpt, wrote parts that contradict each other. A parameter that one part lacks would be lost
-in every target without a word.
+A checksum shows that bytes changed. It does not show contradictions that a program which edits the
+file, or an older zckpt, wrote. A parameter missing in one part would be lost silently in every
+target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...errors import brief, listed
 def checksum(document: Mapping[str, Any]) -> str:
     """The CRC-32 of a manifest without its own key `crc32`: eight hex digits.
 
-    It is that of the JSON with sorted keys, without spaces, in ASCII, so that every program can
+    It is computed from the JSON with sorted keys, without spaces, in ASCII, so every program can
     compute it from the parsed document.
     """
     rest = {key: value for key, value in document.items() if key != "crc32"}
@@ -30,7 +30,10 @@ def checksum(document: Mapping[str, Any]) -> str:
 
 
 def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
-    """Sentences about parts of the manifest, which states a `step`, that contradict each other."""
+    """Sentences about parts of the manifest that contradict each other.
+
+    `step` is its stated step.
+    """
     parameters, buffers = manifest.parameters, {*manifest.buffers}
     entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
     pairs = [(entry, parameters.get(entry.parameter)) for entry in entries]

@@ -1,4 +1,4 @@
-"""Which files make a universal checkpoint: safetensors files of whole tensors, and a manifest.
+"""Finds the files of a universal checkpoint: safetensors files of full tensors, and a manifest.
 
     OUT/manifest.json             everything but tensors, as JSON (specified in docs/format-v1.md)
     OUT/model.safetensors         slot `param`: the module's weights and buffers
@@ -24,23 +24,23 @@ ROLES = (
     role("model", r"model[^/]*\.safetensors"),
     role("optimizer", r"[^/]*\.safetensors"),
 )
-"""What its files are for."""
+"""The roles of this format's files."""
 VERSION = 1
 MANIFEST = "manifest.json"
 SIBLINGS, AROUND = "siblings", "around"
-# Bytes. A tensor takes 150 to 300, its parameter as much: 100 MB for the 50,000 parameters of a
-# large model with three states each. What a program saved beside them has the rest.
+# Bytes. A tensor needs 150 to 300, and its parameter as many: 100 MB for the 50,000 parameters of a
+# large model with three states each. The rest is for values that a program saved beside them.
 MAX_MANIFEST = 1 << 29
 
 
 OF_OPTIMIZERS = re.compile(r"(master|exp_avg|momentum_buffer)(-\d+-of-\d+)?\.safetensors")
-"""Files that only a universal checkpoint has; without its manifest they have lost their meaning."""
+"""Files that only a universal checkpoint has; without its manifest they have no meaning."""
 KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
-"""The first keys of a manifest. Two are enough, so that a damaged one is recognized too."""
+"""The first keys of a manifest. Two are enough, so a damaged manifest is recognized too."""
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if `path` has a manifest that zckpt wrote, or files that have lost theirs."""
+    """One empty tag if `path` has a manifest that zckpt wrote, or files whose manifest is lost."""
     name = os.path.join(path, MANIFEST)
     if sources.is_file(name):
         with sources.opened(name) as file:

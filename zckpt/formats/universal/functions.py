@@ -1,4 +1,4 @@
-"""What does zckpt do with these files?"""
+"""The functions of the format universal."""
 
 from ...core.checkpoint.manifest import Manifest
 from ...errors import Notice, problem
@@ -9,7 +9,7 @@ from .write import lay_out, seal, with_mended
 
 
 def obstacles(_source: Manifest, _options: Options) -> list[Notice]:
-    """It belongs to no engine."""
+    """The obstacle: the format belongs to no engine."""
     return [problem("format-differs", "zckpt's universal format, which no engine loads")]
 
 

@@ -1,4 +1,4 @@
-"""Read a universal checkpoint: manifest.json, and where the safetensors files hold each tensor."""
+"""Reads a universal checkpoint: manifest.json, and the places of tensors in safetensors files."""
 
 import json
 import os
@@ -59,7 +59,7 @@ ENDING = ".safetensors"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of a universal checkpoint, which needs nothing of `reading`.
+    """The manifest of a universal checkpoint; it needs no option in `reading`.
 
     Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
     CorruptCheckpoint (a manifest that is damaged or contradicts itself).
@@ -89,7 +89,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
-    """The manifest in the file `name`; with `kept` of the tensors in these slots alone.
+    """The manifest in the file `name`; `kept` restricts it to the tensors in these slots.
 
     Raises CorruptCheckpoint if a weight is in none of them.
     """
@@ -108,12 +108,12 @@ def _read(path: str, name: str, kept: Container[str] | None = None) -> Manifest:
 
 
 def _is_of_optimizer(file: str) -> bool:
-    """Whether a file has masters or a state of the optimizer alone, by its name."""
+    """Whether a file has only masters or an optimizer state, by its name."""
     return file.endswith(ENDING) and _slot_of(file) not in ("param", "state")
 
 
 def _slot_of(file: str) -> str:
-    """The slot whose tensors a file has, by its name."""
+    """The slot of the tensors in a file, by the file's name."""
     stem = os.path.basename(file).removesuffix(ENDING).split("-")[0]
     return "param" if stem == "model" else stem
 
@@ -121,8 +121,8 @@ def _slot_of(file: str) -> str:
 def shells_of(path: str, chosen: Manifest) -> Manifest:
     """The manifest of files that were just laid out for `chosen`.
 
-    Their headers say where each tensor lies. Everything else is in `chosen`, as in manifest.json.
-    Raises CorruptCheckpoint if it is not what a manifest may state.
+    Their headers state the place of each tensor. Everything else comes from `chosen`, as in
+    manifest.json. Raises CorruptCheckpoint for facts that a manifest may not state.
     """
     stored, files = _stored(path, ())
     entries = {}
@@ -154,7 +154,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
 
 
 def _laid_out(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
-    """The files of a trainer that are not copied, since they have another content."""
+    """A trainer's files that are not copied, because they get other content."""
     changed = [item.name for item in chosen.files.siblings if item.content is not None]
     paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
     return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
@@ -234,7 +234,7 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
 
 
 class _Stated(Struct, frozen=True):
-    """What a manifest states of a notice, beside its text."""
+    """The facts that a manifest states about a notice, beside its text."""
 
     code: Annotated[str, Meta(pattern=r"\A[a-z]+(-[a-z]+)*\Z", max_length=40)]
     severity: Literal["warning", "note"]
@@ -243,9 +243,9 @@ class _Stated(Struct, frozen=True):
 
 
 def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
-    """The texts under a key, each with the code that the manifest states beside it.
+    """The texts under a key, each with its stated code.
 
-    Texts of a manifest that states none, or other ones than fit, have the code `said-by-source`.
+    Texts without a code, or with a code list of another length, get the code `said-by-source`.
     """
     texts = texts_from_json(document.get(key, []))
     try:
@@ -260,7 +260,7 @@ def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
 
 
 def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
-    """Raises CorruptCheckpoint for a damaged manifest; gives a warning for one without checksum."""
+    """Raises CorruptCheckpoint for a damaged manifest; returns a warning if it has no checksum."""
     if "crc32" not in document:
         message = (
             f"{MANIFEST} has no checksum (an older zckpt wrote none): damage to it may go unseen"
@@ -280,9 +280,9 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[Notice]:
 def _entries(
     path: str, listed: dict[str, Any], stored: Mapping[Key, safefile.SavedTensor]
 ) -> dict[Key, Entry]:
-    """The entries that the manifest lists, with the places where files have `stored` them.
+    """The entries that the manifest lists, with the places of `stored` tensors.
 
-    Takes the items out of `listed`: the memory of each serves for its entry.
+    Removes the items from `listed` to reuse their memory for the entries.
     """
     entries = {}
     for name in [*listed]:
@@ -301,7 +301,7 @@ def _entries(
 def _stored_as(
     path: str, key: Key, dtype: Any, shape: Any, stored: Mapping[Key, safefile.SavedTensor]
 ) -> safefile.SavedTensor:
-    """The tensor in a file; raises CorruptCheckpoint unless it has this type, and the shape."""
+    """The tensor in a file; raises CorruptCheckpoint unless it has this type and shape."""
     tensor = stored.get(key)
     if tensor is None:
         raise CorruptCheckpoint(
@@ -339,7 +339,7 @@ def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
 
 
 def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
-    """The hyper-parameters of the groups; those that were tuples, such as betas, are so again."""
+    """The hyper-parameters of the groups; former tuples, such as betas, become tuples again."""
     groups = document["groups"]
     if not all(isinstance(group, dict) for group in groups or ()):
         raise TypeError("groups are not dictionaries")
@@ -355,7 +355,7 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
 
 
 def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
-    """The files in which fragments lie."""
+    """The files that contain fragments."""
     return {
         fragment.extent.file
         for entry in entries.values()
@@ -365,7 +365,7 @@ def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
 
 
 def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str]) -> None:
-    """Raises CorruptCheckpoint if tensors have more bytes than their files: some share bytes.
+    """Raises CorruptCheckpoint if tensors have more bytes than their files, since some share bytes.
 
     A small manifest could list the same bytes as a million tensors, and reading would never end.
     """
@@ -381,9 +381,9 @@ def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str
 
 
 def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Iterable[Any]) -> Origin:
-    """What manifest.json states as `source`.
+    """The origin that manifest.json states as `source`.
 
-    Raises CorruptCheckpoint for values that names of folders and ranks cannot be built from.
+    Raises CorruptCheckpoint for values that are impossible as names of folders or numbers of ranks.
     """
     try:
         origin = Origin.of_json(stated)
@@ -418,7 +418,7 @@ def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Itera
 def _stored(
     path: str, listed: Collection[str]
 ) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
-    """Every tensor of every listed safetensors file by its entry's key, and the files.
+    """Every tensor of the listed safetensors files by its entry's key, and the files.
 
     If no file is listed, as while they are being written, all files are read.
     """
@@ -459,7 +459,7 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares every sibling with the CRC-32 that the manifest states, as no tensor lies in it.
+    """Compares every sibling with the CRC-32 that the manifest states; siblings have no tensors.
 
     Called before a conversion writes anything. Raises CorruptCheckpoint.
     """
@@ -477,7 +477,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _below(path: str, folder: str) -> SiblingList:
-    """The files in a folder of files that are only carried."""
+    """The files in a folder of files that are only copied."""
     root = os.path.join(path, folder)
     files = SiblingList(path, OPEN_FOLDERS | OPEN_FILES)
     if sources.is_folder(root):

@@ -1,4 +1,4 @@
-"""Write a universal checkpoint: whole tensors as safetensors, everything else as JSON."""
+"""Writes a universal checkpoint: full tensors as safetensors, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             omitted.append(note("file-omitted", message, file=others[0].path))
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
-    # with --family it is for another program than the source's engine
+    # with --family the target is for another program than the source's engine
     has_ranks = source.run.origin.format != "gathered" and options[FAMILY] is None
 
     def loading(path: str) -> str:
@@ -149,16 +149,16 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
 
 DIGEST = len(', "crc32": "00000000"')
 FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
-"""What each tensor's checksum adds to the manifest, and each file, without its name."""
+"""Bytes that each tensor's checksum, and each file without its name, adds to the manifest."""
 CHECKSUM = ',\n "crc32": "00000000"'
-"""The shell of a manifest has a hole as long as this, which no byte has to be moved for."""
+"""A manifest's shell has a hole of this length, so no byte has to be moved."""
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     room = DIGEST * len(chosen.entries)  # bytes that `seal` adds to the manifest
     weights: dict[str, str] = {}
     for slot, own in chosen.slots.items():
-        # large elements first, so that all are aligned
+        # large elements first, so that all tensors are aligned
         entries = sorted(own, key=lambda entry: -SIZES[entry.dtype])
         stem = "model" if slot == "param" else slot
         for name, part in safefile.split(
@@ -185,14 +185,14 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the manifest again, with the CRC-32 of every tensor and file.
 
-    It was written before the copy too: without it the shells are no checkpoint that a reader knows,
-    and its size is a part of the report.
+    It was also written before the copy. Without it readers would not recognize the shells as a
+    checkpoint, and its size is part of the report.
     """
     document = describe(manifest, outcome.digests.get(0, {}).get)
     files = dict(outcome.files)
     siblings = [item.path for item in manifest.files.siblings]
     for path in (*manifest.files.paths, *siblings):
-        # nothing was copied into a file whose tensors all are empty, or that has no tensors
+        # nothing was copied into a file with empty tensors only, or without tensors
         if os.path.basename(path) != MANIFEST and path not in files:
             with root.opened(path) as file:
                 text = pread(file, root.size(path), 0)
@@ -207,10 +207,10 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 
 
 def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict[str, Any]:
-    """The contents of manifest.json, as a dictionary; `digest_of` gives those of the entries."""
+    """The contents of manifest.json as a dictionary; `digest_of` returns the entries' digests."""
     groups = manifest.groups or ()
     tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
-    # a link is a fact of this machine; what was restored has a list of its own
+    # a link is a fact of this machine; restored tensors have a list of their own
     warnings = [each for each in manifest.notices.warnings if each.code not in (LINKED, CODE)]
     restored = manifest.notices.mended
     return {
@@ -226,7 +226,7 @@ def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict
             name_of(key): _entry(entry, digest_of(key)) for key, entry in manifest.entries.items()
         },
         "files": {},
-        # a trainer's counters are in its files, which the target has, and are found there again
+        # the target has the trainer's files, whose counters are found there again
         "steps": steps_to_json(each for each in manifest.run.steps if not each.counter),
         "left_out": [notice.message for notice in manifest.notices.omitted],
         "warnings": [notice.message for notice in warnings],
@@ -241,7 +241,7 @@ def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict
 
 
 def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
-    """The manifest of the checkpoint at `path` with a list of what was restored in it."""
+    """The file name and bytes of the manifest at `path` with a list of what was restored."""
     with sources.opened(os.path.join(path, MANIFEST)) as file:
         document = json.loads(file.read())
     document.pop("crc32", None)
@@ -250,13 +250,13 @@ def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
 
 
 def _without_text(notice: Notice) -> dict[str, Any]:
-    """A notice as JSON, without its text, and without a path that only this machine has."""
+    """A notice as JSON, without its text, and without a path that is valid only on this machine."""
     fields = {"code": notice.code, "severity": notice.severity, "subject": notice.subject}
     return {**fields, "hint": notice.hint}
 
 
 def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
-    """An entry as JSON; one of unknown contents has no digest."""
+    """An entry as JSON; without a digest if its contents are unknown."""
     described = {"dtype": entry.dtype, "shape": entry.shape}
     return described if digest is None else {**described, "crc32": f"{digest:08x}"}
 
@@ -264,7 +264,8 @@ def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
 def _text(document: Mapping[str, Any]) -> bytes:
     """JSON with one line for each key, and for each item of a dictionary such as `parameters`.
 
-    People and `diff` read it so; json's own indent gives every number of a shape its own line.
+    This form suits people and `diff`; json's own indent puts every number of a shape on its own
+    line.
     """
     text = bytearray()
     for piece in _pieces(document):
@@ -289,7 +290,7 @@ def _pieces(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entry_line(entry: Mapping[str, Any]) -> str:
-    """The same as `_line`, of texts in ASCII and integers, in a third of the time."""
+    """The same as `_line`, for ASCII texts and integers, in a third of the time."""
     return format_json(encode_json(entry), indent=0).decode()
 
 

@@ -1,6 +1,6 @@
-"""What becomes of tensors that are packed or unpacked for the other program?
+"""Packs and unpacks tensors for the other program.
 
-A layout gets the tensors of one side as views, and gives those of the other side. It opens no file.
+A layout gets the tensors of one program as views, and returns those of the other. It opens no file.
 These are the packings:
 
     same                     one tensor that both have alike
@@ -27,7 +27,7 @@ Views = Sequence[View]
 
 
 class Misfit(Exception):
-    """Shapes that cannot be those of the packing, in a sentence; `needs` are sizes not stated."""
+    """The error for shapes that do not fit a packing; `needs` are sizes that are not stated."""
 
     def __init__(self, message: str, needs: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -125,11 +125,11 @@ LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
     },
     "experts": {MEGATRON: _split_experts, HUGGING_FACE: _join_experts},
 }
-"""By the packing, and the program that the target is for."""
+"""Functions by packing, and then by the target's program."""
 
 
 def with_rows(entry: Entry, rows: int) -> Entry:
-    """A tensor of a vocabulary with more rows, which are zeros, or without those that only pad."""
+    """A vocabulary tensor with `rows` rows: zero rows are added, or padding rows removed."""
     side = MEGATRON if rows > entry.shape[0] else HUGGING_FACE
     whole = view_of(entry.fragments, entry.shape, SIZES[entry.dtype])
     (view,) = LAYOUTS["vocabulary"][side]([whole], Sizes(vocab_size=rows))
@@ -156,7 +156,7 @@ def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
 
 
 def _groups(rows: Sequence[int], sizes: Sizes) -> int:
-    """The number of key-value heads, to which q, k and v are dealt; raises Misfit."""
+    """The number of key-value heads, which q, k and v are dealt to; raises Misfit."""
     if sizes.kv_heads is None:
         raise Misfit("", ["kv_heads"])
     query, key, _ = rows

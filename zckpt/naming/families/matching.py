@@ -1,4 +1,4 @@
-"""Which rule of a family knows each name, and to which program does the checkpoint go?"""
+"""Finds the rule of a family for each name, and the program that a checkpoint is converted to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
 class NamePlace(Struct, frozen=True):
-    """What a name is: the part of a rule, in a layer, of an expert; None where there is none."""
+    """The meaning of a name: part of a rule, in a layer, of an expert.
+
+    None where not applicable.
+    """
 
     rule: int
     part: int
@@ -24,7 +27,7 @@ class NamePlace(Struct, frozen=True):
 
 
 class TensorGroup(Struct, frozen=True):
-    """Tensors of the source that become tensors of the target together, by their names."""
+    """Tensors of the source that together become tensors of the target, by their names."""
 
     rule: FamilyRule
     sources: tuple[str, ...]
@@ -61,10 +64,10 @@ def _pattern(template: str) -> re.Pattern[str]:
 def places_of(
     family: Family, text: str, names: Collection[str]
 ) -> tuple[str, dict[str, NamePlace]]:
-    """The program that the names are of, and the place of each.
+    """The program that uses these names, and the place of each name.
 
-    Raises WrongOption, which lists names that no rule knows, and if names are of both programs.
-    `text` is the value of `--family`.
+    Raises WrongOption with names that no rule covers, or if names are of both programs. `text` is
+    the value of `--family`.
     """
     by_side: dict[str, dict[str, NamePlace]] = {}
     for side in (HUGGING_FACE, MEGATRON):
@@ -91,10 +94,10 @@ def places_of(
 def groups_of(
     family: Family, side: str, places: Mapping[str, NamePlace], experts: Mapping[str, int]
 ) -> list[TensorGroup]:
-    """What becomes what, in the order of the family's rules, layer by layer.
+    """Groups of tensors to convert, in the order of the family's rules, layer by layer.
 
-    `experts` are how many experts a stacked tensor has, by its name. Raises MissingData if a part
-    of a packed tensor is missing.
+    `experts` has the number of experts in a stacked tensor, by its name. Raises MissingData if a
+    part of a packed tensor is missing.
     """
     together: dict[tuple[int, int | None, int | None], dict[tuple[int, int], str]] = {}
     for name, at in places.items():
@@ -124,7 +127,7 @@ def groups_of(
 
 
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
-    """The experts that a rule's names on one side are of; `count` is how many there are."""
+    """The experts whose names a rule has on one side; `count` is their number."""
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 
 
@@ -158,7 +161,7 @@ def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
 def _place_of(
     family: Family, rule: int, layer: int | None, expert: int | None
 ) -> tuple[int, int, int, int]:
-    """For sorting as a module has it: what precedes the layers, the layers, what follows them."""
+    """The sort key of a module's order: before the layers, the layers, after the layers."""
     if layer is not None:
         return 1, layer, rule, expert or 0
     inside = [n for n, item in enumerate(family.rules) if "{layer}" in item.hugging_face[0]]
