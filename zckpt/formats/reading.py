@@ -47,32 +47,32 @@ class Reading(Struct, frozen=True):
     """The user's options for reading a checkpoint; see `zckpt.read`.
 
     A format's `read` uses these, as far as they apply to it:
-            tag             one of several checkpoints at the path
-            root            one of several models, as NAME or NAME=OPTIMIZER
-            step_policy     which step, if ranks or weights disagree
-            buffers         globs: tensors of the model that each rank has for itself
-            param_names     the names of an optimizer's numbered parameters, in its order
-            weights_only    the optimizer's state may be left unread, and needs no names
-            tp_rules        a family or a file that says how tensor ranks cut parameters
-            ranks_apart     ranks that share a model are not joined: a target for the same ranks
-                            needs no full tensors
-            with_slicings   a checkpoint of one tensor rank also states how several would cut it
-            inspected       it is only shown: a file that may be one rank's slice is read alone
-            nameless        an optimizer whose numbers get no names is the program's own state
-            by_checksums    copies on ranks are compared only by stated checksums: no tensor is read
-            opens_items     every item of torch.distributed.checkpoint is opened, even if its form
-                            is known from others
-            laid            zckpt has just laid out the files, so they cannot be hostile
+        tag             one of several checkpoints at the path
+        root            one of several models, as NAME or NAME=OPTIMIZER
+        step_policy     which step, if ranks or weights disagree
+        buffers         globs: tensors of the model that each rank has for itself
+        param_names     the names of an optimizer's numbered parameters, in its order
+        weights_only    the optimizer's state may be left unread, and needs no names
+        tp_rules        a family or a file that says how tensor ranks cut parameters
+        ranks_apart     ranks that share a model are not joined: a target for the same ranks
+                        needs no full tensors
+        with_slicings   a checkpoint of one tensor rank also states how several would cut it
+        inspected       it is only shown: a file that may be one rank's slice is read alone
+        nameless        an optimizer whose numbers get no names is the program's own state
+        by_checksums    copies on ranks are compared only by stated checksums: no tensor is read
+        opens_items     every item of torch.distributed.checkpoint is opened, even if its form
+                        is known from others
+        laid            zckpt has just laid out the files, so they cannot be hostile
 
     `zckpt.reading.read` applies the others to any format:
-            format          its name, if the path has checkpoints of several formats
-            rename          pairs of a regular expression and its replacement
-            family          the value of `--family`
-            replicas        the copy of a tensor to use, if those of tensor ranks differ
-            for_target      it is the source of a conversion, whose target may use `buffers` too
-            follow_links    files beside it may be read through links that lead out of its directory
-            masters_from_weights    wrong masters are dropped, with their states, and a target gets
-                            masters that are widened weights; this reads all masters
+        format          its name, if the path has checkpoints of several formats
+        rename          pairs of a regular expression and its replacement
+        family          the value of `--family`
+        replicas        the copy of a tensor to use, if those of tensor ranks differ
+        for_target      it is the source of a conversion, whose target may use `buffers` too
+        follow_links    files beside it may be read through links that lead out of its directory
+        masters_from_weights    wrong masters are dropped, with their states, and a target gets
+                        masters that are widened weights; this reads all masters
     """
 
     format: str | None = None
