@@ -1,4 +1,4 @@
-"""Which parameter of one checkpoint is which parameter of another, by their names.
+"""Matches the parameters of two checkpoints by their names.
 
 Wrappers insert words into names. `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP1) and
 `_checkpoint_wrapped_module` (activation checkpointing) can be anywhere in a name; torch's
@@ -38,14 +38,14 @@ def plain(name: str) -> str:
 
 
 def without_words(names: Iterable[str]) -> dict[str, str]:
-    """Each name as `plain` says it; names that would become one keep their words."""
+    """Maps each name to its `plain` form; names that would become equal keep their words."""
     plain_names = {name: plain(name) for name in names}
     counts = Counter(plain_names.values())
     return {name: new if counts[new] == 1 else name for name, new in plain_names.items()}
 
 
 def respelled(names: Collection[str], others: Collection[str]) -> dict[str, str]:
-    """For each name the one of `others` that differs in wrappers' words alone, else itself."""
+    """Maps each name to the one of `others` that differs only in wrappers' words, or to itself."""
     of_plain = {new: name for name, new in without_words(others).items()}
     known = {*names}
     same = {name: of_plain.get(new, name) for name, new in without_words(known).items()}
@@ -53,7 +53,7 @@ def respelled(names: Collection[str], others: Collection[str]) -> dict[str, str]
 
 
 class PrefixRule(Struct, frozen=True):
-    """How every name of one side becomes a name of the other: the prefix `drop` becomes `add`."""
+    """A rule from the names of one side to those of the other: prefix `drop` becomes `add`."""
 
     drop: str
     add: str
@@ -78,7 +78,7 @@ def without_adapter(name: str) -> str:
 
 
 class Correspondence(Struct, frozen=True, eq=False):
-    """How the names of two sides match: both go through `spelling`, then one rule applies."""
+    """How the names of two sides match: `spelling` normalizes both, then one rule applies."""
 
     spelling: Spelling
     rule: PrefixRule
@@ -86,15 +86,15 @@ class Correspondence(Struct, frozen=True, eq=False):
 
 
 def matched(wanted: Collection[str], available: Collection[str]) -> dict[str, str]:
-    """The available name of every wanted one: the same name, or by one prefix rule for all.
+    """Maps every wanted name to an available one: the same, or by one prefix rule for all.
 
-    Raises MissingData, which lists the unmatched names of both sides.
+    Raises MissingData with the unmatched names of both sides.
     """
     return correspondence(wanted, available).names
 
 
 def correspondence(wanted: Collection[str], available: Collection[str]) -> Correspondence:
-    """How wanted names match available ones; raises MissingData as `matched` does."""
+    """How wanted names match available ones; raises MissingData like `matched`."""
     if set(wanted) <= set(available):
         return Correspondence(plain, PrefixRule("", ""), {name: name for name in wanted})
     try:
@@ -142,7 +142,7 @@ def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
 
 
 def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
-    """Names by their spelling without wrappers; raises WrongOption if two are then equal."""
+    """Names by their spelling without wrappers; raises WrongOption if two become equal."""
     originals: dict[str, str] = {}
     for name in names:
         other = originals.setdefault(spelling(name), name)
@@ -158,7 +158,7 @@ def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str,
 def _prefixes(
     names: Collection[str], which: Callable[[Iterable[bool]], bool], known: Sequence[str] = PREFIXES
 ) -> list[str]:
-    """The chains of known prefixes with which all (or any) of the names begin, the empty first."""
+    """The chains of known prefixes with which all (or any) names begin, the empty one first."""
     chains = [""]
     for chain in chains:  # the loop appends to the list
         for prefix in known:
@@ -169,7 +169,7 @@ def _prefixes(
 
 
 def leading(names: Collection[str]) -> list[str]:
-    """The prefixes that an available name may have where the wanted name has none."""
+    """The prefixes that an available name may have although the wanted name has none."""
     return _prefixes(names, any)
 
 
@@ -177,7 +177,10 @@ def leading(names: Collection[str]) -> list[str]:
 
 
 def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
-    """Those of one of several models, without its `prefix`; all names if none begins with it."""
+    """The names with `prefix` (those of one of several models), without it.
+
+    All names if none has it.
+    """
     own = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
     return own if prefix and own else names
 
@@ -185,7 +188,7 @@ def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
 def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     """The manifest with every name rewritten by `re.sub`, rule by rule in the given order.
 
-    Raises WrongOption if a rule matches no name, and if two names become one.
+    Raises WrongOption if a rule matches no name, or if two names become equal.
     """
     if not rules:
         return manifest
@@ -218,7 +221,7 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
 
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
-    """The manifest's names of what `rules` rename to `names`; other names stay as they are."""
+    """Undoes `--rename`: the original name of each given name; other names stay unchanged."""
     own_names = [n for own in manifest.with_models for n in (*own.parameters, *own.buffers)]
     new_names = own_names
     for regex, replacement in rules:
@@ -232,13 +235,13 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
 
 
 def unwrapped(manifest: Manifest) -> Manifest:
-    """The manifest with the names that `without_words` gives."""
+    """The manifest with the names of `without_words`."""
     manifest = with_plain_modules(manifest)
     return _under(manifest, plain, without_words(_names(manifest)))
 
 
 def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
-    """The manifest with the names that `plain_names` gives, of its own and those `among`."""
+    """The manifest with the names of `plain_names`, which considers `among` too."""
     every = (*_names(manifest), *among)
     front, names = _front(without_words(every).values()), plain_names(every)
     manifest = with_plain_modules(manifest)
@@ -247,7 +250,7 @@ def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
 
 
 def with_plain_modules(manifest: Manifest) -> Manifest:
-    """The manifest whose paths of modules are without the words that wrappers insert.
+    """The manifest without wrappers' words in the paths of modules.
 
     A module's state dict lacks checkpoint_wrapper's word in the names of weights, and has it in the
     paths of modules (torch 2.13).
@@ -267,7 +270,7 @@ def _plain_path(path: str) -> str:
 
 
 def plain_names(names: Collection[str]) -> dict[str, str]:
-    """Each name as `without_words`, and without `module.` or `_forward_module.` before all of them.
+    """Maps each name as `without_words`, also without a common `module.` or `_forward_module.`.
 
     `model.` is part of a Hugging Face name and stays.
     """
@@ -282,7 +285,7 @@ def _front(names: Collection[str], prefixes: Sequence[str] = WRAPPERS) -> str:
 
 
 def without_front(manifest: Manifest) -> Manifest:
-    """The manifest without the words of wrappers before all names; words inside names stay."""
+    """The manifest without wrappers' words that all names begin with; words inside names stay."""
     names = _names(manifest)
     front = _front(names, (*WRAPPERS, *WORDS))
 
@@ -293,7 +296,7 @@ def without_front(manifest: Manifest) -> Manifest:
 
 
 def about_words(names: Mapping[str, str]) -> list[Notice]:
-    """A note for the user about the words of wrappers that names lose; new names by the old."""
+    """A note about the wrappers' words that names lose; `names` maps old names to new ones."""
     changed = {old: new for old, new in names.items() if old != new}
     words: Counter[str] = Counter()
     for old, new in changed.items():
@@ -307,7 +310,7 @@ def about_words(names: Mapping[str, str]) -> list[Notice]:
 
 
 def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
-    """A note as `about_words`, if wrappers gave two checkpoints other names."""
+    """A note as in `about_words`, if wrappers gave two checkpoints different names."""
     ours, theirs = _names(first), _names(other)
     alone = {*ours} ^ {*theirs}
     roots = {_front(without_words(names).values()) for names in (ours, theirs)}
@@ -318,10 +321,10 @@ def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
 
 
 def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
-    """The manifest with the wanted names, by one rule for what all names begin with.
+    """The manifest with the wanted names, by one rule for the common prefix.
 
-    If it already has one of them, only the words that wrappers insert are changed, name by name.
-    The same manifest if no rule fits.
+    If it already has one of them, only wrappers' words are changed, name by name. Returns the same
+    manifest if no rule fits.
     """
     names = _names(manifest)
     if not wanted:
@@ -333,7 +336,7 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
         found = correspondence(wanted, names)
         rule = found.rule.inverse
     except (MissingData, WrongOption):
-        try:  # the other side may know more names
+        try:  # the other side may have more names
             found = correspondence(names, wanted)
             rule = found.rule
         except (MissingData, WrongOption):
@@ -366,7 +369,7 @@ def _names(manifest: Manifest) -> list[str]:
 
 
 def names_of(manifest: Manifest) -> list[str]:
-    """Every name that a module's state_dict may have: parameters, second names of ties, buffers."""
+    """All names that a module's state_dict may have: parameters, second names of ties, buffers."""
     extra = manifest.state.get("module_extra") or {}
     return [name for name in _names(manifest) if name not in extra]
 

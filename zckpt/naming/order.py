@@ -1,6 +1,6 @@
-"""In which order the module has its parameters, if the source does not state it.
+"""Orders parameters as in the module, if the source does not state the order.
 
-DeepSpeed's flat buffers store parameters without names, in the order in which the program gives
+DeepSpeed's flat buffers store parameters without names, in the order in which the program passes
 them to the optimizer. Files in another order would load into the wrong weights. ONNX Runtime stores
 weights by name, without an order.
 """
@@ -39,7 +39,7 @@ def need_order(manifest: Manifest) -> None:
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """The manifest with its parameters in the order of `names`; model ranks each have their own.
+    """The manifest with its parameters in the order of `names`; also within each model rank.
 
     Raises WrongOption unless `names` has all trainable parameters and only weights of the source,
     each once. A pipeline's tied parameter may be named once per stage that has it.

@@ -1,8 +1,8 @@
-"""The regular expressions of a `universal_checkpoint_info`, which say how tensor ranks cut what.
+"""Checks and renames the regular expressions of a `universal_checkpoint_info`.
 
-The info is in the client state, and a file may have any text there. So they are looked at before
-one of them is run. DeepSpeed goes by them (ds_to_universal.py), so parameters that are renamed must
-have others.
+They define how tensor ranks cut parameters. The info is in the client state, and a file may have
+any text there, so patterns are checked before one is run. DeepSpeed uses them (ds_to_universal.py),
+so renamed parameters need other patterns.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
 
 
 def check_patterns(info: Mapping[str, Any]) -> None:
-    """Raises for patterns that are no regular expressions, or could take hours to match a name."""
+    """Raises for patterns that are no regular expressions, or that could take hours to match."""
     for pattern in _patterns(info):
         _check_pattern(pattern)
 
 
 def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The info that says of the new names what it says of the old ones; raises for another form.
+    """The info with patterns for the new names; raises for an unknown form.
 
-    A pattern that would match other parameters now becomes the names of those that it matched.
+    A pattern that would now match other parameters is replaced by the new names of those it
+    matched.
     """
     try:
         return dict(_renamed(info, names))
@@ -105,7 +106,7 @@ def _has_patterns(key: str) -> bool:
 def _check_pattern(pattern: Any) -> None:
     """Refuses a regular expression of a file that could take hours to match a name.
 
-    That takes a repeated group, or many repetitions after each other.
+    These have a repeated group, or many repetitions.
     """
     text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
     if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):

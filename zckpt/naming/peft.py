@@ -1,11 +1,11 @@
-"""How PEFT names an adapter's weights, in the module and in saved files.
+"""Converts names of PEFT adapters' weights between the module and saved files.
 
     in the module       base_model.model.layers.0.q_proj.lora_A.default.weight
     saved               base_model.model.layers.0.q_proj.lora_A.weight
 
 `default` is the name of the adapter. PEFT omits it in `adapter_model.safetensors`, and accelerate
-in the model's folder of FSDP2. Optimizers, DeepSpeed and manifests have the module's names: reading
-adds the adapter's name, and writing such files removes it (PEFT 0.21).
+omits it in the model's folder of FSDP2. Optimizers, DeepSpeed and manifests have the module's
+names: reading adds the adapter's name, and writing such files removes it (PEFT 0.21).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG = "adapter_config.json"
 TOKENS = "TRAINABLE_TOKENS"
 RANKS = f".ranknum.{ADAPTER}"
-"""The end of what AdaLoRA keeps beside its weights, and does not save with them."""
+"""Suffix of tensors that AdaLoRA keeps beside its weights and does not save."""
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
-"""In the names of a module's copy that is trained whole, for example a new head."""
+"""Part of the names of a module's fully trained copy, for example a new head."""
 ORIGINAL = ".original_module."
-"""In the names of the module that was copied, which stays as it was."""
+"""Part of the names of the original module, which stays unchanged."""
 # modules and parameters that have one tensor or module per adapter
 TUNERS = re.compile(
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
@@ -33,7 +33,7 @@ TUNERS = re.compile(
     r"(?P<rest>\.[^.]+)?"
 )
 
-# the layer that an adapter belongs to; its own weights are called `base_layer`
+# the layer that an adapter belongs to; the layer's original weights are called `base_layer`
 ADAPTED = re.compile(
     r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda|fourierft_"
     r"|hra_|miss_|c3a_)"
@@ -50,7 +50,7 @@ LORA = re.compile(
 
 
 def saved_name(name: str) -> str:
-    """The name of a module's parameter in PEFT's files; other names stay as they are."""
+    """The name of a module's parameter in PEFT's files; other names stay unchanged."""
     if SAVED_WHOLE in name:
         return name.replace(SAVED_WHOLE, ".")
     if name.endswith(f".{ADAPTER}"):
@@ -64,9 +64,9 @@ def saved_name(name: str) -> str:
 
 
 def bare_name(name: str) -> str:
-    """What a program with modules of its own, such as NeMo AutoModel 0.7, calls a parameter.
+    """A parameter's name in a program with its own modules, such as NeMo AutoModel 0.7.
 
-    It calls DoRA's vector otherwise than PEFT, and saves it under PEFT's name.
+    Its name of DoRA's vector differs from PEFT's, but it saves the vector under PEFT's name.
     """
     bare = saved_name(name).removeprefix(PREFIX)
     is_vector = bare.endswith(".lora_magnitude_vector")
@@ -93,8 +93,8 @@ def missing_bases(names: Collection[str]) -> list[str]:
 def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
     """Whether PEFT saves this tensor of the base model with its adapter (0.21).
 
-    Biases, if the adapter trains them; and the weight of an adapted embedding: rows that were added
-    for new tokens are in no other file (`save_embedding_layers`).
+    These are biases, if the adapter trains them, and the weight of an adapted embedding: no other
+    file has rows that were added for new tokens (`save_embedding_layers`).
     """
     if "bias" in name:
         of_layer = name.endswith(".base_layer.bias")
@@ -108,8 +108,8 @@ def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
 def is_adapter_alone(names: Collection[str]) -> bool:
     """Whether these are names of an adapter's tensors without its base model.
 
-    The names of a base model include its second names of tied weights, and its buffers.
-    PEFT saves an adapted embedding with its base weights; a base model has those of every layer.
+    The names of a base model include its second names of tied weights, and its buffers. PEFT saves
+    an adapted embedding with its base weights; a base model has the base weights of every layer.
     """
     adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
     based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
@@ -119,7 +119,7 @@ def is_adapter_alone(names: Collection[str]) -> bool:
 def module_names(
     saved: Collection[str], known: Iterable[str] = (), config: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """The module's name of every saved one, if the two differ.
+    """Maps saved names to the module's names, where the two differ.
 
     `known` are names of the module, from an optimizer; `config` is adapter_config.json.
     """

@@ -1,12 +1,13 @@
-"""How do known families of models cut their parameters over tensor ranks?
+"""Rules by which known families of models cut their parameters over tensor ranks.
 
 Each family is a file of rules, as --tp-rules reads it: `REGEX = RULE`, the first match wins. The
-rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info` (gpt_model.py, 2023), GPT-
-NeoX's of its converter (tools/ckpts/convert_neox_to_hf.py), those of `llama` what AutoTP of
-DeepSpeed 0.19.8 does. A rule `replicated` is proven when tensors are copied: all ranks must agree.
+rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info` (gpt_model.py, 2023).
+GPT-NeoX's are those of its converter (tools/ckpts/convert_neox_to_hf.py). Those of `llama` are what
+AutoTP of DeepSpeed 0.19.8 does. A rule `replicated` is proven when tensors are copied: all ranks
+must agree.
 
 If a GPT-NeoX model has `gpt_j_residual`, each rank adds its bias of a row-parallel layer before the
-ranks' outputs are added (ParallelTransformerLayer of transformer.py). No file says if it has.
+ranks' outputs are added (ParallelTransformerLayer of transformer.py). No file states this setting.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ FAMILIES: Mapping[str, str] = {
 (.*\.)?(embed_tokens|lm_head)\.weight = replicated
 """,
 }
-"""By name; a file of rules may `include` one."""
+"""Rules by family name; a file of rules may `include` one."""
 
 DOUBTS: Mapping[str, tuple[str, str]] = {
     "neox": (
@@ -59,7 +60,7 @@ DOUBTS: Mapping[str, tuple[str, str]] = {
         "they are parts of a sum: use --tp-rules neox-parallel",
     ),
 }
-"""By family: names for which files cannot show whether its rule is right, and what to say."""
+"""By family: names whose rule the files cannot confirm, and the sentence about them."""
 
 WIDTHS: tuple[tuple[str, str], ...] = (
     ("dense_h_to_4h.weight", "dense_4h_to_h.weight"),
@@ -68,4 +69,4 @@ WIDTHS: tuple[tuple[str, str], ...] = (
     ("gate_up.weight", "down.weight"),
     ("linear1.weight", "linear2.weight"),
 )
-"""Rows of the first, by its fused parts, are as many as columns of the second."""
+"""Pairs of layers: the rows of the first, per fused part, equal the columns of the second."""

@@ -1,12 +1,12 @@
-"""Which dimension of a parameter was cut over the tensor ranks?
+"""Determines the dimension along which tensor ranks cut a parameter.
 
-No file of a rank shows it. These say it, the first that does:
+No file of a rank shows it. The first of these that applies decides:
 
     --tp-rules          a file of rules, or the name of a family (tensor_families.py)
     the format          what its reader knows of the engine, or finds in the files
 
-What neither decides is an error that lists the names. Nothing is guessed. Each rule is checked
-against the shapes that the ranks state; a file of rules has lines such as
+An error lists the names that neither decides; nothing is guessed. Each rule is checked against the
+shapes that the ranks state. A file of rules has lines such as
 
     .*\\.dense\\.weight = 1          columns; the first rule that fits the whole name counts
     .*\\.qkv\\.weight = 0:64,16,16   rows; sub-parameters of these widths in the whole tensor
@@ -48,24 +48,27 @@ HELP = f"a rule is {', '.join(FORMS)} or {LAST_FORM}"
 
 
 class TensorRules(Protocol):
-    """What decides how parameters are cut."""
+    """An object that decides how parameters are cut."""
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut; None if this does not say. Raises if the shapes contradict."""
+        """How a parameter is cut; None if this object does not decide.
+
+        Raises if shapes contradict it.
+        """
 
 
 class TensorRule(Struct, frozen=True):
-    """One line: names that match a pattern, and how ranks hold such a parameter."""
+    """One line: a pattern of names, and how ranks hold such a parameter."""
 
     pattern: str
     placement: Placement
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter that it names is cut; None if the files alone say it."""
+        """How a matching parameter is cut; None if only the files can show it."""
         return self.placement.sliced(shapes, self.misfit(name))
 
     def misfit(self, name: str) -> str:
-        """The begin of a sentence about a parameter whose shapes the rule does not fit."""
+        """The start of a sentence about a parameter whose shapes do not fit the rule."""
         return f"the rule `{self.pattern} = {self.placement.text}` does not fit {name}"
 
 
@@ -89,7 +92,7 @@ class RuleFile(Struct, frozen=True):
         return None
 
     def doubts(self, names: Iterable[str]) -> list[Notice]:
-        """What no file shows of the rules of a family for these names."""
+        """Warnings about a family's rules that no file confirms for these names."""
         if self.source not in DOUBTS:
             return []
         pattern, sentence = DOUBTS[self.source]
@@ -106,7 +109,7 @@ class RuleFile(Struct, frozen=True):
 def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -> TensorRules:
     """The rules of a family or of a file; raises WrongOption.
 
-    `of_json` makes rules of a file with a JSON object, where the engine has rules of that form.
+    `of_json` makes rules from a JSON file, if the engine has rules of that form.
     """
     if source in FAMILIES:
         return RuleFile(source, _parsed(FAMILIES[source], source))
@@ -163,7 +166,7 @@ def shapes_by(
     whole: tuple[int, ...],
     candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """The first shapes of ranks for which rules give the whole shape; and how they are cut."""
+    """The first shapes of ranks for which rules give the full shape, and how they are cut."""
     for shapes in candidates:
         try:
             sliced = _first_sliced(rules, name, shapes)
@@ -180,7 +183,7 @@ def stated_rule(name: str, placement: Placement) -> TensorRules:
 
 
 def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sliced | None:
-    """How a parameter is cut by the first rules that say it."""
+    """How a parameter is cut, by the first rules that decide."""
     return next((own for each in rules if (own := each.sliced(name, shapes)) is not None), None)
 
 
@@ -190,7 +193,7 @@ def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sl
 def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
-    """How every parameter is cut; raises MissingData that lists those that no rule decides."""
+    """How every parameter is cut; raises MissingData with the parameters that no rule covers."""
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
     for name, each in shapes.items():
@@ -217,7 +220,7 @@ def decide(
 
 
 def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
-    """A layer's bias is as long as its weight has rows, and both are cut into the same parts.
+    """Checks that a layer's bias has as many elements as its weight has rows, cut alike.
 
     Layers of GPT-2 in transformers have a transposed weight (Conv1D).
     """
@@ -254,13 +257,13 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
 
 
 def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Rows of a fused layer, by its parts, are the columns of the layer that follows it."""
+    """Checks that a fused layer's rows, per part, equal the columns of the next layer."""
     for name, sliced in decided.items():
         for wide, narrow in WIDTHS:
             other = decided.get(name.replace(wide, narrow)) if name.endswith(wide) else None
             if other is None or len(sliced.shape) != 2 or len(other.shape) != 2:
                 continue
-            if other.placement.is_replicated:  # its rule is wrong, as its bytes will show
+            if other.placement.is_replicated:  # its rule is wrong: its bytes will show it
                 continue
             count = sliced.placement.fused
             rows, columns = sliced.shape[0], other.shape[1]
@@ -278,7 +281,7 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
 def _undecided(
     root: str, undecided: Mapping[str, Shapes], decided: Mapping[str, Sliced], ranks: int
 ) -> MissingData:
-    """The error that lists what no rule decides, with a file of rules that is to be completed."""
+    """The error for parameters that no rule covers, with a file of rules to complete."""
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
     for name, sliced in decided.items():
@@ -298,7 +301,7 @@ def _undecided(
 
 
 def _fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
-    """Whether rules decide all of these parameters."""
+    """Whether rules cover all of these parameters."""
     try:
         return all(rules.sliced(*item) is not None for item in undecided.items())
     except WrongOption:

@@ -1,4 +1,4 @@
-"""Which names of a model are tied (one weight), if a file has only one of them.
+"""Finds tied names (one weight) of a model, if a file has only one of them.
 
 `save_pretrained` writes a tied weight once, but the program that resumes asks for both names. zckpt
 takes the tie from config.json beside the file, with the names that each class of transformers ties
@@ -30,7 +30,7 @@ HEAD = re.compile(
 
 
 def stated(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """Second names of tied weights with their owners' names, as config.json states them.
+    """Maps second names of tied weights to their owners' names, as config.json states them.
 
     Only ties whose owner is among the file's `names`, and whose second name is not.
     """
@@ -100,7 +100,7 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
 
 
 def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]]:
-    """The pairs of one of several models, without its name before them."""
+    """The pairs of one of several models, without its prefix."""
     front = f"{root}."
     return [
         (alias.removeprefix(front), owner.removeprefix(front))
@@ -110,14 +110,14 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 
 
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
-    """Ties that the source may have lost, of each of its models."""
+    """Ties that the source may have lost, for each of its models."""
     fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
     pairs = ((front, _likely(manifest, front)) for front in fronts)
     return [(front + pair[0], front + pair[1]) for front, pair in pairs if pair is not None]
 
 
 def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """A tie of the model whose names begin so: they have an embedding, but no head."""
+    """A likely tie of the model with this prefix, which has an embedding but no head."""
     parameters, others = (
         [name.removeprefix(before) for name in names if name.startswith(before)]
         for names in (manifest.parameters, (*manifest.owners, *manifest.buffers))

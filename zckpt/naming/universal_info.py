@@ -1,9 +1,8 @@
-"""Which rules does a `universal_checkpoint_info` state, by which tensor ranks cut a model?
+"""The rules in a `universal_checkpoint_info`, by which tensor ranks cut a model.
 
-Megatron-DeepSpeed puts the info into its client state since 10/2023, AutoTP into every model file
-since DeepSpeed 0.19. Patterns are regular expressions that match the begin of a name. The order in
-which they count, and what each means, is that of DeepSpeed 0.19.8, ds_to_universal.py
-`merge_tp_slices`:
+Megatron-DeepSpeed has put the info into its client state since 10/2023, AutoTP into every model
+file since DeepSpeed 0.19. Patterns are regular expressions that match the begin of a name. Their
+precedence and meaning are those of DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`:
 
     affine_map                                 boxes of the whole tensor, per rank
     tp_replicated_parameter_patterns           all ranks have the same
@@ -50,11 +49,11 @@ PLACEMENTS: Mapping[str, Placement | None] = {
     PARTS: None,
     "parameter_with_row_parallelism_patterns": Cut(1),
 }
-"""In the order in which they count; None if each pattern states a view of its own."""
+"""Placements in order of precedence; None if each pattern states its own view."""
 
 
 class UniversalInfo:
-    """The rules of one `universal_checkpoint_info`; raises for one of an unknown form."""
+    """The rules of one `universal_checkpoint_info`; raises for an unknown form."""
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self.info = info
@@ -71,7 +70,10 @@ class UniversalInfo:
         self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut; None if the engine's AutoTP says that it does not know."""
+        """How a parameter is cut.
+
+        None if the engine's AutoTP states that it does not support it.
+        """
         if any(self._matching("autotp_unsupported_parameter_patterns", name)):
             return None
         is_vocabulary = any(self._matching("vocabulary_parameter_patterns", name))
@@ -89,7 +91,7 @@ class UniversalInfo:
         return _by_rows(name, shapes, rows)
 
     def stated_shapes(self, name: str) -> Shapes | None:
-        """Each rank's shape, if the affine_map has it."""
+        """Each rank's shape by the affine_map; None without it."""
         ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
         shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
         return shapes or None
@@ -103,10 +105,10 @@ class UniversalInfo:
     def _of_view(
         self, name: str, pattern: str, stated: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
-        """Sub-parameters of a view of the whole tensor, which is cut along one of its axes.
+        """Sub-parameters of a view of the full tensor, which is cut along one of its axes.
 
-        The entry of that axis has their widths. A number instead is their count, before version 0.4
-        of the info; the other entries are sizes, -1 for any.
+        The entry of that axis has their widths, or before version 0.4 of the info a number, their
+        count. The other entries are sizes, -1 for any.
         """
         known, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(stated["partition_dim"]), list(stated["shape"])
@@ -134,7 +136,7 @@ class UniversalInfo:
     def _widths(
         self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
     ) -> Sequence[Sequence[int]]:
-        """What each rank holds of each sub-parameter; files state that since version 0.4."""
+        """The width of each sub-parameter on each rank; files state it since version 0.4."""
         ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
         parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
         if isinstance(version, (int, float)) and version >= 0.4:  # heads may be dealt unevenly
@@ -163,7 +165,10 @@ class UniversalInfo:
 
 
 def _by_rows(name: str, shapes: Shapes, used: int | None) -> Sliced | None:
-    """Rows, of which the first `used` are a vocabulary's; the rule in words is that of any rows."""
+    """A cut by rows, of which the first `used` belong to a vocabulary.
+
+    Named like any cut by rows.
+    """
     rule = TensorRule(".*", Cut(0))
     if used is None:
         return rule.sliced(name, shapes)
@@ -175,17 +180,17 @@ def _fitting(patterns: Iterable[str], name: str) -> Iterator[str]:
 
 
 def of_json(text: str) -> UniversalInfo:
-    """The rules of a file for --tp-rules that has a `universal_checkpoint_info`, as JSON."""
+    """The rules of a --tp-rules file with a `universal_checkpoint_info` as JSON."""
     return UniversalInfo(json.loads(text))
 
 
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
-    """The same for another number of tensor ranks, among which everything is cut evenly.
+    """The info for another number of tensor ranks, with everything cut evenly.
 
-    For the same number nothing changes, if the map of pieces shows that it is the same. A view
-    whose sub-parameters cannot be cut evenly has no widths in it. The map of pieces is left out,
-    since DeepSpeed makes it anew. It may be all that said which parameters are `whole` on each
-    rank, so their names become patterns.
+    It is unchanged if the affine map shows the same number. A view whose sub-parameters cannot be
+    cut evenly loses its widths. The affine map is left out, because DeepSpeed makes it again. The
+    map may have been the only evidence that parameters are `whole` on each rank, so their names
+    become patterns.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
@@ -207,10 +212,10 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
 def _whole_shape(
     shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The tensor's own whole shape: the dimension that holds the axis of the view grows.
+    """The full tensor's own shape: the dimension that contains the view's cut axis grows.
 
-    It is one in which alone the ranks may differ. Dimensions of one element, as a slice of one head
-    has, hold no axis but that of their number.
+    The ranks may differ in this dimension only. A dimension of one element, as in a slice of one
+    head, contains only the axis with the same number.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -264,7 +269,7 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
                     hint="zckpt does not divide or add tensors; DeepSpeed refuses it too",
                 )
             sizes = tuple(piece["shape"])
-            if not prod(sizes):  # of a rank that holds nothing
+            if not prod(sizes):  # the rank holds nothing
                 continue
             source, dest = piece["source"], piece["dest"]
             pieces.append(
@@ -281,7 +286,7 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
 
 
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
-    """Where a strided view of a tensor begins, if it is a box; raises UnsupportedCheckpoint."""
+    """The first corner of a strided view that is a box; raises UnsupportedCheckpoint."""
     offset, strides = int(view[0]), list(view[1])
     steps = row_major(shape)
     is_box = len(sizes) == len(shape) and all(

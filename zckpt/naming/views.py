@@ -1,8 +1,8 @@
-"""Where are the elements of a tensor that is cut, joined, turned or dealt out of others?
+"""Views of tensors that are cut, joined, turned or dealt out of others.
 
-A view has the axes that a program gives a tensor, and the boxes in which its elements lie. An axis
-may be folded: it then counts several lengths, the last one fastest, and boxes can have another
-order of them. So no box is cut into rows if the rows of two halves are dealt alternately:
+A view has the axes that a program gives a tensor, and the boxes that contain its elements. An axis
+may be folded: it then has several lengths, the last one fastest, and boxes can order these lengths
+differently. So dealing the rows of two halves alternately cuts no box into rows:
 
     axis of 6 rows         [ 0 1 2 3 4 5 ]
     folded into (2, 3)     [[0 1 2] [3 4 5]]
@@ -39,7 +39,7 @@ Lengths = tuple[int, ...]
 
 
 class View(Struct, frozen=True):
-    """A tensor by its boxes, which have all lengths of all axes. `size` is bytes per element."""
+    """A tensor by its boxes, with the lengths of all axes; `size` is bytes per element."""
 
     axes: tuple[Lengths, ...]
     boxes: tuple[Box, ...]
@@ -51,35 +51,35 @@ class View(Struct, frozen=True):
 
     @property
     def fragments(self) -> Fragments:
-        """The boxes as fragments of a tensor of this shape: row-major elements are the same."""
+        """The boxes as fragments of a tensor of this shape, with the same row-major elements."""
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """Where the lengths of an axis begin among those of all axes."""
+        """The position of an axis's first length among the lengths of all axes."""
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
-    """The view of a whole tensor; its axes have one length each."""
+    """The view of a full tensor; its axes have one length each."""
     axes = tuple((length,) for length in shape)
     return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
 
 def zeros(shape: Sequence[int], size: int) -> View:
-    """A tensor that is in no file."""
+    """A tensor of zeros, which is in no file."""
     extent = Extent(ZEROS, 0, prod(shape) * size)
     box = strided(shape, strides=row_major(shape), first=0, size=size, extent=extent)
     return View(tuple((length,) for length in shape), (box,), size)
 
 
 def cut(view: View, axis: int, length: int) -> list[View]:
-    """Neighbors of `length` along an axis that is not folded; the last one may be shorter."""
+    """Parts of `length` along an axis that is not folded; the last one may be shorter."""
     whole = view.shape[axis]
     return parted(view, axis, [min(length, whole - start) for start in range(0, whole, length)])
 
 
 def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
-    """Neighbors of these lengths along an axis that is not folded; together they are all of it."""
+    """Parts of these lengths along an axis that is not folded; together they are all of it."""
     place = view.place(axis)
     starts = list(accumulate(lengths, initial=0))[:-1]
     parts: list[list[Box]] = [[] for _ in starts]
@@ -106,7 +106,7 @@ def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
 
 
 def unstacked(view: View, axis: int) -> list[View]:
-    """Every element of an axis as a tensor without it."""
+    """Every element of an axis as a tensor without that axis."""
     place = view.place(axis)
     parts = cut(view, axis, 1)
     inner = [[_each(box, lambda values: _with(values, place)) for box in p.boxes] for p in parts]
@@ -115,10 +115,10 @@ def unstacked(view: View, axis: int) -> list[View]:
 
 
 def joined(views: Sequence[View], axis: int) -> View:
-    """Tensors one after another along an axis; if it is folded, along its first length.
+    """Tensors one after another along an axis; along its first length if it is folded.
 
-    An axis that only others have folded is folded alike. Raises ValueError for lengths that differ
-    elsewhere.
+    An axis that only some tensors have folded is folded in the others too. Raises ValueError for
+    lengths that differ elsewhere.
     """
     finest = max((view.axes[axis] for view in views), key=len)
     views = [
@@ -141,7 +141,7 @@ def joined(views: Sequence[View], axis: int) -> View:
 
 
 def swapped(view: View, one: int, other: int) -> View:
-    """The tensor with two axes in each other's place."""
+    """The tensor with two axes exchanged."""
     order = list(range(len(view.axes)))
     order[one], order[other] = order[other], order[one]
     places = [view.place(axis) + number for axis in order for number in range(len(view.axes[axis]))]
@@ -149,7 +149,7 @@ def swapped(view: View, one: int, other: int) -> View:
 
 
 def folded(view: View, axis: int, inner: Sequence[int]) -> View:
-    """The same tensor, with an axis of one length folded: `inner` are its faster lengths.
+    """The tensor with an axis of one length folded; `inner` are the faster lengths.
 
     Raises ValueError if the length is no multiple of them.
     """
@@ -162,7 +162,7 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """A folded axis with its lengths in another order: those of numbers `order`."""
+    """The view with the lengths of a folded axis in another order, given by their numbers."""
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]
     places[place : place + len(lengths)] = [place + number for number in order]
@@ -171,14 +171,14 @@ def dealt(view: View, axis: int, order: Sequence[int]) -> View:
 
 
 def split(view: View, axis: int, count: int) -> View:
-    """The tensor whose axis of one length is two: `count`, and the length of each of these."""
+    """The tensor with an axis of one length split in two: `count`, and the length of each part."""
     inner = folded(view, axis, (view.shape[axis] // count,))
     outer, length = inner.axes[axis]
     return View(_with(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
 
 
 def flattened(view: View, axis: int) -> View:
-    """The tensor whose axis is this one and the next together."""
+    """The tensor with an axis and the next one flattened into one."""
     together = (*view.axes[axis], *view.axes[axis + 1])
     return View((*view.axes[:axis], together, *view.axes[axis + 2 :]), view.boxes, view.size)
 
@@ -193,7 +193,7 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """A box whose length at `place` is folded: a box for every part that is one."""
+    """The boxes of a box whose length at `place` is folded."""
     steps = row_major(lengths)
     start, stride = box.offsets[place], box.strides[place]
     at = start
@@ -231,10 +231,10 @@ def _box(
 
 
 def _each(box: Box, change: Callable[[Lengths], Lengths]) -> Box:
-    """A box of the same extent with other axes: of its lengths `change` makes others."""
+    """A box of the same extent with its lengths changed by `change`."""
     return _box(box, *map(change, (box.whole, box.offsets, box.sizes, box.strides)))
 
 
 def _with(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:
-    """The values with others for the one at `place`."""
+    """The values with the one at `place` replaced by others."""
     return (*values[:place], *new, *values[place + 1 :])

@@ -1,9 +1,9 @@
-"""Which weights does `from_pretrained` ask for, and under which prefix has a source all of them?
+"""The weights that `from_pretrained` asks for, and the prefix under which a source has all.
 
 weights.json has the names of 1,651 classes of transformers (5.24), made by `python -m
-tests.weight_names`. A name is there if the class has it whatever the switches of its configuration
-say: without it, that part of the model would keep random numbers. Where the names have a prefix,
-the model was an attribute of what was trained (`self.llm = AutoModelForCausalLM...`).
+tests.weight_names`. It contains a name if the class has it for all settings of its configuration:
+without it, that part of the model would keep random numbers. A prefix of the names shows that the
+model was an attribute of what was trained (`self.llm = AutoModelForCausalLM...`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
-    """A source under the names that a class asks for, and what the user must know of that.
+    """A source under the names that a class asks for, and warnings for the user.
 
-    `is_asked` is False for a class whose names are not known.
+    `is_asked` is False for a class with unknown names.
     """
 
     source: Manifest
@@ -39,7 +39,7 @@ class Settled(Struct, frozen=True):
 
 
 def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
-    """The source without the prefix of its names, if only without it the class's weights are there.
+    """The source without the prefix of its names, if the class's weights are complete only then.
 
     Raises MissingData if a weight of the class would be missing, and AmbiguousCheckpoint if the
     source has several models of the class.
@@ -75,9 +75,9 @@ def _without(prefix: str, so_that: str) -> Notice:
 
 
 def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
-    """The same for an adapter, whose names begin with PEFT's own prefix (0.21)."""
+    """As `settled`, for an adapter, whose names begin with PEFT's own prefix (0.21)."""
     names = [name for name in names_of(source) if peft.is_adapters(name)]
-    # VeRA's shared matrices are in the adapter itself, and not in the model within it
+    # VeRA's shared matrices are in the adapter itself, not in the model within it
     fronts = {name.partition(OF_PEFT)[0] if OF_PEFT in name else None for name in names}
     if fronts == {""}:
         return Settled(source)
@@ -94,7 +94,7 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
 
 
 def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
-    """What stands before the names of the class's weights; empty if nothing does."""
+    """The prefix of the class's weights in the source; "" without one."""
     prefixes = asked.prefixes(names)
     lacking = {
         (prefix, as_base): asked.missing(_below(names, prefix), as_base)
@@ -137,10 +137,10 @@ def _below(names: Collection[str], prefix: str) -> set[str]:
 
 
 class Asked(Struct, frozen=True):
-    """The weights of a class: names, in which `#` is a layer's number.
+    """The weights of a class, as names in which `#` is a layer's number.
 
     `base` is the class's `base_model_prefix`: from_pretrained also finds weights that lack it, or
-    have it once more. `ties` are second names by which no weight needs to be saved.
+    have it once more. `ties` are second names, whose weights need not be saved.
     """
 
     name: str
@@ -151,17 +151,17 @@ class Asked(Struct, frozen=True):
 
     @classmethod
     def by(cls, config: Mapping[str, Any]) -> Asked | None:
-        """What the class in config.json asks for; None for a class that is not known."""
+        """The weights of the class in config.json; None for an unknown class."""
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
         about = _table()["models"].get(name) if isinstance(name, str) else None
-        if about is None or "auto_map" in config:  # with code of its own
+        if about is None or "auto_map" in config:  # the class has its own code
             return None
         patterns = tuple(_names(about["weights"], _table()["parts"]))
         return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
 
     def prefixes(self, names: Collection[str]) -> list[str]:
-        """What may stand in front of the class's names, by those that end like one of them."""
+        """Possible prefixes of the class's names, by names that end like one of them."""
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
         found = {
@@ -202,7 +202,7 @@ class Asked(Struct, frozen=True):
         return lacking
 
     def _numbered(self, names: Collection[str]) -> Iterator[tuple[str, int]]:
-        """The layers that the names have, by what stands before their numbers."""
+        """The numbers of layers in the names, by the text before the number."""
         fronts = {p.partition(NUMBER)[0] for p in self.patterns if NUMBER in p}
         for name in names:
             for front in fronts:
@@ -212,7 +212,7 @@ class Asked(Struct, frozen=True):
                         yield front, int(digits)
 
     def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
-        """Whether from_pretrained finds a weight: under its name, a file's, or that of its tie."""
+        """Whether from_pretrained finds a weight: under its name, a file's name, or its tie's."""
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
         for spelled in filter(None, (name, *tied)):
             if not self._spellings(spelled, as_base).isdisjoint(names):
@@ -220,7 +220,7 @@ class Asked(Struct, frozen=True):
         return self.rules is not None and self.rules.converter(name) is not None
 
     def _spellings(self, name: str, as_base: bool) -> set[str]:
-        """The names under which a weight, or all that begin so, may stand in the files."""
+        """The names that a weight may have in the files; also of a prefix of names."""
         names = {name, self.rules.renamed(name) if self.rules else name}
         if not as_base or not self.base:
             return names
@@ -233,7 +233,7 @@ class Asked(Struct, frozen=True):
 
 
 def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
-    """The names in a tree; a number stands for a part that several models have."""
+    """The names in a tree; a number stands for a part that several models share."""
     for word, inner in (parts[tree] if type(tree) is int else tree).items():
         if inner == {}:
             yield f"{front}{word}"
@@ -243,7 +243,7 @@ def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
 
 @cache
 def _table() -> dict[str, Any]:
-    """What the table says of `models`, by the names of classes, and their common `parts`."""
+    """The table's `models` by the names of classes, and their common `parts`."""
     document = json.loads(get_data(__package__, "weights.json") or b"")
     models = {name: item for item in document["models"] for name in item["classes"]}
     return {"models": models, "parts": document["parts"]}

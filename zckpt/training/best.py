@@ -1,8 +1,8 @@
-"""Which checkpoint of a Trainer's run is the best, and how later checkpoints refer to it.
+"""Finds the best checkpoint of a Trainer's run, and rewrites references to it.
 
 Every checkpoint's `trainer_state.json` has the path of the best one. With `load_best_model_at_end`
-the Trainer loads that path when training ends. A converted run lies at another path, so the
-path must be rewritten (transformers 5.23).
+the Trainer loads that path when training ends. A converted run has another path, so the path must
+be rewritten (transformers 5.23).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
 def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
     """The warning for a single checkpoint that is converted without the best one.
 
-    `--checkpoints` is proposed where it works: the best one lies beside this one, and the target
-    has the source's format, as `reshard` keeps it.
+    It proposes `--checkpoints` if that works: the best one is beside this one, and the target has
+    the source's format, as with `reshard`.
     """
     text = (
         f"{STATE} names the best checkpoint {best}, which is not written: with "
@@ -67,7 +67,7 @@ def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> N
 def chosen(
     run: str, which: str, oldest_first: Callable[[str, Iterable[str]], list[str]]
 ) -> list[str]:
-    """The checkpoints of a run directory that `which` selects, as `oldest_first` orders them.
+    """The checkpoints of a run directory that `which` selects, in the order of `oldest_first`.
 
     Raises NotACheckpoint if there are none, or if the best one is missing.
     """

@@ -1,8 +1,8 @@
-"""What are programs that train known to write or load wrongly, where no error of theirs says it?
+"""Known faults of training programs that write or load wrongly without an error.
 
-Only arguments, versions or values betray these faults. Each has the sign by which a reader or a
-writer of zckpt finds it; the one that can see the sign asks for the fault here. docs/faults.md is
-made from this table: `python -m tests.fault_page > docs/faults.md`.
+Only arguments, versions or values show these faults. Each fault has the sign by which a reader or a
+writer of zckpt finds it; the code that can see the sign uses the fault here. docs/faults.md is made
+from this table: `python -m tests.fault_page > docs/faults.md`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from msgspec import Struct
 
 
 class Fault(Struct, frozen=True):
-    """One fault: who has it, what is wrong, how it shows, where it is, and what zckpt does.
+    """One fault: the program, what is wrong, its sign, its place in the source, zckpt's action.
 
-    `message` is the clause that reports and errors say, and `hint` what to do next.
+    `message` is the clause for reports and errors, and `hint` the next step for the user.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Which hyper-parameters do the groups of a target get?
+"""The hyper-parameters that the groups of a target get.
 
-Those that the source stores, then the user's (`--group-defaults`), then the defaults of torch's own
-optimizer, with a warning.
+First come those that the source stores, then the user's (`--group-defaults`), then the defaults of
+torch's own optimizer, with a warning.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
 
 
 def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> list[Notice]:
-    """A warning about `--group-defaults` that no group takes: the source stores other values.
+    """A warning about `--group-defaults` without effect: the source stores other values.
 
-    `replaceable` says whether the target understands `--set-group`.
+    `replaceable` states whether the target supports `--set-group`.
     """
     if not source.groups or are_inferred(source):
         return []
@@ -75,10 +75,10 @@ def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> li
 def torch_groups(
     source: Manifest, options: Options, named: str | None = None
 ) -> tuple[list[dict[str, Any]], list[Notice]]:
-    """Every group with all keys of torch's own optimizer, and warnings about assumed values.
+    """All groups with every key of torch's own optimizer, and warnings about assumed values.
 
-    `named` is the class that `--optimizer` names, which is an Adam. Adam of DeepSpeed and Apex
-    decays weights as AdamW does, unless its config says otherwise.
+    `named` is the class that `--optimizer` names, which is an Adam. DeepSpeed's and Apex's Adam
+    decay weights as AdamW does, unless the config states otherwise.
     """
     groups = given_groups(source, options)
     name = likely_optimizer(source) or ("adam" if named else "")

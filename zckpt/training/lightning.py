@@ -1,4 +1,4 @@
-"""Is Lightning's state in a checkpoint, and where does Lightning look for it?
+"""Detects Lightning's state in a checkpoint, and where Lightning looks for it.
 
     lightning    x.ckpt                {"state_dict": {...}, "optimizer_states": [{...}], ...}
                  .metadata, meta.pt    items of `state_dict` and `optimizer_0`; the rest in meta.pt
@@ -24,18 +24,18 @@ from . import trainers
 
 NUMBER = re.compile(r"(?<![0-9])[0-9]{1,3}$")
 META = "meta.pt"
-"""What Lightning and Fabric save beside items: all that is no state dict (2.6)."""
+"""Lightning's and Fabric's file beside items: everything outside the state dicts (2.6)."""
 
 
 class Keys(Struct, frozen=True):
-    """The keys of the state dicts, and the `file` that has them, or the rest beside them."""
+    """The keys of the state dicts, and the `file` with them or with everything else."""
 
     model: tuple[Any, ...]
     optimizer: tuple[Any, ...]
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """The same for the optimizer whose number is in these keys: one of several keeps it."""
+        """The keys for the optimizer whose number is in `optimizer`, which keeps its number."""
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:
             return self
@@ -46,20 +46,23 @@ class Keys(Struct, frozen=True):
 
 NAME = "Lightning"
 LIGHTNING = "pytorch-lightning_version"
-"""A key of its whole state, which it loads from one path: of all optimizers, by their places."""
+"""A key of Lightning's full state; it loads the state of all optimizers by their places."""
 WHOLE = Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt")
-"""Where its state dicts are in one file."""
+"""Where Lightning's state dicts are in a single file."""
 SHARDED = Keys(("state_dict",), ("optimizer_0",), META)
-"""And in a directory of items."""
+"""Where Lightning's state dicts are in a directory of items."""
 TAG = "checkpoint"
-"""The only one of DeepSpeed's that it looks for."""
+"""The only DeepSpeed tag that Lightning looks for."""
 TRAINED, AVERAGING = "current_model_state", "averaging_state"
-"""Where it saves averages of the weights in the place of the model's (WeightAveraging): the weights
-that the optimizer updates, and what belongs to the averages. It loads both from one file only."""
+"""Keys if averages of the weights are saved as the model's (WeightAveraging).
+
+The first has the weights that the optimizer updates, the second belongs to the averages. Lightning
+loads both from a single file only.
+"""
 
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Where a target has a model: the weights that Lightning trains take the averages' place."""
+    """A model's path in a target: weights that Lightning trains replace the averages."""
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
 
@@ -71,10 +74,10 @@ def is_in(source: Manifest) -> bool:
 def resuming(
     source: Manifest, otherwise: Callable[[str], str], file: str = ""
 ) -> Callable[[str], str]:
-    """Gives the line with which the program of a checkpoint resumes from a directory.
+    """A function that returns the line with which the program resumes from a directory.
 
-    `file` is what Lightning is given there. `otherwise` is for no program, and for the state of an
-    optimizer that is not Lightning's first.
+    `file` is the file there that Lightning gets. `otherwise` is used without a program, and for the
+    state of an optimizer that is not Lightning's first.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)
@@ -87,9 +90,9 @@ def resuming(
 
 
 def refuse_averages(source: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if averages of the weights would be trained on.
+    """Raises AmbiguousCheckpoint if a program would continue training on averages of the weights.
 
-    A target with everything in one file keeps both the averages and the weights that are trained.
+    A target that is a single file keeps both the averages and the trained weights.
     """
     is_chosen = source.run.origin.root is not None or not isinstance(
         source.run.engine, StateDictEngine

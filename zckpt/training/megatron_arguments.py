@@ -1,4 +1,4 @@
-"""Which arguments do Megatron's programs save with a run, and which sizes are among them?
+"""The arguments that Megatron's programs save with a run, and the sizes among them.
 
 When they load, Megatron's programs compare their arguments with these, and stop if they differ.
 So a target for another grid has other numbers in them. They are in the client state under `args`:
@@ -26,14 +26,14 @@ PADDED, DIVISOR = "padded_vocab_size", "make_vocab_size_divisible_by"
 
 
 def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
-    """The saved arguments; none if the program saved none."""
+    """The saved arguments; empty if the program saved none."""
     args = (client_state or {}).get(ARGS)
     values = args.state if isinstance(args, Foreign) else args
     return values if isinstance(values, Mapping) else {}
 
 
 def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
-    """The client state with other sizes in its arguments, where it has arguments of these names."""
+    """The client state with these sizes in its arguments, for arguments that exist."""
     values = arguments(client_state)
     changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
     if changed == values:

@@ -1,8 +1,9 @@
-"""Which files beside an engine's does each program read when it resumes, and what if one is lost?
+"""The files that each program reads beside an engine's when it resumes, and what a loss causes.
 
-A row is what the program's source does, in the version that was looked at; tests/resume/
-test_needs.py lets the programs themselves say it. Only this table makes a file necessary: to add
-one that a new trainer needs, add its row, and `python -m tests.needs_page > docs/resume-files.md`.
+A row is what the program's source code does, in the version that was read;
+tests/resume/test_needs.py lets the programs themselves confirm it. Only this table makes a file
+necessary. To add a file that a new trainer needs, add its row, and run `python -m tests.needs_page
+> docs/resume-files.md`.
 
     ends      an error: the run does not begin
     anew      the program says nothing, and begins the optimizer or the schedule anew
@@ -29,17 +30,17 @@ from .trainers import ACCELERATE, LOADED, TRANSFORMERS, program_of
 
 Outcome = Literal["ends", "anew", "goes on", "unread"]
 LOST: tuple[Outcome, ...] = ("ends", "anew")
-"""What makes a file necessary."""
+"""Outcomes that make a file necessary."""
 DEEPSPEED, AUTOMODEL = "deepspeed", "automodel"
 ENDING = ".ckpt"
 
 
 class Need(Struct, frozen=True):
-    """A file that a program may read: what it does if it is `missing`, and if it is `damaged`.
+    """A file that a program may read: the outcomes if it is `missing` and if it is `damaged`.
 
-    `name` is the usual name of such a file, `read_by` the function that reads it. A row applies to
-    an `engine`'s format, to a scheduler that is the "program"'s or the "engine"'s own, and where a
-    file `beside` it shows how the program saved; or to all.
+    `name` is the usual name of such a file, `read_by` the function that reads it. A row may be
+    limited to an `engine`'s format, to a scheduler of the "program" or of the "engine", and to
+    saves with a file `beside` it.
     """
 
     role: Role
@@ -83,7 +84,7 @@ VERSIONS = {
     AUTOMODEL: "NeMo AutoModel 0.5",
     LIGHTNING: "Lightning 2.6",
 }
-"""The versions whose source was looked at."""
+"""The versions whose source code was read."""
 SCHEDULERS = "_load_optimizer_and_scheduler"
 NEEDS: dict[str, tuple[Need, ...]] = {
     TRANSFORMERS: (
@@ -119,19 +120,19 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     LIGHTNING: (Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),),
 }
-"""By program. The first row of a role that applies says what the program does."""
+"""Rows by program. The first row of a role that applies determines the outcome."""
 
 
 ROLES = (
     *dict.fromkeys(need.role for rows in NEEDS.values() for need in rows),
     *(ARGUMENTS, INDEX, WEIGHTS, TOKENIZER),
 )
-"""What the name of a file beside an engine's says: the first role that has the name."""
+"""Roles of files beside an engine's, by their names; the first match counts."""
 OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
     r"|/pytorch_model_fsdp"
 )
-"""Engines' files under the names by which the Trainer looks for them."""
+"""Engines' files under the names that the Trainer looks for."""
 OF_OPTIMIZER = "/optim/"
 CONFIGURATIONS = {"config.json", "adapter_config.json"}
 SCHEDULER_FILE, STEP_SCHEDULER_FILE = "scheduler.pt", "step_scheduler.pt"
@@ -140,11 +141,11 @@ OF_RUN = frozenset(
     each.name
     for each in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, SAMPLER, CUSTOM)
 )
-"""The roles of files with which a run goes on, and which weights alone have no use for."""
+"""Roles of files that continue a run; weights alone do not need them."""
 
 
 def for_weights_alone(manifest: Manifest) -> Manifest:
-    """A source whose target gets no optimizer: the files of its run are left out, and named."""
+    """A source for a target without optimizer: the files of its run are left out, with a note."""
     of_run = [
         item
         for item in manifest.files.siblings
@@ -159,7 +160,7 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
 
 
 def of_program(manifest: Manifest) -> list[Need]:
-    """What the program that saved a checkpoint needs beside the engine's files, each role once."""
+    """The needs of the program that saved a checkpoint, each role once."""
     rows: dict[str, Need] = {}
     scheduler_of = "engine" if _engine_has_scheduler(manifest) else "program"
     names = {os.path.basename(path) for path in manifest.files.paths}
@@ -174,10 +175,10 @@ def of_program(manifest: Manifest) -> list[Need]:
 
 
 def _engine_has_scheduler(manifest: Manifest) -> bool:
-    """Whether the engine's files have the scheduler that the program loads.
+    """Whether the engine's files contain the scheduler that the program loads.
 
-    Trainer and Accelerate give theirs to DeepSpeed if the ds_config has an optimizer, or have it
-    made by a scheduler of the ds_config (transformers 5.24, integrations/deepspeed.py).
+    Trainer and Accelerate pass their scheduler to DeepSpeed if the ds_config has an optimizer, or a
+    scheduler of the ds_config makes it (transformers 5.24, integrations/deepspeed.py).
     """
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}
@@ -186,9 +187,10 @@ def _engine_has_scheduler(manifest: Manifest) -> bool:
 
 
 def _program(manifest: Manifest) -> str | None:
-    """The program that resumes from a checkpoint, by the files beside it and by the engine's names.
+    """The program that resumes from a checkpoint, by files beside it and by engines' file names.
 
-    What is known by one file alone would be unknown without it. The Trainer writes its state last.
+    Detection uses several files, because each one may be missing. The Trainer writes its state
+    last.
     """
     names = {item.name for item in (*manifest.files.siblings, *manifest.files.omitted_files)}
     files = manifest.files.paths
@@ -211,7 +213,7 @@ def _program(manifest: Manifest) -> str | None:
 
 
 def reads_pointer(manifest: Manifest) -> bool:
-    """Whether the program loads an engine's folder by the file that names it (`latest`).
+    """Whether the program finds an engine's folder through the pointer file (`latest`).
 
     Accelerate names the folder itself (1.15), and so may a program without files of its own.
     """

@@ -1,10 +1,10 @@
-"""Which objects of a source may be written into a pickle, whose reader will build them?
+"""Decides which objects of a source may be written into a pickle.
 
 A checkpoint may name any class or function of Python. zckpt reads such a name as data. If it wrote
-the name into a pickle again, the program that loads the target would call it: a file of data would
-have become a program. So a pickle gets only the names of a closed list: COMMON, those that engines
-need (`Format.objects`), and those that the user admits with `--allow-object`.
-Everything else stays behind, and the report names it.
+the name into a pickle again, the program that loads the target would call it: data would have
+become a program. So a pickle gets only the names of a closed list: COMMON, those that engines need
+(`Format.objects`), and those that the user allows with `--allow-object`. All others are left out,
+and the report names them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COMMON = frozenset(
         "torch.torch_version.TorchVersion",  # a text: torch.__version__
     )
 )
-"""Names that build plain values and run nothing else, whatever their arguments."""
+"""Names that build plain values and run nothing else, for any arguments."""
 
 REBUILT = (
     "tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "wrapper_subclass",
@@ -96,10 +96,10 @@ DESCRIBING = COMMON | frozenset(
         ),
     )
 )
-"""Names by which torch's files describe tensors; a reader takes them apart, and keeps none.
+"""Names by which torch's files describe tensors; a reader parses them, and keeps none.
 
-`builtins.getattr`, by which pickles of protocol 2 name a class within a ShardedTensor, is not
-among them: it also reaches functions that run programs.
+`builtins.getattr`, by which pickles of protocol 2 name a class within a ShardedTensor, is not among
+them: it also reaches functions that run programs.
 """
 
 BUILTINS = tuple(
@@ -121,7 +121,7 @@ RUNNING = frozenset(
         "types.CodeType", "types.FunctionType", "webbrowser", "zipimport",
     )
 )  # fmt: skip
-"""Modules and functions by which a pickle runs programs or code, or reaches what does."""
+"""Modules and functions by which a pickle can run programs or code, or reach such functions."""
 REACHES_ALL = "builtins.getattr"  # Python 3.11 writes it for a member of an enum, too
 
 
@@ -137,8 +137,8 @@ def without_others(
     """The manifest without values that name a class or function outside of the closed list.
 
     `needed` are the names that engines put into their own files, `admitted` those of
-    `--allow-object`. A value that names another one is left out with its key in the nearest
-    dictionary. Raises CorruptCheckpoint for a value within itself.
+    `--allow-object`. A value that names another class or function is left out with its key in the
+    nearest dictionary. Raises CorruptCheckpoint for a value that contains itself.
     """
     filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
     state = filtered.dictionary(manifest.state_with_states, "")
@@ -163,7 +163,7 @@ def without_others(
 def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
     """The classes and functions outside of the closed list that a checkpoint names.
 
-    A pickle may call a function and drop what it gives: such a name counts, too.
+    A pickle may call a function and drop its result; such a name counts too.
     """
     names = _Names()
     values = (manifest.state_with_states, manifest.groups, _config(manifest))
@@ -172,14 +172,14 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """Names by which torch describes tensors follow the others, which say more."""
+    """Sorted names; those by which torch describes tensors come last, because they say less."""
     return sorted(names, key=lambda name: (name in DESCRIBING, name))
 
 
 def admissible(value: Any, needed: Collection[str]) -> list[str]:
-    """The names in a value that `--allow-object` may admit, sorted; none if it cannot admit all.
+    """The names in a value that `--allow-object` may allow, sorted.
 
-    `needed` are those that engines put into their own files.
+    Empty if one must not be allowed. `needed` are the names that engines put into their own files.
     """
     names = _Names().of(value) - COMMON - {*needed}
     never = ITSELF.name in names or any(map(runs_programs, names))
@@ -191,7 +191,10 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _refusal(names: list[str]) -> str:
-    """Why a value that names these is left out. There is no ready option for what runs programs."""
+    """The reason why a value with these names is left out.
+
+    It proposes no option for names that run programs.
+    """
     running = [name for name in names if runs_programs(name)]
     if not running and ITSELF.name in names:
         own = [name for name in names if name != ITSELF.name]
@@ -214,12 +217,12 @@ def _refusal(names: list[str]) -> str:
 
 
 class _Names(Struct, eq=False):
-    """The classes and functions that values name; each container is entered once."""
+    """Collects the classes and functions that values name; each container is visited once."""
 
     known: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, value: Any, depth: int = 0) -> frozenset[str]:
-        """Raises CorruptCheckpoint for a value that is nested too deeply, or within itself."""
+        """The names in a value; raises CorruptCheckpoint if nested too deeply or within itself."""
         if isinstance(value, Global):
             return frozenset((value.name,))
         if isinstance(value, Foreign):
@@ -244,7 +247,7 @@ class _Names(Struct, eq=False):
 
 
 class _Filter(Struct, eq=False):
-    """Leaves out what names something that is not `allowed`; collects lines for the report."""
+    """Leaves out values with names that are not `allowed`; collects notes for the report."""
 
     allowed: Collection[str]
     named: _Names = field(default_factory=_Names)
@@ -253,7 +256,7 @@ class _Filter(Struct, eq=False):
     omitted: list[Notice] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        """The dictionary without the keys whose values, or which themselves, are not allowed."""
+        """The dictionary without keys that are not allowed, or whose values are not."""
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
@@ -269,7 +272,7 @@ class _Filter(Struct, eq=False):
         return self.named.of(value).difference(self.allowed)
 
     def _lost(self, value: Any) -> frozenset[str]:
-        """Names that are not allowed and that no dictionary within `value` can leave out."""
+        """Disallowed names that no dictionary within `value` can leave out."""
         if not self._wrong(value) or isinstance(value, dict):
             return frozenset()
         if id(value) not in self.lost:
@@ -283,7 +286,7 @@ class _Filter(Struct, eq=False):
                     value.items,
                 )
                 names = frozenset().union(*map(self._wrong, parts), self._lost(value.state))
-                if ITSELF.name in self._wrong(value):  # it is written as a whole, or not at all
+                if ITSELF.name in self._wrong(value):  # it is written completely, or not at all
                     names = self._wrong(value)
             elif isinstance(value, (list, tuple)):
                 names = frozenset().union(*map(self._lost, value))

@@ -1,9 +1,9 @@
-"""What each optimizer keeps: hyper-parameters of its groups, and states of its parameters.
+"""The hyper-parameters and states of each optimizer.
 
-torch 2.13, DeepSpeed 0.19.8. If a source of another format did not store a hyper-parameter of an
-optimizer in `OPTIMIZERS`, its default is taken, with a warning. An optimizer is named if a file
-names it, or by `SIGNATURES`. Nothing is added to the groups of one that is not named. `WRITTEN` of
-steps.py has those that keep their step in a place of their own.
+torch 2.13, DeepSpeed 0.19.8. If a source of another format does not store a hyper-parameter of an
+optimizer in `OPTIMIZERS`, its default is used, with a warning. A file names the optimizer, or
+`SIGNATURES` infer its name. Groups of an unnamed optimizer stay unchanged. `WRITTEN` of steps.py
+has the optimizers that keep their step in a special place.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class KnownOptimizer(Struct, frozen=True):
-    """What is known of one optimizer.
+    """The facts about one optimizer.
 
-    `family` names optimizers that have the same states: one may go on where another has stopped.
-    `defaults` are those of the hyper-parameters; none if zckpt completes no group of it. It cannot
-    go on without `states`, which are tensors of a parameter's shape, and `numbers`.
+    `family` names optimizers with the same states: one may continue the state of another.
+    `defaults` are defaults of the hyper-parameters; empty if zckpt completes no group of it. It
+    requires `states`, which are tensors of a parameter's shape, and `numbers`.
     """
 
     family: str | None
@@ -59,12 +59,12 @@ OPTIMIZERS: dict[str, KnownOptimizer] = {
     ),
     "muon": KnownOptimizer("muon"),
 }
-"""By the optimizer's name in lower case, without the words for its implementation."""
+"""Optimizers by lower-case name, without the words for the implementation."""
 UNKNOWN = KnownOptimizer(None)
 
 
 def known_optimizer(name: str) -> KnownOptimizer:
-    """What is known of an optimizer, by its `plain_name`; nothing of one that is not listed."""
+    """The facts about an optimizer, by its `plain_name`; `UNKNOWN` if it is not listed."""
     return OPTIMIZERS.get(name, UNKNOWN)
 
 
@@ -74,14 +74,14 @@ def plain_name(name: str) -> str:
 
 
 def keep_other_states(ours: str | None, theirs: str | None) -> bool:
-    """Whether two optimizers, by their names, are of different families; False if one has none."""
+    """Whether two named optimizers are of different families; False if one has no name."""
     names = [plain_name(name or "") for name in (ours, theirs)]
     families = [known_optimizer(name).family or name for name in names]
     return all(families) and families[0] != families[1]
 
 
 class Signature(Struct, frozen=True):
-    """What the files of an optimizer show: by these a class is named that no file names.
+    """The states and keys of an optimizer, by which its class is inferred if no file names it.
 
     A state has all `states`, perhaps some of `others`, and no more. A group has only `keys`, of
     which it must have those `needed`. Keys that schedulers and programs add are ignored.
@@ -94,7 +94,7 @@ class Signature(Struct, frozen=True):
     needed: frozenset[str] = frozenset()
 
     def fits(self, states: frozenset[str], group: frozenset[str]) -> bool:
-        """Whether the states of a parameter and the keys of its group are of this optimizer."""
+        """Whether a parameter's states and its group's keys belong to this optimizer."""
         return (
             self.states <= states <= self.states | self.others
             and self.needed <= group <= self.keys | OF_PROGRAMS
@@ -108,7 +108,7 @@ def _signature(
     others: Iterable[str] = (),
     needed: Iterable[str] = (),
 ) -> Signature:
-    """A signature whose keys are those of the known optimizer, and these."""
+    """A signature with the keys of the known optimizer and the given `keys`."""
     every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
     return Signature(name, frozenset(states), every, frozenset(others), frozenset(needed))
 
@@ -120,7 +120,7 @@ OF_PROGRAMS = frozenset((
     "lr_mult", "wd_mult", "pre_lr_mult", "pre_wd_mult", "is_expert_parallel", "is_decoupled_lr",
     "default_config",  # of Megatron-Core
 ))  # fmt: skip
-"""Keys of groups that say nothing about the optimizer."""
+"""Keys of groups that do not identify the optimizer."""
 
 MUON = (
     "lr", "weight_decay", "momentum", "nesterov", "eps", "betas", "adjust_lr_fn", "ns_steps",
@@ -152,11 +152,11 @@ def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 LAZY = frozenset(("sgd", "muon"))
-"""Those that make anew what they do not find in a parameter's state."""
+"""Optimizers that recreate missing values of a parameter's state."""
 
 
 def needed_states(name: str) -> frozenset[str]:
-    """The states that an optimizer takes for given wherever a parameter has any state."""
+    """The states that an optimizer expects of every parameter with any state."""
     plain = plain_name(name)
     plain = known_optimizer(plain).family or plain
     known = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
@@ -173,10 +173,10 @@ def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str
 def name_of_groups(
     states: Sequence[Collection[str]], groups: Sequence[Mapping[str, Any]] | None
 ) -> str | None:
-    """The names of the optimizers that have these groups: "Muon, AdamW"; None if one has none.
+    """The names of the optimizers with these groups ("Muon, AdamW"); None if one is unnamed.
 
-    `states` are the keys of each group's states. A group without any is of the same optimizer as
-    the others. Without groups, all states are of one.
+    `states` are the keys of each group's states. A group without states has the same optimizer as
+    the others. Without groups, all states belong to one optimizer.
     """
     if groups is None:
         return infer_optimizer({key for keys in states for key in keys}, None)
@@ -193,22 +193,22 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
     """Whether a state is a matrix of one axis of each parameter, and has its shape by chance.
 
-    The preconditioner of a square matrix has the matrix's own shape, and not its elements. If all
-    `shapes` of the parameters are square, its name alone shows it.
+    The preconditioner of a square matrix has the matrix's own shape, but different elements. If all
+    `shapes` of the parameters are square, only its name shows it.
     """
     is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
     return is_square and OF_MATRICES.fullmatch(key) is not None
 
 
 def is_of_muon(group: Mapping[str, Any]) -> bool:
-    """Whether a group has what only Muon's have; `use_muon` may say that another updates it."""
+    """Whether a group belongs to a Muon class (also its Adam part, `use_muon: False`)."""
     return bool({"use_muon", "ns_steps"} & group.keys())
 
 
 def likely_optimizer(source: Manifest) -> str:
-    """The source's optimizer by its `plain_name`; "" if it is not named.
+    """The source's optimizer by its `plain_name`; "" if it is unnamed.
 
-    If it has no states that could show it, it is AdamW, unless the groups contradict.
+    Without states that could show it, AdamW is assumed, unless the groups contradict.
     """
     if source.optimizer is not None:
         return plain_name(source.optimizer)
@@ -226,20 +226,20 @@ ZEROS = frozenset(
 )
 """States that begin as zeros."""
 NUMBERS = {"mu_product": 1.0}
-"""Numbers that are no zeros before the first update."""
+"""Numbers that are not zero before the first update."""
 
 
 def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether a state is zeros before the first update; False too if zckpt does not know it.
+    """Whether a state is zeros before the first update; also False for an unknown state.
 
-    SGD's first momentum is the whole gradient, of which later ones lack the `dampening`.
+    SGD's first momentum is the full gradient; `dampening` reduces only later ones.
     """
     unlike = {"sum": "initial_accumulator_value", "momentum_buffer": "dampening"}
     return key in ZEROS and not group.get(unlike.get(key, ""))
 
 
 def check_moments(named: str | None, states: Collection[str]) -> None:
-    """Raises WrongOption if `--optimizer` names an Adam, and the source has no states of Adam."""
+    """Raises WrongOption if `--optimizer` names an Adam, but the source has no states of Adam."""
     if named is not None and not set(MOMENTS) <= set(states):
         raise WrongOption(
             "option-not-applicable",

@@ -1,7 +1,7 @@
-"""Which options can a conversion have, and which of them does a target understand?
+"""Declares the options of a conversion, and which of them a target supports.
 
 An option is declared once, as an `Option`: here if several formats share it, else in the folder of
-the one engine that understands it. `OPTIONS` of every format says what its writer understands. The
+the one engine that supports it. `OPTIONS` of every format lists what its writer supports. The
 command line, the functions of Python and the refusals follow from these lists.
 """
 
@@ -28,20 +28,22 @@ Renames = Sequence[tuple[str, str]]
 
 Value = TypeVar("Value", covariant=True)
 GroupDefaults = Mapping[Any, Any] | Sequence[Mapping[str, Any]]
-"""Hyper-parameters that a source does not store: by name for all groups, under a group's number for
-one group ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or a list with one dictionary per group."""
+"""Hyper-parameters that a source does not store.
+
+By name for all groups, under a group's number for one group ({"eps": 1e-8, 1: {"weight_decay":
+0.0}}), or a list with one dictionary per group.
+"""
 
 
 class Option(Struct, Generic[Value], frozen=True, eq=False):
-    """The declaration of one option: what Python, the command line and messages need of it.
+    """The declaration of one option, for Python, the command line and messages.
 
     `name` is the keyword in Python, `flag` the option of the command line, which usually has the
-    same name. `default` is the value without it, and `usual` says in words what is done then.
-    `help` is a sentence without its period. `choices` are the allowed values. Where there are none,
-    `kind` says how a command line writes the value: a key of `KINDS` in cli/parameters.py. `check`
-    raises WrongOption for a value that no format accepts. `reason` says why the option does not
-    apply to other formats. `group` is its section of `--help`; a `rare` option is shown by
-    `--help-all` alone.
+    same name. `default` is the value without it, and `usual` describes the default behavior. `help`
+    is a sentence without its period. `choices` are the allowed values. Without choices, `kind`
+    determines how a command line writes the value: a key of `KINDS` in cli/parameters.py. `check`
+    raises WrongOption for a value that no format accepts. `reason` is why the option does not apply
+    to other formats. `group` is its section of `--help`; only `--help-all` shows a `rare` option.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Option(Struct, Generic[Value], frozen=True, eq=False):
 
 
 def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
-    """A check for a number that must be positive; `hint` says what to give."""
+    """A check for a number that must be positive; `hint` tells the user what to give."""
 
     def check(number: int) -> None:
         if type(number) is bool or not hasattr(number, "__index__") or number < 1:
@@ -90,7 +92,7 @@ def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
 
 
 def _check_groups(name: str) -> Callable[[GroupDefaults], None]:
-    """A check for the hyper-parameters that the option of this name gives to groups."""
+    """A check for the hyper-parameters that the option `name` gives to groups."""
 
     def check(values: GroupDefaults) -> None:
         for key, value in _by_group(values).items():
@@ -119,7 +121,7 @@ def _check_objects(names: Sequence[str]) -> None:
 
 
 def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> Option[int | None]:
-    """An option for a number of at least 1, which `needed` calls."""
+    """An option for a number of at least 1; `needed` names the number in errors."""
     check = at_least_one(f"--{name.replace('_', '-')}", f"give a number of {needed}")
     words = {"kind": "integer", "usual": usual, "check": check, "group": SIZES, **more}
     return Option(name, None, help, **words)
@@ -237,7 +239,7 @@ ALLOW_OBJECT: Option[Sequence[str]] = Option(
     reason="the target has no pickle",
 )
 
-# -- options that need nothing of a writer: the source gets other names before it is written
+# -- options that writers ignore: the source is renamed before it is written
 
 PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
@@ -274,7 +276,7 @@ FAMILY: Option[str | None] = Option(
     metavar="NAME|FILE[:K=N,...]",
 )
 
-# -- options that need nothing of a writer: the source is checked, or loses states, before that
+# -- options that writers ignore: the source is checked, or loses states, before it is written
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
     "accept_weights", False,
@@ -301,7 +303,7 @@ BUFFERS: Option[Sequence[str]] = Option(
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
 )  # fmt: skip
-"""Every target takes these."""
+"""Options that apply to every target."""
 
 
 class Keywords(TypedDict, total=False):
@@ -322,7 +324,7 @@ class Keywords(TypedDict, total=False):
     max_file_size: int | None  # bytes
     allow_object: Sequence[str]
     param_names: Sequence[str] | None
-    tie: Renames  # pairs of a second name and the name that the source has
+    tie: Renames  # pairs of a second name and the source's name
     rename: Renames  # pairs of a regular expression and its replacement
     like: str | None  # a path
     family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
@@ -333,10 +335,10 @@ class Keywords(TypedDict, total=False):
 
 
 class Options(Struct, frozen=True):
-    """What a user asks of a conversion: `options[DP]` is the value of `--dp`, or its default.
+    """The user's options for a conversion: `options[DP]` is the value of `--dp`, or its default.
 
-    `given` are the options that differ from their defaults, and `read` the names of those that
-    somebody has asked for. Raises WrongOption for a value that no format accepts.
+    `given` are the options that differ from their defaults. `read` collects the names of options
+    that code has looked up. Raises WrongOption for a value that no format accepts.
     """
 
     given: tuple[tuple[Option[Any], Any], ...] = ()
@@ -363,7 +365,7 @@ class Options(Struct, frozen=True):
 
     @property
     def unread(self) -> list[Option[Any]]:
-        """The given options that nobody has asked for."""
+        """The given options that no code has looked up."""
         return [option for option, _ in self.given if option.name not in self.read]
 
     @property
@@ -372,7 +374,7 @@ class Options(Struct, frozen=True):
 
     @property
     def module_dtype(self) -> str | None:
-        """`--dtype` under its name in safetensors."""
+        """The type of `--dtype`, by its name in safetensors."""
         dtype = self[DTYPE]
         return None if dtype is None else DTYPES[dtype]
 
@@ -383,13 +385,13 @@ class Options(Struct, frozen=True):
         return FILE_SIZE if size is None else size
 
     def by_group(self, option: Option[GroupDefaults]) -> dict[Any, Any]:
-        """What an option gives: by name for all groups, under a group's number for it alone."""
+        """An option's values: by name for all groups, and by number for one group."""
         return _by_group(self[option])
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
         """The `--group-defaults` of one of `count` groups: its own, and those for all groups.
 
-        Raises WrongOption if one is given for a group that the source does not have.
+        Raises WrongOption if values are given for a group that the source does not have.
         """
         by_key = self.by_group(GROUP_DEFAULTS)
         numbers = [key for key in by_key if isinstance(key, int)]
@@ -404,7 +406,7 @@ class Options(Struct, frozen=True):
         return {**shared, **by_key.get(group, {})}
 
     def defaults(self, count: int) -> list[dict[str, Any]]:
-        """`--group-defaults` for each of `count` groups; raises as `defaults_of`."""
+        """`--group-defaults` for each of `count` groups; raises like `defaults_of`."""
         return [self.defaults_of(group, count) for group in range(count)]
 
 
@@ -414,10 +416,10 @@ def refuse(
     understood: Sequence[Option[Any]],
     reasons: Mapping[str, str],
 ) -> None:
-    """Raises WrongOption for an option or a value that the target does not understand.
+    """Raises WrongOption for an option or a value that the target does not support.
 
-    `target` is what the sentence calls it, such as `--to dcp`. `understood` are the options of its
-    writer. `reasons` say, by an option's name, why the target has no use for it.
+    `target` is the target's name in the error, such as `--to dcp`. `understood` are the options of
+    its writer. `reasons` state, by an option's name, why it does not apply to the target.
     """
     known = {option.name: option for option in (*understood, *EVERYWHERE)}
     for option, value in options.given:

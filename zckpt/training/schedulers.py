@@ -1,8 +1,9 @@
-"""What does a scheduler of learning rates keep for each group of its optimizer?
+"""The state that learning rate schedulers keep for each group of their optimizer.
 
-torch 2.13 keeps lists with an item per group; schedulers of schedulers have them in each one.
-DeepSpeed's own (0.19.8, runtime/lr_schedules.py) keep the number of the last update alone, so that
-their rates are those of the ds_config. In groups themselves, a scheduler keeps `initial_lr`.
+torch 2.13 keeps lists with an item per group; schedulers of schedulers have such lists in each
+inner one. DeepSpeed's own schedulers (0.19.8, runtime/lr_schedules.py) keep only the number of the
+last update, so their rates are those of the ds_config. In the groups themselves, a scheduler keeps
+`initial_lr`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""The lists of rates, each with the hyper-parameter of the groups that has the same values."""
+"""The lists of rates, each with the groups' hyper-parameter that has the same values."""
 OF_GROUPS = frozenset(
     (*RATES, "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 )
-"""The lists with an item per group. `_schedule_phases` and `_milestones` may be as long by chance.
+"""Lists with an item per group.
+
+`_schedule_phases` and `_milestones` may have this length by chance.
 """
 MAXIMA = ("max_lrs",)
-"""The largest rates of a CyclicLR, which are no group's."""
+"""The largest rates of a CyclicLR, which groups do not have."""
 INSIDE = "_schedulers"
-"""The list of those that a SequentialLR or a ChainedScheduler goes through."""
+"""The list of inner schedulers of a SequentialLR or a ChainedScheduler."""
 
 Scheduler = Mapping[str, Any]
 
 
 def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
-    """The state for new groups, each with what that of its number in `origins` had."""
+    """The state for new groups; each one gets the values of the group in `origins`."""
 
     def moved(key: str, values: list[Any]) -> list[Any]:
         return [values[number] for number in origins] if len(values) > max(origins) else values
@@ -35,7 +38,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state with the rates that these groups have."""
+    """The state with the rates of these groups."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -47,9 +50,9 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def keeps_rates(scheduler: Scheduler) -> bool:
-    """Whether the rates are those of the state or of the groups, and not of the program.
+    """Whether the rates come from the state or the groups, not from the program.
 
-    ReduceLROnPlateau, which has `min_lrs`, multiplies those of the groups.
+    ReduceLROnPlateau, which has `min_lrs`, multiplies the groups' rates.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]
@@ -59,7 +62,7 @@ def keeps_rates(scheduler: Scheduler) -> bool:
 def _with_lists(
     scheduler: Scheduler, change: Callable[[str, list[Any]], list[Any]]
 ) -> dict[str, Any]:
-    """The state with its lists of groups changed, and those of the schedulers inside of it."""
+    """The state with its lists of groups changed, also in inner schedulers."""
     result = dict(scheduler)
     for key, value in scheduler.items():
         if key in OF_GROUPS and isinstance(value, list) and value:

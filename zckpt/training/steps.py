@@ -40,7 +40,7 @@ from .faults import COUNTED_START
 from .optimizers import plain_name
 
 STATED = "--step-policy"
-"""What a place begins with where the user states a number that no file has."""
+"""Prefix of a place where the user states a number that no file has."""
 
 STALLS = {"BF16": 256, "F16": 2048}
 """The step at which adding one changes nothing, because the type is too narrow."""
@@ -52,10 +52,10 @@ WRITTEN = {
     "deepspeed-cpu-adam": StepPlace("state", "int"),
     "apex-fused-adam": StepPlace("group", "int"),
 }
-"""Where each class of `--optimizer` looks for its step; `torch` is also that of its programs."""
+"""The step's place for each class of `--optimizer`; `torch` also applies to torch programs."""
 
 COUNTED = StepPlace("state", "I64", (1,), first=1)
-"""Where ONNX Runtime counts updates: its Adam once for each weight, its Lamb once for all."""
+"""The place where ONNX Runtime counts updates: Adam once per weight, Lamb once for all."""
 
 OF_TORCH = frozenset(("adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adadelta"))
 """Torch's own optimizers that count in a 0-d tensor, by their `plain_name`."""
@@ -65,9 +65,10 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where the source's optimizer keeps its step: it looks there in another engine too.
+    """Where the source's optimizer keeps its step; it looks there in another engine too.
 
-    The optimizer is the program's own, whatever it is called. But some engines have their own.
+    The optimizer is the program's own, whatever its name. But some engines have optimizers of their
+    own.
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
@@ -75,10 +76,10 @@ def kept_place(source: Manifest) -> StepPlace:
 
 
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
-    """Where a program of torch keeps the step of the source's optimizer, or of the class `named`.
+    """Where a torch program keeps the step of the source's optimizer, or of the class `named`.
 
-    What a DeepSpeed configuration names is an optimizer of that engine: torch's own takes its
-    place. Torch's own also turns a number in a state into a tensor.
+    If a DeepSpeed configuration names the optimizer, it is the engine's, and torch's own replaces
+    it. Torch's own also turns a number in a state into a tensor.
     """
     if named is not None:
         return WRITTEN[named]
@@ -91,7 +92,7 @@ def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
 
 
 def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
-    """The different steps of the trained parameters of each of `count` groups."""
+    """The distinct steps of the trained parameters in each of `count` groups."""
     groups: list[set[Step]] = [set() for _ in range(count)]
     for parameter in manifest.parameters.values():
         number = parameter.group or 0
@@ -109,7 +110,7 @@ def counter_sightings(
 
 
 def step_of(value: Any) -> Step | None:
-    """The step that a 0-d tensor or a number states; whole numbers become int."""
+    """The step in a 0-d tensor or a number; integral values become int; None for other values."""
     number = value.value if isinstance(value, Scalar) else value
     if not is_step(number):
         return None
@@ -124,8 +125,8 @@ def kind_of(value: Any) -> str:
 class StatedSteps(Struct):
     """The steps that places of one kind state.
 
-    `where` is `state` or `group`. `steps` are by what states them: a rank, or the parameter that
-    the place is for. `kinds` are their types, `shapes` those of tensors.
+    `where` is `state` or `group`. `steps` are keyed by a rank or a parameter. `kinds` are their
+    types, `shapes` the shapes of tensors.
     """
 
     where: str
@@ -134,14 +135,14 @@ class StatedSteps(Struct):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, owner: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-        """Takes a stored number: a `Scalar` or Python's; ignores a value that states no step."""
+        """Adds a stored number: a `Scalar` or Python's; ignores a value that states no step."""
         if (step := step_of(value)) is not None:
             self.steps[owner] = step
             self.kinds[owner] = kind_of(value)
             self.shapes[owner] = shape
 
     def place(self) -> StepPlace | None:
-        """Where the first of them stands, and in which type; None without a step."""
+        """Where the first step is stored, and in which type; None without a step."""
         owner = next(iter(self.steps), None)
         if owner is None:
             return None
@@ -150,7 +151,7 @@ class StatedSteps(Struct):
     def settled(self, policy: str | None) -> dict[str, Step]:
         """The steps; one for all owners if `policy` is max, min or a number.
 
-        Raises InconsistentCheckpoint if one is no whole number, and no policy decides.
+        Raises InconsistentCheckpoint if a step is not integral and no policy decides.
         """
         if policy is None:
             need_whole((f"{self.where} of {owner}", step) for owner, step in self.steps.items())
@@ -161,16 +162,16 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """The statements that are true: those of states, else those of the first groups with any."""
+    """The true statements: those of states, else those of the first groups with any."""
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where an optimizer keeps its step, if not as torch's own do; None if in several types.
+    """Where an optimizer keeps its step if not as torch's own do; None if in several types.
 
     `named` is the class that `--optimizer` named when the files were written.
 
-    Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is a
+    Apex and TransformerEngine's FusedAdam keep one only in groups. If `capturable`, Apex's is a
     tensor of shape [1], to which it adds in place (commit 6424da3). Others keep one in both.
     """
     place = believed.place()
@@ -187,7 +188,7 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 def sightings_of(
     stated: StatedSteps, believed: StatedSteps
 ) -> Iterator[tuple[Sighting, Notice | None]]:
-    """One line for each different step, not one for each owner; and a warning if it is stalled."""
+    """One line for each distinct step, not for each owner; and a warning if the step is stalled."""
     is_true = stated.where == believed.where
     owners = by_key(
         ((step, stated.kinds[owner], is_true and believed.steps[owner] == step), owner)
@@ -201,11 +202,11 @@ def sightings_of(
 def counted_by_last(
     in_states: StatedSteps, in_groups: StatedSteps, groups: Iterable[Sequence[str]]
 ) -> StatedSteps:
-    """The steps of states; those of a group's last parameter for the group, if these alone count.
+    """The steps of states; if only a group's last parameter counts, its step for the full group.
 
     `groups` are the owners of each group's steps, in order. DeepSpeed's FusedAdam and FusedLion
-    (0.19.8, ops/adam/fused_adam.py) add 1 to the state of the last parameter that has a gradient,
-    and use that number for the whole group. They write 0 into the group and into other states.
+    (0.19.8, ops/adam/fused_adam.py) add 1 to the state of the last parameter with a gradient, and
+    use that number for the group. They write 0 into the group and into other states.
     """
     counted = dict(in_states.steps)
     for owners in groups:
@@ -218,12 +219,12 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether an optimizer that looks there counts as in `counted_by_last`, without ZeRO."""
+    """Whether an optimizer with this place counts as in `counted_by_last`, without ZeRO."""
     return (place.where, place.kind, place.stale) == ("state", "int", 0)
 
 
 def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
-    """A warning about a number that decided nothing: all places state another step."""
+    """A warning about a numeric --step-policy without effect: all places state another step."""
     step = manifest.step
     if policy is None or not policy.isdecimal() or step == int(policy):
         return []
@@ -263,7 +264,7 @@ def never_stepped(manifest: Manifest, digests: Mapping[int, Mapping[Key, int]]) 
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
-    those of a copy's target, by key for each model rank.
+    the digests of a copy's target, by key for each model rank.
     """
     if not may_be_unstepped(manifest):
         return None

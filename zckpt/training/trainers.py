@@ -1,4 +1,4 @@
-"""Which trainer program saved a directory, and which files it needs to resume.
+"""Identifies the trainer program that saved a directory, and the files it needs to resume.
 
     transformers    trainer_state.json, scheduler.pt, rng_state*.pth: its Trainer, and TRL's
     accelerate      random_states_R.pkl, scheduler.bin: Accelerator.save_state
@@ -28,11 +28,11 @@ TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
-"""Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
+"""Folders in which verl, NeMo AutoModel and its PEFT runs keep files for from_pretrained."""
 OPEN_FOLDERS = frozenset({".hf_metadata"})
-"""Hidden folders that a program has written to be given away with the weights."""
+"""Hidden folders that a program writes for distribution with the weights."""
 OPEN_FILES = frozenset({".metadata.json"})
-"""Hidden files of a program's own: OLMo-core (3.0) takes no folder without it for a checkpoint."""
+"""Hidden files that a program needs: OLMo-core (3.0) loads no folder without this file."""
 CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
 _OF_RANKS = re.compile(r"(?P<folder>\w+)/(?:(?P=folder)_(?:global|dp)_)?rank_?\d+\.pt")
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
@@ -46,7 +46,7 @@ LOADED = re.compile(
     r"|source\.spm|target\.spm|bpe\.codes|\w+\.tiktoken|tekken\.json|preprocessor_config\.json"
 )
 STATE = "trainer_state.json"
-HEAD = 1 << 12  # bytes of it in which the counter is looked for first
+HEAD = 1 << 12  # bytes at its start in which the counter is searched first
 _COUNTER = re.compile(rb'(?s)\s*\{[^{}\[\]]*\n  "global_step": ([0-9]{1,18}),')
 _MARKS = (
     (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
@@ -55,7 +55,7 @@ _MARKS = (
 
 
 def program_of(siblings: Iterable[Sibling]) -> str | None:
-    """The program that saved a checkpoint, by the files beside it."""
+    """The program that saved a checkpoint, by the files beside it; None if unknown."""
     return _program([item.name for item in siblings])
 
 
@@ -70,9 +70,9 @@ def _program(names: Collection[str]) -> str | None:
 
 
 def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
-    """A warning about files that no trainer looks for; `dialects` name those that it does.
+    """A warning about files that no trainer looks for; `dialects` are the ones with loadable files.
 
-    Its subject is the first of these.
+    Its subject is the first dialect.
     """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"{files} is not what the trainer looks for: to resume there, add {ways}"
@@ -80,9 +80,9 @@ def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
-    """Gives the line with which the program of these files resumes from a directory.
+    """A function that returns the line with which the program of these files resumes.
 
-    `otherwise` is for files of no program.
+    `otherwise` is used for files of no program.
     """
     program = program_of(siblings)
     if program is None:
@@ -99,7 +99,10 @@ RESUMING = {
 
 
 def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:
-    """Files beside one of several models, as if it were the only one; names of other models'."""
+    """Files beside one of several models, as if it were the only one.
+
+    And names of other models' files.
+    """
     files, others = [], []
     for item in siblings:
         if not _SCHEDULER.fullmatch(item.name):
@@ -112,7 +115,7 @@ def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], l
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
-    """The JSON object in the sibling `name`; None if there is none, or the file has no JSON."""
+    """The JSON object in the sibling `name`; None without the file, or if it is no JSON."""
     item = next((each for each in siblings if each.name == name and each.size <= MAX_JSON), None)
     if item is None:
         return None
@@ -125,16 +128,16 @@ def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 
 
 def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
-    """The JSON object in a file beside the weights, where the root or the model's folder has it."""
+    """The JSON object in a file beside the weights, in the root or the model's folder."""
     files = list(siblings)
     names = (name, *(f"{folder}{name}" for folder in LOADING_FOLDERS[1:]))
     return next((value for each in names if (value := json_of(files, each)) is not None), None)
 
 
 def counter(folder: str) -> int | None:
-    """The `global_step` that the Trainer states in a checkpoint's folder; None if it does not.
+    """The `global_step` of the Trainer's state in a checkpoint's folder; None without it.
 
-    The Trainer sorts the keys (transformers 5.23), so that it stands in front of the long history.
+    The Trainer sorts the keys (transformers 5.23), so the counter is before the long history.
     """
     path = os.path.join(folder, STATE)
     if not sources.is_file(path):
@@ -162,14 +165,14 @@ def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def number(value: Any) -> Any:
-    """A 0-d tensor (a capturable optimizer's learning rate) by value; others unchanged."""
+    """The value of a 0-d tensor (a capturable optimizer's learning rate); others unchanged."""
     return value.value if isinstance(value, Scalar) else value
 
 
 def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
     """The files that from_pretrained needs beside the weights: configuration, tokenizer, processor.
 
-    Some programs store them in a folder; its name is removed from theirs.
+    Some programs store them in a folder, whose name is removed from theirs.
     """
     by_name: dict[str, Sibling] = {}
     for item in siblings:
@@ -180,7 +183,7 @@ def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
 
 
 def without_folder(name: str) -> str:
-    """A sibling's name without the folder of files that load the weights."""
+    """A sibling's name without the folder of files for from_pretrained."""
     folder = next((folder for folder in LOADING_FOLDERS if name.startswith(folder)), "")
     return name.removeprefix(folder)
 
@@ -188,12 +191,12 @@ def without_folder(name: str) -> str:
 def beside(
     root: str, own: Collection[str], source: str | None = None
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Files of a directory that do not belong to its checkpoint, and notes on what is left out.
+    """Files of a directory that are not part of its checkpoint, and notes on omitted ones.
 
     `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
     configuration and tokenizer files (verl's `huggingface`), or a file of each rank (`rng` and
-    `dataloader` of NeMo AutoModel 0.7), or is `.hf_metadata`; other folders are left out and named.
-    Links are followed inside of the directory `source`, by default `root`.
+    `dataloader` of NeMo AutoModel 0.7), or is `.hf_metadata`. Other folders are left out, with a
+    note. Links are followed inside of the directory `source`, by default `root`.
     """
     siblings = SiblingList(source or root, OPEN_FOLDERS)
     folders: list[Notice] = []
@@ -221,10 +224,11 @@ def beside(
 def inside(
     root: str, folder: str, own: Collection[str], source: str
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Files in a folder of the checkpoint that are not `own`, and notes on what is left out.
+    """Files in a folder of the checkpoint that are not `own`, and notes on omitted ones.
 
-    NeMo AutoModel keeps the model's configuration and tokenizer there, in `.hf_metadata`, in
-    `consolidated` the weights once more, and a script to write them, which names the folder.
+    NeMo AutoModel keeps there the model's configuration and tokenizer (in `.hf_metadata`), a second
+    copy of the weights (in `consolidated`), and a script that writes this copy and names the
+    folder.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []
@@ -247,7 +251,7 @@ def inside(
 
 
 def once_more(folder: str, source: str) -> list[Sibling]:
-    """The files in a folder's own folder of whole weights, which a target does not get.
+    """The files in a folder's subfolder of full weights, which a target does not get.
 
     Links are followed inside of the directory `source`.
     """
@@ -259,7 +263,7 @@ def once_more(folder: str, source: str) -> list[Sibling]:
 
 
 def vocabulary(path: str) -> int | None:
-    """The number of a model's tokens, as its configuration states it; None if it does not."""
+    """The number of a model's tokens in its configuration; None if it is not stated."""
     if not sources.is_file(path):
         return None
     config = json_of([Sibling("config.json", path, sources.size(path))], "config.json") or {}

@@ -1,4 +1,4 @@
-"""Which steps do trainer programs state beside an engine's checkpoint, and which must be equal?
+"""Finds the steps that trainer programs state beside an engine's checkpoint, and compares them.
 
     file or name           counter        program
     trainer_state.json     global_step    transformers: updates, also those that fp16 has skipped
@@ -7,8 +7,9 @@
     random_states_0.pkl    step           accelerate: batches since an epoch began
     Lightning's state      global_step    Lightning: updates of all its optimizers together
 
-None of them is the optimizer's step. Only DeepSpeed's `global_steps` counts what `global_step` does
-(accelerate 1.15, transformers 5.24): all others count something else, and are only listed.
+None of them is the optimizer's step. Only DeepSpeed's `global_steps` counts the same as
+`global_step` (accelerate 1.15, transformers 5.24). All others count something else, and are only
+listed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .best import CHECKPOINT
 from .trainers import MAX_JSON, STATE, counter, json_of, program_of
 
 Number = Callable[[str, tuple[str]], int | None]
-"""Gives the whole number that a file of torch.save has under one of the keys."""
+"""Returns the integer that a torch.save file has under one of the keys."""
 
 TRAINER, FOLDER, SCHEDULER = "trainer", "folder", "scheduler"
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""The counters of trainers (`Sighting.counter`), beside which an engine's own have none."""
+"""The counters of trainers (`Sighting.counter`); an engine's own sightings have no such name."""
 
 _COUNTED = (
     (SCHEDULER, re.compile(r"scheduler(?:\.pt|(?:_\d+)?\.bin)"), "last_epoch"),
@@ -56,7 +57,7 @@ def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
 
 
 def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
-    """The counters of files, and of the folder in which a trainer has saved."""
+    """The counters in files, and in the name of the folder in which a trainer saved."""
     folder = _folder(manifest) if program_of(manifest.files.siblings) else ""
     name = os.path.basename(os.path.abspath(folder)) if folder else ""
     if match := CHECKPOINT.fullmatch(name):
@@ -70,31 +71,31 @@ def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
 
 
 def _number(item: Sibling, key: str, number_in: Number) -> int | None:
-    """The number in a file; None if the file is damaged, too large, or not this user's to read."""
+    """The number in a file; None if the file is damaged, too large, or not readable."""
     if sources.is_denied(item.path):
         return None
     if item.name == STATE:
         return counter(os.path.dirname(item.path))
     if item.size > MAX_JSON:
         return None
-    with suppress(ZckptError):  # whoever loads the file says that it is damaged
+    with suppress(ZckptError):  # the code that loads the file reports the damage
         return number_in(item.path, (key,))
     return None
 
 
 def _folder(manifest: Manifest) -> str:
-    """The folder of the files beside a checkpoint."""
+    """The folder of the files beside a checkpoint; "" without such files."""
     paths = [item.path for item in manifest.files.siblings if "/" not in item.name]
     return os.path.dirname(paths[0]) if paths else ""
 
 
 def global_step(manifest: Manifest) -> int | None:
-    """The updates that transformers' Trainer has counted; None if its state is not there."""
+    """The updates that transformers' Trainer has counted; None without its state."""
     return _seen(manifest, TRAINER)
 
 
 def counted_updates(source: Manifest) -> int:
-    """The updates of a run whose engine has counted none: as the Trainer says, or the optimizer."""
+    """The updates of a run whose engine counted none: the Trainer's count, else the optimizer's."""
     counted = global_step(source)
     return int(source.step or 0) if counted is None else counted
 
@@ -105,12 +106,12 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 
 
 def disagreements(manifest: Manifest) -> list[Notice]:
-    """What contradicts the Trainer's `global_step`: an engine's counter, or the folder's number.
+    """Contradictions of the Trainer's `global_step`: an engine's counter, or the folder's number.
 
-    An engine that has counted other updates is a problem: the files are of two saves. It is only a
-    warning if gradients are accumulated, and the engine has at most one update less for each epoch:
-    before accelerate 1.8 (its pull request 3630) DeepSpeed made no update at the end of an epoch
-    whose last batches were fewer than those of an update, while the Trainer counted one.
+    An engine with another count is a problem: the files are of two saves. It is only a warning if
+    gradients are accumulated, and the engine has at most one update less for each epoch. Before
+    accelerate 1.8 (its pull request 3630) DeepSpeed made no update at the end of an epoch whose
+    last batches were fewer than those of an update, while the Trainer counted one.
     """
     counted = global_step(manifest)
     if counted is None:
@@ -147,13 +148,16 @@ def disagreements(manifest: Manifest) -> list[Notice]:
 
 
 def _epochs(manifest: Manifest) -> float:
-    """The epochs that the Trainer has completed; none if its state does not say it."""
+    """The epochs that the Trainer has completed; 0 if its state does not state them."""
     epoch: Any = (json_of(manifest.files.siblings, STATE) or {}).get("epoch")
     return epoch // 1 if is_step(epoch) else 0
 
 
 def _accumulates(manifest: Manifest) -> bool:
-    """Whether an update of the engine takes several batches, or no file says how many."""
+    """Whether an update of the engine may need several batches.
+
+    True unless a file states 1.
+    """
     engine = manifest.run.engine
     stated = engine.config if isinstance(engine, FlatBufferEngine) else {}
     return stated.get("gradient_accumulation_steps") != 1

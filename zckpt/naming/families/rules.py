@@ -1,8 +1,8 @@
-"""Which tensors of Hugging Face are which tensors of Megatron-Core?
+"""Defines which tensors of Hugging Face are which tensors of Megatron-Core.
 
-Each family of models is a file of JSON: llama.json, qwen3.json, mixtral.json and gpt2.json here, or
-a user's own. Its rules stand in the order of `named_parameters()` of transformers 5.23. Names of
-Megatron-Core are those of its local spec (GPTModel 0.16.1). The rules with `only` are for other
+Each family of models is a JSON file: llama.json, qwen3.json, mixtral.json and gpt2.json here, or a
+user's own. Its rules are in the order of `named_parameters()` of transformers 5.23. Names of
+Megatron-Core are those of its local spec (GPTModel 0.16.1). Rules with `only` are for other
 spellings of one program, which are read and never written: norms of the spec for Transformer
 Engine, and experts as the Hub's files have them.
 """
@@ -36,9 +36,10 @@ NUMBERS = re.compile(r"\{(.*?)\}")
 
 
 class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """The names of both sides; `{layer}` and `{expert}` stand for numbers.
+    """The names in both programs; `{layer}` and `{expert}` stand for numbers.
 
-    `packing` is one of layouts.py. If `only` is set, the rule is for sources of this program alone.
+    `packing` is one of layouts.py. If `only` is set, the rule applies only to sources of this
+    program.
     """
 
     hugging_face: tuple[str, ...]
@@ -61,7 +62,7 @@ class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Family(Struct, frozen=True):
-    """The rules, the `model_type`s of config.json that they are for, and buffers to leave out."""
+    """The rules of a family, its `model_type`s in config.json, and patterns of omitted buffers."""
 
     rules: tuple[FamilyRule, ...]
     types: tuple[str, ...]
@@ -75,7 +76,7 @@ class Family(Struct, frozen=True):
 
 
 def family_of(name: str) -> Family:
-    """The family of that name, or in the user's file of that name.
+    """The family with this name, or in the user's file with this name.
 
     Raises WrongOption for a file that is missing or is no family, OSError if it cannot be read.
     """

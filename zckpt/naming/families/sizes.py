@@ -1,7 +1,7 @@
-"""How many heads and which vocabulary has the model that changes its names?
+"""The numbers of heads and the vocabulary of a model that changes its names.
 
 They come from `--family llama:heads=32,kv_heads=8`, from config.json beside the source, and from
-Megatron's arguments in its checkpoint. All that state a size must agree.
+Megatron's arguments in its checkpoint. All places that state a size must agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS = ("heads", "kv_heads", "vocab_size")
 
 
 class Sizes(Struct, frozen=True):
-    """None for what nothing states. `vocab_size` are the rows that the target's vocabulary has."""
+    """Sizes, None if not stated; `vocab_size` is the number of rows in the target's vocabulary."""
 
     heads: int | None = None
     kv_heads: int | None = None
@@ -62,15 +62,15 @@ def sizes_of(
     to_hugging_face: bool,
     path: str | None,
 ) -> Sizes:
-    """The sizes that are stated; raises InconsistentCheckpoint if two places differ.
+    """The stated sizes; raises InconsistentCheckpoint if two places differ.
 
-    `path` is that of a config.json, or of its folder, if the user gives one. Otherwise config.json
-    is that beside the source.
+    `path` is the path of a config.json, or of its folder, if the user gives one. Otherwise
+    config.json beside the source is used.
     """
     siblings = files_to_load_by(manifest.files.siblings)
     if path is not None:
         file = os.path.join(path, CONFIG) if sources.is_folder(path) else path
-        # a missing file is an error of the writer, which needs it
+        # the writer needs the file, and reports an error if it is missing
         siblings = [Sibling(CONFIG, file, sources.size(file))] if sources.is_file(file) else []
     config = json_of(siblings, CONFIG)
     stated: dict[str, tuple[str, int]] = {key: ("--family", value) for key, value in given.items()}
@@ -89,7 +89,7 @@ def sizes_of(
 
 
 def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool) -> dict[str, int]:
-    """What config.json of transformers says; raises WrongOption for a model of another family."""
+    """The sizes in transformers' config.json; raises WrongOption for a model of another family."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind not in family.types:
         raise WrongOption(
@@ -109,7 +109,7 @@ def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool)
 
 
 def _of_arguments(manifest: Manifest, to_hugging_face: bool) -> dict[str, int]:
-    """What the arguments of Megatron say, where a checkpoint has them."""
+    """The sizes in Megatron's arguments, if a checkpoint has them."""
     state = manifest.state
     own = (state.get("megatron") or {}).get("common")
     for holder in (own, state.get("client_state"), state):

@@ -1,6 +1,7 @@
-"""The manifest of a model of Hugging Face as that of the same model of Megatron-Core, and back.
+"""Converts the manifest of a Hugging Face model to that of the Megatron-Core model, and back.
 
-Every tensor of a parameter's shape goes with it: weights, masters, moments. No byte is read.
+Every tensor of a parameter's shape is converted with it: weights, masters, moments. No byte is
+read.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     """The manifest with the names, shapes and fragments of the other program.
 
     `text` is the value of `--family`. `config` is the path of a config.json, or of its folder, if
-    the user gives one. The names say in which direction it goes. Further copies of tensors
-    (`replicas`) do not come along. Raises WrongOption for names that no rule knows and for sizes
-    that do not fit, MissingData for a missing size or a missing part of a packed tensor,
-    InconsistentCheckpoint if parts of one tensor have other steps, hyper-parameters or types.
+    the user gives one. The names determine the direction. Further copies of tensors (`replicas`)
+    are dropped. Raises WrongOption for names that no rule covers and for sizes that do not fit,
+    MissingData for a missing size or a missing part of a packed tensor, InconsistentCheckpoint if
+    parts of one tensor have different steps, hyper-parameters or types.
     """
     name, given = parsed(text)
     family = family_of(name)
@@ -166,7 +167,7 @@ class _Translation(Struct, eq=False, dict=True):
         return LAYOUTS[group.rule.packing][self.target](views, self.sizes)
 
     def _shapes(self, group: TensorGroup) -> list[tuple[int, ...]]:
-        """The shapes of the targets; raises WrongOption, MissingData."""
+        """The shapes of the group's targets; raises WrongOption, MissingData."""
         shapes = [self.source.parameters[name].shape for name in group.sources]
         try:
             blank = [View(tuple((length,) for length in shape), (), 1) for shape in shapes]
@@ -197,7 +198,7 @@ class _Translation(Struct, eq=False, dict=True):
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
-        """What is said of the parameters of a group, in which they must agree."""
+        """The common facts of a group's parameters; raises if they disagree."""
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]
         first = parameters[0]
@@ -229,7 +230,7 @@ class _Translation(Struct, eq=False, dict=True):
         return replace(first, aliases=tuple(filter(None, aliases)))
 
     def _entries(self, group: TensorGroup) -> Iterator[Entry]:
-        """The tensors of the targets, slot by slot."""
+        """Yields the tensors of a group's targets, slot by slot."""
         entries = chain.from_iterable(self.of_parameter.get(name, ()) for name in group.sources)
         for slot, own in by_key((entry.slot, entry) for entry in entries).items():
             having = [entry.parameter for entry in own]
@@ -264,7 +265,7 @@ class _Translation(Struct, eq=False, dict=True):
 
 
 MODULE = frozenset({"module", "module_extra", "module_metadata"})
-"""What a manifest's state says about the modules of the source."""
+"""Keys of a manifest's state that describe the source's modules."""
 
 
 def _of(groups: Any, parameter: Parameter) -> Any:

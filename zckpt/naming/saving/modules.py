@@ -1,7 +1,7 @@
-"""A manifest of files under the names of modules, to be compared with one that has these names.
+"""Converts a manifest of files to the names of modules, to compare it with such a manifest.
 
-The rules lead from modules to files. So every tensor of a manifest with modules' names stands for a
-file here, and what the rules take out of it says where its elements are in the files themselves.
+The rules lead from modules to files. So this module makes a manifest in which every tensor of a
+module is a file. The rules applied to it show where the tensor's elements are in the real files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BYTE = "U8"
 
 
 def spelled_as(other: Manifest, first: Manifest) -> Manifest:
-    """The manifest with the kind of names that `first` has: of modules, or of files.
+    """The manifest with the same kind of names as `first`: of modules, or of files.
 
-    A config.json beside one of them says by which rules they differ. The same manifest without one,
-    and if its names are of that kind.
+    A config.json beside one of them selects the rules. Returns the same manifest without a
+    config.json, or if its names are already of that kind.
     """
     theirs, own = {*names_of(first)}, {*names_of(other)}
     for siblings in (first.files.siblings, other.files.siblings) if theirs != own else ():
@@ -44,13 +44,13 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
                 return saved
             if theirs & own < own.intersection(names_of(as_saved(first, config))):
                 return as_modules(other, first, config)
-        except ZckptError:  # of another model
+        except ZckptError:  # the config is of another model
             continue
     return other
 
 
 class ModuleSpan(Struct, frozen=True):
-    """Elements of a module's tensor that begin at `at`: elements [start, stop) of the file's."""
+    """Elements of a module's tensor from `at` on: elements [start, stop) of a file's tensor."""
 
     at: int
     name: str
@@ -59,9 +59,9 @@ class ModuleSpan(Struct, frozen=True):
 
 
 def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> Manifest:
-    """The manifest of files under a module's names: those of `model`, a manifest of the same model.
+    """The manifest of files under a module's names, those of `model`, the same model's manifest.
 
-    Tensors of which `model` has nothing keep their names.
+    Tensors that `model` lacks keep their names.
     """
     blank = _blank(model)
     places = by_key(
@@ -129,7 +129,7 @@ def _blank(model: Manifest) -> Manifest:
 def _joined(
     key: Key, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
 ) -> Entry | None:
-    """The tensor whose places are in these entries; None if their types or sizes do not fit."""
+    """The tensor joined from these entries; None if their types or sizes do not fit."""
     if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
         return None
     first = parts[0]

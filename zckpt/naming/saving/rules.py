@@ -1,8 +1,8 @@
-"""Which rules are for a model, by its configuration, and which names does each of them change?
+"""Selects the rules for a model by its configuration, and the names that each rule changes.
 
-Every model inside of a model may have rules of its own: those of its class, else those of its
-type. They are for the names below its path. Inner models that a configuration chooses (the text
-model of LLaVA) are looked up in the same table. Follows `get_model_conversion_mapping` and
+Every model inside of a model may have its own rules: those of its class, else those of its type.
+They apply to the names below its path. Inner models that a configuration chooses (the text model of
+LLaVA) are looked up in the same table. Follows `get_model_conversion_mapping` and
 `revert_weight_conversion` of transformers 5.24.
 """
 
@@ -24,9 +24,9 @@ Step = Sequence[Any]
 
 
 class NameMatch(Struct, frozen=True):
-    """Where a rule fits a name: what stands before and after the text `found`.
+    """The place where a rule matches a name: the text before and after the text `found`.
 
-    `number` is that of the source of the rule, `group` what its first bracket matched.
+    `number` is the number of the rule's source, `group` the text of its first bracket.
     """
 
     before: str
@@ -36,16 +36,16 @@ class NameMatch(Struct, frozen=True):
     group: str | None
 
     def with_target(self, target: str, add: int = 0) -> str:
-        r"""The name with a target in the place of the text; `\1` is the group, plus `add`."""
+        r"""The name with the text replaced by a target; `\1` is the group, plus `add`."""
         group = str(int(self.group or 0) + add) if add else self.group or ""
         return self.before + target.replace(r"\1", group) + self.after
 
 
 class SavingRule(Struct, frozen=True):
-    """One rule: names that fit one of its sources get its target.
+    """One rule: names that match one of its sources get its target.
 
-    With `steps`, the tensors of all sources together become those of all targets. `scope` is the
-    path of the model that the rule is for, without `prefix`; the root's rules have none.
+    With `steps`, the tensors of all sources together become the tensors of all targets. `scope` is
+    the path of the model that the rule is for, without `prefix`; None for the root's rules.
     """
 
     pattern: re.Pattern[str]
@@ -56,7 +56,7 @@ class SavingRule(Struct, frozen=True):
     prefix: str
 
     def match(self, name: str) -> NameMatch | None:
-        """Where the rule fits a name; None if it does not."""
+        """The place where the rule matches a name; None if it does not match."""
         front = ""
         if self.scope is not None:
             scope = f"{self.scope}." if self.scope else ""
@@ -78,7 +78,7 @@ class SavingRule(Struct, frozen=True):
         return NameMatch(front + before, found, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
-        """The name that a rule without steps makes of a name."""
+        """The name changed by a rule without steps."""
         match = self.match(name)
         if match is None:
             return name
@@ -89,7 +89,7 @@ class SavingRule(Struct, frozen=True):
 class SavingRules(Struct, frozen=True):
     """The rules of a model in the order in which they are applied.
 
-    Names with one of the `marks` are those of files already. `sizes` are numbers of the
+    Names with one of the `marks` are already names of files. `sizes` are numbers of the
     configuration.
     """
 
@@ -99,13 +99,13 @@ class SavingRules(Struct, frozen=True):
     sizes: Mapping[str, Any]
 
     def renamed(self, name: str) -> str:
-        """The name after all renames, each of which takes what the one before it gave."""
+        """The name after all renames, applied one after the other."""
         for rule in self.renames:
             name = rule.renamed(name)
         return name
 
     def converter(self, name: str) -> tuple[SavingRule, NameMatch] | None:
-        """The first converter that a name fits."""
+        """The first converter that matches a name; None without one."""
         for rule in self.converters:
             if match := rule.match(name):
                 return rule, match
@@ -124,7 +124,7 @@ class SavingRules(Struct, frozen=True):
 
 
 def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
-    """The rules of the model that a configuration is for; None if it has none, or is unknown."""
+    """The rules of the model that a configuration describes; None if it has none, or is unknown."""
     classes, kind = config.get("architectures"), config.get("model_type")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     about = _models().get(name) or {"type": kind, "prefix": "", "modules": []}
@@ -134,7 +134,7 @@ def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
         scope = None
         if path:
             scope = path.removeprefix(about["prefix"]).removeprefix(".")
-        # those of inner models come first
+        # the rules of inner models come first
         rules = [*(_rule(item, scope, about["prefix"]) for item in rules_for(key)), *rules]
     if not rules:
         return None
@@ -177,7 +177,10 @@ def _inside(
 
 
 def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The paths and keys of rules that apply: a model's, unless one above it has the same ones."""
+    """The paths and keys of rules that apply.
+
+    A model is skipped if one above has the same rules.
+    """
     seen: dict[str, list[str]] = {}
 
     def is_claimed(key: str, path: str) -> bool:
@@ -198,7 +201,7 @@ def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple
 
 
 def rules_for(key: str) -> list[dict[str, Any]]:
-    """The rules of a class or of a type, as the table has them."""
+    """The rules of a class or of a type in the table."""
     found = _table()["rules"].get(key, [])
     return rules_for(found) if isinstance(found, str) else list(found)
 
@@ -216,7 +219,7 @@ def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> SavingRule
 
 @cache
 def _compiled(sources: tuple[str, ...]) -> re.Pattern[str]:
-    """One pattern of all sources: the longest one that fits counts."""
+    """One pattern for all sources; the longest match counts."""
     numbered = sorted(enumerate(sources), key=lambda item: -len(item[1]))
     return re.compile("|".join(f"(?P<g{number}>{source})" for number, source in numbered))
 
@@ -229,5 +232,5 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _models() -> dict[str, dict[str, Any]]:
-    """What the table says of a model, by its class."""
+    """The table's entries of models, by class."""
     return {name: item for item in _table()["models"] for name in item["classes"]}

@@ -1,4 +1,4 @@
-"""What do the steps of a rule make of tensors? Each takes all of them, and gives all.
+"""The operations of a rule on tensors; each one takes all tensors, and returns all.
 
     cut       into equal parts along an axis: one for each target, or as many as a size says
     join      one after another along an axis
@@ -30,7 +30,7 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """The tensors of all targets, from those of the sources by number; raises ValueError."""
+    """The tensors of all targets, made from the numbered sources; raises ValueError."""
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:
         tensors = STEPS[name](tensors, targets, arguments, size)

@@ -1,4 +1,4 @@
-"""A manifest under the names of the files that `save_pretrained` writes. No byte is read."""
+"""Converts a manifest to the names of the files that `save_pretrained` writes; reads no byte."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from .steps import converted
 def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     """The manifest with the names and tensors of the files of a model with this configuration.
 
-    The same manifest if the model has no rules, or if its names are those of files already. States
-    of a parameter's shape go with it. Other states of a tensor that is cut or joined keep their
-    names, and further copies (`replicas`) do not come along. Raises UnsupportedCheckpoint for
-    tensors that do not fit, and InconsistentCheckpoint if two would get one name.
+    Returns the same manifest if the model has no rules, or if its names are already names of files.
+    States of a parameter's shape are converted with it. Other states of a tensor that is cut or
+    joined keep their names, and further copies (`replicas`) are dropped. Raises
+    UnsupportedCheckpoint for tensors that do not fit, and InconsistentCheckpoint if two would get
+    one name.
     """
     rules, names = rules_of(config), names_of(manifest)
     if rules is None or any(f".{mark}." in f".{n}." for mark in rules.marks for n in names):
@@ -38,9 +39,9 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 
 
 class NameGroup(Struct, eq=False):
-    """The names that become others together, by the number of the rule's source.
+    """Names that become other names together, by the number of the rule's source.
 
-    Without a rule it is one name that becomes another one.
+    Without a rule it is a single name that is renamed.
     """
 
     rule: SavingRule | None
@@ -49,7 +50,7 @@ class NameGroup(Struct, eq=False):
 
 
 def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
-    """The groups by the name of what a group becomes, or by the first one's with a `*` in it."""
+    """The groups by their new name, or by their first target with a `*` in it."""
     groups: dict[str, NameGroup] = {}
     for name in names:
         rule, match = rules.converter(name) or (None, None)
@@ -76,7 +77,7 @@ class _Translation(Struct, eq=False, dict=True):
     entries: dict[Key, Entry] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
-    owners: dict[str, str] = field(default_factory=dict)  # parameters of the source by new names
+    owners: dict[str, str] = field(default_factory=dict)  # the source's parameters by new names
     new: dict[str, list[str]] = field(default_factory=dict)  # by a name of the source
 
     def __post_init__(self) -> None:
@@ -127,7 +128,7 @@ class _Translation(Struct, eq=False, dict=True):
             self._enter(replace(entry, parameter=new))
 
     def _convert(self, group: NameGroup, rule: SavingRule) -> None:
-        """Enters the tensors that those of a group become, slot by slot."""
+        """Adds the converted tensors of a group, slot by slot."""
         by_slot = by_key(
             (entry.slot, (number, entry))
             for number, name in group.names.items()
@@ -148,7 +149,7 @@ class _Translation(Struct, eq=False, dict=True):
                     self._enter(entry)
 
     def _is_whole(self, group: NameGroup, parts: Mapping[int, Entry]) -> bool:
-        """Whether all tensors of a group are there, of one type, each of its weight's shape."""
+        """Whether all tensors of a group exist, with one type and the shapes of their weights."""
         known = self.source.parameters
         fits = all(
             entry.parameter not in known or entry.shape == known[entry.parameter].shape
@@ -177,7 +178,7 @@ class _Translation(Struct, eq=False, dict=True):
     def _views(
         self, group: NameGroup, rule: SavingRule, parts: Mapping[int, Entry]
     ) -> dict[str, View]:
-        """The tensors of a slot by their new names."""
+        """The converted tensors of a slot by their new names."""
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(
                 "options-conflict",
