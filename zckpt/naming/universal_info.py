@@ -1,8 +1,8 @@
 """The rules in a `universal_checkpoint_info`, by which tensor ranks cut a model.
 
 Megatron-DeepSpeed has put the info into its client state since 10/2023, AutoTP into every model
-file since DeepSpeed 0.19. Patterns are regular expressions that match the begin of a name. Their
-precedence and meaning are those of DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`:
+file since DeepSpeed 0.19. Patterns are regular expressions that match the beginning of a name.
+Their precedence and meaning are those of DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`:
 
     affine_map                                 boxes of the whole tensor, per rank
     tp_replicated_parameter_patterns           all ranks have the same

@@ -1,9 +1,9 @@
 """The functions of the format megatron, and the obstacles to loading its files unchanged.
 
-    fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes load it
-    dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp loads it
-    mp_rank_*: a folder for each model rank                                    any dp loads it
-    gated layers that torch's FSDP2 has cut                                    the same dp and tp do
+fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes load it
+dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp loads it
+mp_rank_*: a folder for each model rank                                    any dp loads it
+gated layers that torch's FSDP2 has cut                                    the same dp and tp do
 """
 
 from ...core.checkpoint.manifest import Manifest

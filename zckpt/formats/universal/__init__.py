@@ -1,10 +1,10 @@
 """zckpt's own format: full tensors as safetensors, by slot, with a manifest.
 
-    files.py      finds the checkpoint's files; the version that is written
-    read.py       reads manifest.json, and finds tensors in the safetensors files
-    agreement.py  checks that the parts of manifest.json agree
-    write.py      writes the files for `convert --to universal`
-    functions.py  the table of this format's functions
+files.py      finds the checkpoint's files; the version that is written
+read.py       reads manifest.json, and finds tensors in the safetensors files
+agreement.py  checks that the parts of manifest.json agree
+write.py      writes the files for `convert --to universal`
+functions.py  the table of this format's functions
 """
 
 from ...training.options import (
