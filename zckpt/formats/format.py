@@ -178,14 +178,15 @@ class Functions(Struct, frozen=True, eq=False):
     read: Callable[[str, Reading], Manifest]
     """Reads the checkpoint at a path with the user's options; raises a ZckptError.
 
-    A format that is only written has this function too: it reads the shells back.
+    A format that is only written needs this function too, to read its own shells.
     """
     lay_out: Callable[[Manifest, Options], Layout] | None = None
-    """Makes the files of the target, without tensors; raises before the first byte is written."""
+    """Returns the files of the target, still without tensors; raises errors before any write."""
     lay_out_like: Callable[[Manifest, Manifest, Options], Layout] | None = None
-    """As `lay_out`, for a source of another engine; `--like` names a run of the target's engine.
+    """As `lay_out`, for a source of another engine.
 
-    The second manifest is that of the run. It supplies facts that only such a run has.
+    The second manifest is of the run that `--like` names. That run was saved by the target's
+    engine, and has facts that the source does not have.
     """
     has_models: Callable[[Manifest, Options], bool] | None = None
     """Whether a target can store several models, each with a number."""

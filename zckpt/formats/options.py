@@ -25,7 +25,7 @@ OF_CONVERSIONS = frozenset(
 )
 """Options that change a run beyond its size."""
 MOST_NAMED = 3
-"""The largest number of formats that a help names as not supporting an option."""
+"""Most formats that a help names as not supporting an option, so the help fits on one screen."""
 
 
 class Keywords(

@@ -32,7 +32,10 @@ KEYS = ("lr_scheduler", "scheduler", "sched")
 OF_TORCH = "last_epoch"
 """The key of the counter in every scheduler of torch."""
 OF_TRAINER = SCHEDULERS[0]
-"""The file of schedulers that Accelerate loads itself; each process has counted in it."""
+"""The Trainer's scheduler file.
+
+Accelerate's file is not used: Accelerate loads it itself, and each process has counted in it.
+"""
 LISTED = "lr_schedulers"
 """The key of a list of schedulers, which stay in the program's own state."""
 DEPTH = 3

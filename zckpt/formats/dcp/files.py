@@ -107,7 +107,7 @@ def has_items(path: str) -> bool:
 
 
 def folders(path: str) -> list[str]:
-    """The folders of one checkpoint: `path` itself, or one for the model and one for the optimizer."""
+    """The folders of one checkpoint: `path` itself, or one each for model and optimizer."""
     if not sources.is_folder(path):
         return []
     if has_items(path):

@@ -4,8 +4,8 @@
     tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
 
 In files of layers, both have only the rest of the name. A stage has the layers whose numbers are in
-its names. It may also have some layers before the next stage's first number: tied layers, functions
-and frozen layers.
+its names. It may also have tied layers, functions and frozen layers. Their numbers are after the
+previous stage's last number and before the next stage's first number.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class _Entries:
         self.lost: list[str] = []
 
     def add_sharded(self, name: str) -> None:
-        """Adds a weight of a mixed-precision run: owners hold its master, all ranks a 16-bit copy."""
+        """Adds a mixed-precision weight: owners hold its master, all ranks a 16-bit copy."""
         fragments = []
         is_cut = any(name in rank.pieces for rank in self.save.ranks)
         for share in self.owned[name]:

@@ -443,7 +443,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
-    """A state's number and shape; the number is None for a tensor of several elements."""
+    """The value and the shape of a stored step; the value is None for several elements."""
     if isinstance(state, Leaf):
         return (state.number() if state.numel == 1 else None), state.shape
     return state, ()

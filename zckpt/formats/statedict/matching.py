@@ -188,9 +188,10 @@ def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names in the only way that keeps their order; raises MissingData for none or several.
 
-    The name of a number is between the first and the last name that the number could have, if no
-    other order competed. If both are the same, no other order has this name, which reduces the
-    others' choice. A number without a shape gets no name that all numbers of its shape need.
+    Each order is first placed alone: as early as possible, then as late as possible. A number's
+    name is between its two places. If both places are the same, the name belongs to this number.
+    The other orders then lose this name, and the search is repeated. A number without a shape gets
+    no name that is needed by the numbers of the name's shape.
     """
     total = sum(map(len, orders))
     needed = Counter(shape for order in orders for shape in order if shape is not None)

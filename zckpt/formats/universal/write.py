@@ -151,7 +151,7 @@ DIGEST = len(', "crc32": "00000000"')
 FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
 """Bytes that each tensor's checksum, and each file without its name, adds to the manifest."""
 CHECKSUM = ',\n "crc32": "00000000"'
-"""A manifest's shell has a hole of this length, so no byte has to be moved."""
+"""The last entry of manifest.json. Spaces are written in its place until the copy is complete."""
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:

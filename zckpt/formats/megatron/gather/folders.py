@@ -109,7 +109,7 @@ class Folders:
     def _buffers(
         self, place: tuple[int, int, int], chunk: int, weights: Mapping[str, Local]
     ) -> Iterator[Filled]:
-        """A rank's buffers of one chunk: for each type of weights, the one with the chunk's number."""
+        """A rank's buffers of one chunk: those with the chunk's number, one per type of weights."""
         stage, expert, rank = place
         path = os.path.join(self.ranks[place][0], "distrib_optim.pt")
         if not sources.is_file(path):
