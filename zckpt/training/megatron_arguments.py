@@ -1,7 +1,7 @@
 """The arguments that Megatron's programs save with a run, and the sizes among them.
 
-When they load, Megatron's programs compare their arguments with these, and stop if they differ.
-So a target for another grid has other numbers in them. They are in the client state under `args`:
+When they load, Megatron's programs compare their arguments with these, and stop if they differ. So
+a target for another grid has other numbers in them. They are in the client state under `args`:
 
     Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
                          model_parallel_size), pipeline_model_parallel_size, padded_vocab_size

@@ -208,7 +208,7 @@ def is_of_muon(group: Mapping[str, Any]) -> bool:
 def likely_optimizer(source: Manifest) -> str:
     """The source's optimizer by its `plain_name`; "" if it is unnamed.
 
-    Without states that could show it, AdamW is assumed, unless the groups contradict.
+    Without optimizer states, AdamW is assumed if the groups' keys allow it.
     """
     if source.optimizer is not None:
         return plain_name(source.optimizer)

@@ -80,9 +80,9 @@ def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
-    """A function that returns the line with which the program of these files resumes.
+    """A function that maps a path to the line of code with which the program resumes from it.
 
-    `otherwise` is used for files of no program.
+    The files show the program. If they belong to no known program, `otherwise` is returned.
     """
     program = program_of(siblings)
     if program is None:

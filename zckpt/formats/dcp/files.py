@@ -224,8 +224,7 @@ def _is_megatrons(folder: str) -> bool:
     """Whether a folder was written by Megatron-Core.
 
     Megatron-Core (0.16.1) recognizes its folders by `metadata.json`. Megatron-FSDP has no such
-    file, and
-    the file may be lost. In these cases the keys of the items decide.
+    file, and the file may be lost. In these cases the keys of the items decide.
     """
     path = os.path.join(folder, "metadata.json")
     if sources.is_file(path):

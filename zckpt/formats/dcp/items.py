@@ -31,8 +31,7 @@ class OpenedItem(Struct, frozen=True):
     """The content of an item's file.
 
     `value` contains inert records instead of objects and tensors. `entry` maps such a tensor record
-    to
-    the place of its bytes. `records` are the records of all its tensors.
+    to the place of its bytes. `records` are the records of all its tensors.
     """
 
     value: Any

@@ -231,9 +231,8 @@ class _FolderReader:
         """The extra key for a folder that is a state dict itself.
 
         Empty if the folder has the usual keys. In a folder of a model alone, the keys of tensors
-        are parameter names. In a folder of an optimizer
-        alone, they are `state` and `param_groups`. Any other folder nests state dicts under a
-        program's keys.
+        are parameter names. In a folder of an optimizer alone, they are `state` and `param_groups`.
+        Any other folder nests state dicts under a program's keys.
         """
         if not is_pair(self.saved.folders):
             return ()

@@ -1,9 +1,8 @@
 """Writes any manifest as shells of a torch.distributed.checkpoint directory.
 
 torch.distributed.checkpoint.load requires every key of the program's state dict, and it reads
-complete
-items. So the keys are complete for torch 2.13. Tensors are cut along their first axis for the
-ranks of `--dp N`. Any other number of ranks loads the same files.
+complete items. So the keys are complete for torch 2.13. Tensors are cut along their first axis for
+the ranks of `--dp N`. Any other number of ranks loads the same files.
 
 Every rank's items are in its own files, `__R_K.distcp`, as if N ranks had saved.
 """
@@ -250,9 +249,8 @@ class DcpWriter(Struct, eq=False, dict=True):
         """Items by folder (`model` and `optim`), under the same keys as in the source.
 
         A program asks each folder for the keys it expects, so both folders get the rest of the
-        state.
-        Exceptions are a folder that is a state dict itself, and one with weights alone. Without an
-        optimizer, the target is the content of the model's folder.
+        state. Exceptions are a folder that is a state dict itself, and one with weights alone.
+        Without an optimizer, the target is the content of the model's folder.
         """
         dicts = self.dicts
         others = sorted(

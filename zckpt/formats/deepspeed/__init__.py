@@ -29,8 +29,8 @@ pipeline's layers have their weights in layer_NN[-model_TT]-model_states.pt.
     functions.py         the functions of this format, and why another run does not load its files
 
 Each module imports only modules listed above it. formats/deepspeed_states contains what these files
-share with DeepSpeed's universal checkpoints.
-Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
+share with DeepSpeed's universal checkpoints. Facts in this package are of DeepSpeed 0.19.8 unless
+said otherwise; files back to 0.5.10 are read.
 """
 
 from ..deepspeed_states import OBJECTS, options

@@ -5,9 +5,8 @@
     mp_rank_00_model_states.pt                 a copy of ep rank 0's, which the engine does not load
 
 Every rank keeps a complete optimizer of its parameters. Of the ranks with the same experts, the
-first
-one saves it. If layers have several expert-parallel sizes, the files count the ranks of the largest
-size, and several files contain the experts of the other layers. DeepSpeed 0.19.8, engine.py
+first one saves it. If layers have several expert-parallel sizes, the files count the ranks of the
+largest size, and several files contain the experts of the other layers. DeepSpeed 0.19.8, engine.py
 `_save_moe_checkpoint`.
 
 stage_0/naming.py names the parameters of ep rank 0. The optimizers of the other ranks list the same
@@ -176,10 +175,8 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
     """Maps second names of tied weights on rank 0 to their first name: the engine saves both.
 
     Both have the same bytes (DeepSpeed 0.19.8 saves copies), or the same storage in a file that
-    zckpt
-    wrote. Weights with a single element, or with all elements equal, do not count: they may be
-    equal by
-    chance.
+    zckpt wrote. Weights with a single element, or with all elements equal, do not count: they may
+    be equal by chance.
     """
     stated = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
@@ -202,7 +199,7 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
 
 
 def _varies(file: TorchFile, tensor: Tensor) -> bool:
-    """Whether a tensor with its own storage has elements that differ."""
+    """Whether a tensor with its own storage has at least two different elements."""
     if not tensor.contiguous or tensor.numel < 2 or tensor.offset:
         return False
     head = file.read(tensor.part(0, min(tensor.numel, 64)))

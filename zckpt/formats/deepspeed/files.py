@@ -2,11 +2,9 @@
 
 A directory contains one ZeRO checkpoint per model rank: `mp_rank_MM` is stage MM // tp of the
 pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). File names
-show
-the sizes, and ranks.py compares what files state. Only pipelines have files of layers, with the
-tensor rank in their names (`layer_03-model_01-model_states.pt`, or `layer_03-model_states.pt` for
-one
-tensor rank). A pipeline with experts has no files of layers: its stages are known by their
+show the sizes, and ranks.py compares what files state. Only pipelines have files of layers, with
+the tensor rank in their names (`layer_03-model_01-model_states.pt`, or `layer_03-model_states.pt`
+for one tensor rank). A pipeline with experts has no files of layers: its stages are known by their
 parameters.
 
 DeepSpeed's own guess counts the names that begin with `layer_01`, and fails if that layer is a
@@ -74,13 +72,10 @@ class RankFiles(Struct, frozen=True):
     """The files of one model rank, as paths in rank order.
 
     `models` is one file in stages 1 and 2, and one per data-parallel rank in stage 3. `experts` is
-    keyed
-    by the layer's number in its model rank and the expert's number in the layer. `of_ep` are the
-    optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed` caches the
-    opened
-    files of all model ranks. `number` is the model rank. `sp` is the number of sequence-parallel
-    ranks
-    that the file names count as model ranks.
+    keyed by the layer's number in its model rank and the expert's number in the layer. `of_ep` are
+    the optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed` caches the
+    opened files of all model ranks. `number` is the model rank. `sp` is the number of
+    sequence-parallel ranks that the file names count as model ranks.
     """
 
     models: Sequence[str]
@@ -170,8 +165,8 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     """The files of all ranks. `written` is the grid of a target whose layer files do not exist yet.
 
     Raises IncompleteCheckpoint if the names show that a file is missing. Raises
-    UnsupportedCheckpoint
-    for NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some stages have experts.
+    UnsupportedCheckpoint for NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some
+    stages have experts.
     """
     found = files_in(directory, os.listdir(directory.path))
     layers, has_experts = found[LAYER], bool(found[EXPERT])
@@ -307,8 +302,7 @@ def without_pointer(directory: TagDirectory) -> list[Notice]:
     """A warning if a run's file `latest` is missing: the engine then loads nothing and continues.
 
     `load_checkpoint` only logs this and returns (None, None) (0.19.8). Trainer programs have rules
-    of
-    their own: see judging/verdict.py.
+    of their own: see judging/verdict.py.
     """
     run, tag = directory.run, directory.tag
     if run is None or pointer(run) is not None:

@@ -2,8 +2,7 @@
 
 Stages 1 and 2 have one buffer per parameter group, stage 3 has one per sub-group. Padding differs:
 stages 1 and 2 save masters without it and states with it. BF16_Optimizer saves both with it. Stage
-3
-pads every parameter.
+3 pads every parameter.
 """
 
 from __future__ import annotations
@@ -184,8 +183,7 @@ class _RankedBuffer(Struct, dict=True):
 
         That save removes a partition's padding from every tensor that is not 0-d, even from numbers
         (0.19.8). The storage still has the element (`_stored`). If it does not, another rank's
-        number is
-        used.
+        number is used.
         """
         values = [state.get(key) for state in self.states]
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
@@ -238,9 +236,8 @@ class _RankedBuffer(Struct, dict=True):
         """A state that every rank keeps complete for each parameter in its partition; else None.
 
         Example: Muon's `momentum_buffer` in stages 1 and 2 without offload. Muon orthogonalizes
-        full
-        matrices, so a rank's partition has complete states one behind the other. The first rank's
-        copy is used.
+        full matrices, so a rank's partition has complete states one behind the other. The first
+        rank's copy is used.
         """
         group = self._group(self.masters)
         dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}

@@ -52,8 +52,8 @@ def as_data_ranks(found: Found) -> Found:
 def at(dp: int, sp: int) -> int:
     """The smallest sequence-parallel size that is at least `sp` and divides `dp`.
 
-    If no size below 2 * sp does, `sp` is returned.
-    Used if the names of some ranks only show that the size is at least `sp`.
+    If no size below 2 * sp does, `sp` is returned. Used if the names of some ranks only show that
+    the size is at least `sp`.
     """
     return next((size for size in range(sp, 2 * sp) if dp % size == 0), sp)
 

@@ -1,12 +1,12 @@
 """Writes any manifest as a folder for `from_pretrained`: weights, and the files that load them.
 
-    model.safetensors                                    past --max-shard-size, several files and
-    model-00001-of-00003.safetensors ...                 their index model.safetensors.index.json
-config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
+    model.safetensors                                    if larger than --max-shard-size: several
+    model-00001-of-00003.safetensors ...                 files and model.safetensors.index.json
+    config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
     adapter_model.safetensors, adapter_config.json       instead, if PEFT trained an adapter
 
 The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). Names that config.json ties
-are saved once, under the name that it ties them to. Names of modules become those of files
+are saved once, under the name that it ties them to. Modules' names become the names in files
 (naming/saving). An adapter is saved without its base model. Files that only a trainer needs are
 left out.
 """

@@ -1,7 +1,7 @@
 """Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
     files.py          finds the directory; refuses some kinds
-saving_program.py the program that saved a directory, and its files beside the items
+    saving_program.py the program that saved a directory, and its files beside the items
     common_state.py   state that all ranks share: arguments, hyper-parameters, the step
     names.py          names of parameters, and the keys in torch_dist under which layers are stacked
     groups.py         the group of each parameter, and its step

@@ -2,7 +2,7 @@
 
     model.module.<name>                               weights, fp32: the optimizer updates them
     optimizer.state.module.module.<name>.exp_avg      moments; torch's Adam has a step beside them
-optimizer.param_to_group_meta.module....<name>.lr every parameter's group, value by value
+    optimizer.param_to_group_meta.module....<name>.lr every parameter's group, value by value
     args, iteration, opt_param_scheduler.max_lr       what ranks share
     rng_state.(pp, tp).0.torch_rng_state              states of single ranks
 

@@ -137,9 +137,9 @@ def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
 
 
 def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
-    """Joins the groups of experts with equal others, for a run that does not spread its experts.
+    """Joins groups of experts with equal groups of other parameters, for `--ep 1`.
 
-    Raises InconsistentCheckpoint if their hyper-parameters differ.
+    Raises InconsistentCheckpoint if the hyper-parameters of two such groups differ.
     """
     joined = list(dense)
     for group in spread:

@@ -1,7 +1,7 @@
 """Writes a Megatron-Core manifest as shells of a Megatron-Core directory.
 
-DST/latest_checkpointed_iteration.txt
-DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
+    DST/latest_checkpointed_iteration.txt
+    DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
 
 The optimizer's state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every
 layer and every expert is a separate piece, because torch reads complete pieces. `common.pt` is the

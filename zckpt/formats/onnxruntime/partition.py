@@ -88,7 +88,7 @@ WRONG_FILE = (
 
 
 def weights_apart(save: Save) -> set[str]:
-    """Weights whose fp32 values only their owners hold: those of a mixed-precision run.
+    """The weights whose fp32 values only some ranks store: the trained ones in mixed precision.
 
     Sets `save.mixed` for a mixed-precision run that was saved without its 16-bit copies.
     """

@@ -42,8 +42,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank, or a part that it
     owned, is missing), InconsistentCheckpoint (ranks contradict each other or the partition rule),
-    MissingData (split weights were not saved), CorruptCheckpoint, UnsupportedCheckpoint
-    (horizontal parallelism), MissingExtra (h5py).
+    MissingData (split weights were not saved), CorruptCheckpoint, UnsupportedCheckpoint (horizontal
+    parallelism), MissingExtra (h5py).
     """
     try:
         return manifest(opened(path), reading.step_policy)

@@ -307,7 +307,7 @@ class OnnxRuntimeWriter:
 
     @property
     def _shared(self) -> Scalar | None:
-        """Lamb's counter."""
+        """Lamb's number of updates, which is one for all weights; None for Adam."""
         is_lamb = self.states and self.optimizer == "LambOptimizer"
         return COUNTED.number(max(self.updates)) if is_lamb else None
 

@@ -1,8 +1,8 @@
 """Pairs models with their optimizers in a checkpoint with several of them.
 
-{"generator": {...}, "discriminator": {...}, "optimizer_g": {...}, "optimizer_d": {...}}
-{"generator": {"model": {...}, "optimizer": {...}}, "discriminator": {...}}
-{"model": {...}, "model_1": {...}, "optim": {...}, "optim_1": {...}}
+    {"generator": {...}, "discriminator": {...}, "optimizer_g": {...}, "optimizer_d": {...}}
+    {"generator": {"model": {...}, "optimizer": {...}}, "discriminator": {...}}
+    {"model": {...}, "model_1": {...}, "optim": {...}, "optim_1": {...}}
 
 A root is a model with its optimizers. An optimizer belongs to the only model with its names or
 shapes. If several models fit, the words of the keys decide: `optimizer_g` has one word, `g`, beside

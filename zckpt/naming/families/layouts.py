@@ -3,8 +3,8 @@
 A layout gets the tensors of one program as views, and returns those of the other. It opens no file.
 These are the packings:
 
-    same                     one tensor that both have alike
-    vocabulary               the same; rows that only pad the vocabulary go or come
+    same                     one tensor, equal in both programs
+    vocabulary               the same, with or without padding rows
     rows                     gate, up                 [gate; up]
     attention                q, k, v                  per group of heads: [q ... q, k, v]
     whole attention          [q; k; v]                the same
