@@ -32,7 +32,7 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Rows of the kept values, and of those that are not read.
+    """Rows of the kept values, and of values that are not read.
 
     A key that is no text may belong to a parameter. Of two equal keys, only one is kept.
     """

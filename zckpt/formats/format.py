@@ -66,7 +66,7 @@ class Format(Struct, frozen=True, eq=False):
     tags: Callable[[str], list[str]] = nothing
     """Returns the tags of all checkpoints of a run in one folder, in numeric order."""
     pointer: Callable[[str], str | None] | None = None
-    """Returns the tag that a file of the run names: that of the last finished save."""
+    """Returns the tag that a file of the run names: the tag of the last finished save."""
     to_load: Callable[[str, str], str] | None = None
     """Returns what the user must do to load a tag that is not the current one.
 
@@ -89,7 +89,7 @@ class Format(Struct, frozen=True, eq=False):
     reasons: Mapping[str, str] | None = None
     """Why an option does not apply to the format, by the option's name."""
     numbers: bool = False
-    """Whether an optimizer may number its parameters, so that `read` uses `Reading.param_names`."""
+    """Whether an optimizer may number its parameters. Then `read` uses `Reading.param_names`."""
     reports_unused_rules: bool = False
     """Whether `read` itself warns if the files do not need `Reading.tp_rules`."""
     compares: str | None = None
@@ -126,7 +126,7 @@ class Format(Struct, frozen=True, eq=False):
     keeps_shapes: bool = False
     """Whether its targets can store every state that has the parameter's shape.
 
-    This holds even if `states` names a limit.
+    This is true even if `states` names a limit.
     """
     states: str = ""
     """The optimizer states that its targets can store, and another way if there is one.
@@ -197,7 +197,7 @@ class Functions(Struct, frozen=True, eq=False):
     partitions: Callable[[str, str | None], list[Partition]] | None = None
     """Returns what ranks all-gather by the engine's own rule; None if files have full tensors.
 
-    The path is `Manifest.root`. The second argument is a family or a file that says how tensor
+    The path is `Manifest.root`. The second argument is a family or a file that states how tensor
     ranks cut parameters, for a format whose files may not state it.
     """
     check: Callable[[Manifest, str | None], list[Notice]] | None = None

@@ -53,7 +53,7 @@ class Reading(Struct, frozen=True):
         buffers         globs: tensors of the model that each rank has for itself
         param_names     the names of an optimizer's numbered parameters, in its order
         weights_only    the optimizer's state may be left unread, and needs no names
-        tp_rules        a family or a file that says how tensor ranks cut parameters
+        tp_rules        a family or a file that states how tensor ranks cut parameters
         ranks_apart     ranks that share a model are not joined: a target for the same ranks
                         needs no full tensors
         with_slicings   a checkpoint of one tensor rank also states how several would cut it

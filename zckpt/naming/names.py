@@ -53,7 +53,7 @@ def respelled(names: Collection[str], others: Collection[str]) -> dict[str, str]
 
 
 class PrefixRule(Struct, frozen=True):
-    """A rule from the names of one side to those of the other: prefix `drop` becomes `add`."""
+    """A rule from one side's names to the other side's names: prefix `drop` becomes `add`."""
 
     drop: str
     add: str

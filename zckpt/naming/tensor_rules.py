@@ -3,7 +3,7 @@
 No file of a rank shows it. The first of these that applies decides:
 
     --tp-rules          a file of rules, or the name of a family (tensor_families.py)
-    the format          what its reader knows of the engine, or finds in the files
+    the format          a rule of the engine, or facts in the files
 
 An error lists the names that neither decides; nothing is guessed. Each rule is checked against the
 shapes that the ranks state. A file of rules has lines such as

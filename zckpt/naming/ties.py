@@ -1,7 +1,7 @@
 """Finds tied names (one weight) of a model, if a file has only one of them.
 
 `save_pretrained` writes a tied weight once, but the program that resumes asks for both names. zckpt
-takes the tie from config.json beside the file, with the names that each class of transformers ties
+reads the tie from config.json beside the file, with the names that each class of transformers ties
 (ties.json, generated from transformers 5.23), or from `--tie NAME=NAME`. It never guesses a tie.
 """
 

@@ -72,7 +72,7 @@ class UniversalInfo:
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
         """How a parameter is cut.
 
-        None if the engine's AutoTP states that it does not support it.
+        None if AutoTP has listed the parameter as unsupported.
         """
         if any(self._matching("autotp_unsupported_parameter_patterns", name)):
             return None

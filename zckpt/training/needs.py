@@ -6,7 +6,7 @@ necessary. To add a file that a new trainer needs, add its row, and run `python 
 > docs/resume-files.md`.
 
     ends      an error: the run does not begin
-    anew      the program says nothing, and begins the optimizer or the schedule anew
+    anew      without any message, the program begins the optimizer or the schedule anew
     goes on   the run goes on soundly, with other random numbers or without a convenience
     unread    resuming does not read the file
 """

@@ -172,7 +172,7 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """Sorted names; those by which torch describes tensors come last, because they say less."""
+    """Sorted names; those by which torch describes tensors come last: users need these less."""
     return sorted(names, key=lambda name: (name in DESCRIBING, name))
 
 

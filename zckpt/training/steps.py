@@ -162,7 +162,7 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """The true statements: those of states, else those of the first groups with any."""
+    """The true statements: of states, else of the first groups that have statements."""
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
@@ -219,7 +219,7 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether an optimizer with this place counts as in `counted_by_last`, without ZeRO."""
+    """Whether a place of the step shows an optimizer that counts as in `counted_by_last`."""
     return (place.where, place.kind, place.stale) == ("state", "int", 0)
 
 

@@ -60,7 +60,7 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
 
 
 def is_of_program(names: Collection[str]) -> bool:
-    """Whether files of these names are those of a program."""
+    """Whether files with these names belong to a program."""
     return _program(names) is not None
 
 

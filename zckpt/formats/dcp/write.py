@@ -142,7 +142,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self._files: dict[str, list[Shell]] = {}  # by folder
 
     def _of_ranks(self) -> list[Notice]:
-        """Warnings about values that each rank saved for itself, such as those of a data loader."""
+        """Warnings about values that each rank saved for itself, such as a data loader's state."""
         ranks = by_key(
             (path[:place], key)
             for path, _ in self.dicts.items()

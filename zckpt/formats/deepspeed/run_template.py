@@ -5,9 +5,9 @@
     from source    weights, masters, moments, steps, hyper-parameters, the state of the scheduler if
                    the program of RUN loads it
 
-The result is a manifest like that of RUN, so the writers need no special case. Both must have the
-same parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may also
-be a universal checkpoint of such a run. No tensor of RUN's model is used.
+The result is a manifest like RUN's, so the writers need no special case. Both must have the same
+parameters with the same shapes; rows that only pad a vocabulary may be missing. RUN may also be a
+universal checkpoint of such a run. No tensor of RUN's model is used.
 
 Rejected alternative: layers and groups by names. No file of another engine states where a layer is
 tied, or how parameters are grouped and cut.

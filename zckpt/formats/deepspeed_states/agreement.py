@@ -40,7 +40,7 @@ def check_facts(
     states: Sequence[dict[str, Any]],
     facts: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Raises InconsistentCheckpoint if a state's `facts` differ from those of the first state.
+    """Raises InconsistentCheckpoint if a state's `facts` differ from the first state's.
 
     `states` are the states in the files, one per file.
     """
@@ -120,9 +120,9 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
                               model files                rank 1's from rank 2 on
         several model ranks   all but files of layers    mp_rank_00
 
-    If all files of a directory have these names, they are not compared, and a note says so. If only
-    some have them, another program saved them, and one was copied. A complete model rank that was
-    copied over another has these names too: then the bytes show the copy.
+    If all files of a directory have these names, they are not compared, and a note reports this. If
+    only some have them, another program saved them, and one was copied. A complete model rank that
+    was copied over another has these names too: then the bytes show the copy.
 
     Raises InconsistentCheckpoint if a rank's file was saved as the file of another rank.
     """

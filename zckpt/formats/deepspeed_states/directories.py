@@ -284,7 +284,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     own = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        """Skips tags, and directories that zckpt has written or was writing here."""
+        """Whether an entry is a tag, or a directory that zckpt has written or was writing."""
         if name in own or files.is_closed(entry) or not files.is_folder(entry):
             return name in own
         stated = os.path.join(entry.path, "manifest.json")

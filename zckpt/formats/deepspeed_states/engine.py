@@ -164,7 +164,7 @@ class TargetEngine:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
-        """The requested stage, else the given ds_config's, else that of the source's files.
+        """The requested stage, else the given ds_config's, else the stage of the source's files.
 
         The source's own ds_config may state 0 although its files are BF16_Optimizer's. In a source
         of another engine, stage 0 has no meaning.

@@ -193,7 +193,7 @@ def refuse_experts(source: Manifest) -> None:
 
 
 def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
-    """Consecutive tensors of a layer on one rank, with those of all other ranks in between."""
+    """Consecutive tensors of a layer on one rank, with all other ranks' tensors in between."""
     if layer is None:
         return list(run)
     parts = [part for part in map(expert_name, run) if part is not None]

@@ -52,7 +52,7 @@ def base_state(
 ) -> dict[str, Any]:
     """A rank's state_dict of the base optimizer, without empty states (plain SGD).
 
-    `numbers` are the numbers in each group; None takes those of the group's flat buffers.
+    `numbers` are the numbers in each group; None for the numbers in the group's flat buffers.
     """
     groups = []
     for number, group in enumerate(target.groups):

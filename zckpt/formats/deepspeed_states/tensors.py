@@ -131,7 +131,7 @@ class ManifestTensors:
     def add_buffers(self) -> list[str]:
         """Adds persistent buffers from rank 0.
 
-        Returns the names of those that differ between ranks.
+        Returns the names of buffers that differ between ranks.
         """
         differing = []
         for name in self.buffer_names:

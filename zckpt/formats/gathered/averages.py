@@ -170,7 +170,7 @@ def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
 def _leaf(
     name: str, tensors: Tensors, cut: Mapping[int, DistributedTensor], ranks: RankFiles
 ) -> Leaf | None:
-    """The tensor whose parts match those of a DTensor; None if they do not match."""
+    """The tensor whose parts match a DTensor's parts; None if they do not match."""
     if tensors.keys() != cut.keys() or len({tensor.dtype for tensor in tensors.values()}) > 1:
         return None
     parts: dict[TreePath, LocalPart] = {}

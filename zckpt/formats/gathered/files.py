@@ -116,7 +116,7 @@ class StateDictFiles(Struct, eq=False):
         return has_model and _is_of("optim", os.path.basename(path))
 
     def without_optimizers(self) -> StateDictFiles:
-        """The files without those of optimizers."""
+        """The files except optimizers' files."""
         whole = {key: path for key, path in self.whole.items() if not _is_of("optim", key)}
         ranks = {key: paths for key, paths in self.ranks.items() if not _is_of("optim", key)}
         return StateDictFiles(whole, ranks, self.world, self.items)
@@ -342,7 +342,7 @@ def slices(path: str) -> list[str]:
 
 
 def locate(path: str) -> StateDictFiles:
-    """The files of the one checkpoint at `path`; one rank's file stands for those of all ranks.
+    """The files of the one checkpoint at `path`; one rank's file stands for all ranks' files.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """

@@ -4,7 +4,7 @@
                      in the order of the ranks' coordinates in the mesh: those of `_StridedShard`
                      count last. Each rank's mesh states the coordinate of this rank. Nothing is
                      computed from the number of ranks.
-    ShardedTensor    the metadata that all ranks agreed on says which rank has which box
+    ShardedTensor    the metadata, common to all ranks, states the rank of each box
     names            of a group's parameters are those of all ranks (stages of a pipeline)
     other values     are those of the first rank
 

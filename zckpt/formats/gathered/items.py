@@ -38,8 +38,8 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
     """The torch.save files of all items if one item is distributed over ranks; else empty.
 
     An item whose plain tensors are rows that ranks share also counts; merging its ranks is refused
-    later. Other items are those of the same ranks. Other numbered files belong to the program. If
-    `of` names one file, only its item counts.
+    later. Other items are read if they have the same ranks. Other numbered files belong to the
+    program. If `of` names one file, only its item counts.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _likeliest(items)
@@ -65,7 +65,7 @@ def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str
 
 
 def said_of(files: Sequence[str]) -> str:
-    """The sentence that describes slices."""
+    """Describes files that seem to be slices of one model, for an error."""
     first, last = (os.path.basename(files[place]) for place in (0, -1))
     return (
         f"{first} to {last} have the same tensor names: they seem to be slices of one model on "
@@ -96,7 +96,7 @@ def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> 
 
 
 def _likeliest(items: Items) -> list[str]:
-    """The items, with those of a model first."""
+    """The items, with a model's items first."""
     return sorted(map(str, items), key=lambda item: ("model" not in item, item))
 
 

@@ -13,7 +13,7 @@ weights once, as safetensors requires. Trainers look for files with other names:
                                                PEFT), optimizer.pt, scheduler.pt
     safetensors, from Accelerate's             model.safetensors, optimizer.bin, scheduler.bin
     accelerate                                 pytorch_model_fsdp.bin, optimizer.bin: FSDP's full
-                                               state dicts, where the optimizer knows names
+                                               state dicts, if the optimizer uses names
 
 A source that is a single file becomes a single file again, with the same name and keys, and `zckpt`
 beside them. So does the state of a program that loads a single file.

@@ -89,13 +89,13 @@ def counter(path: str) -> int | None:
 
 
 def is_iteration(name: str) -> bool:
-    """Whether the name is that of an iteration's folder: `iter_0000006`, `release`."""
+    """Whether the name is an iteration folder's: `iter_0000006`, `release`."""
     digits = name.removeprefix("iter_")
     return name == "release" or (digits != name and len(digits) >= 7 and digits.isdecimal())
 
 
 def is_of_rank(name: str) -> bool:
-    """Whether the name is that of a rank's folder in the older kind: mp_rank_TT_PPP_EEE."""
+    """Whether the name is a rank folder's in the older kind: mp_rank_TT_PPP_EEE."""
     return name.startswith("mp_rank_") and known((MODEL,), f"{name}/{LEGACY}") is not None
 
 

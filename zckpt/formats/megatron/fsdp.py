@@ -343,7 +343,7 @@ class FsdpReader:
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:
-        """Adds a tensor; the rows of a second key follow those of the first."""
+        """Adds a tensor; the rows of a second key follow the first key's rows."""
         pieces: list[TensorPiece] = []
         shapes, dtypes, rows = set(), set(), 0
         for key in keys:
@@ -386,7 +386,7 @@ def plain_name(raw: str) -> str:
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys of every parameter: a single one, or those of its gate and its other half."""
+    """The keys of every parameter: one key, or two for its gate and its other half."""
     parts: dict[str, dict[str, str]] = {}
     for raw, key in keys.items():
         match = HALF.fullmatch(raw)

@@ -286,7 +286,7 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The rows of the embedding with padding, and those of the tokenizer if stated."""
+    """The rows of the embedding with padding, and the tokenizer's rows if stated."""
     shape = shapes.get(EMBEDDING)
     return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 

@@ -96,7 +96,7 @@ class RankFile(Struct, frozen=True):
 
     @property
     def is_partition(self) -> bool:
-        """Whether it is the file of one of several ranks, so that the other files are needed."""
+        """Whether it is one of several ranks' files. Then the other files are needed too."""
         return self.options.zero_stage > 0 and self.options.world_size > 1
 
 

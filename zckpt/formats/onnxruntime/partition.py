@@ -163,7 +163,7 @@ def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
 
 
 def _check_moments(save: Save, owned: Owned) -> None:
-    """Raises unless each rank holds the moments of its own shares only."""
+    """Raises if a rank has moments of elements that it does not own."""
     expected: list[dict[str, Share]] = [{} for _ in save.ranks]
     for name, parts in owned.items():
         for share in parts:

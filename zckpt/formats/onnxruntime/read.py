@@ -199,7 +199,7 @@ class _Entries:
         self._add_moments(name)
 
     def add_whole(self, name: str) -> None:
-        """Adds a weight that every rank holds: frozen, or trained in fp32."""
+        """Adds a weight that every rank stores: frozen, or trained in fp32."""
         copies = []
         for rank in self.save.ranks:
             tensor = rank.weights.get(name)
@@ -256,7 +256,7 @@ class _Entries:
         self.entries[entry.key] = entry
 
     def refuse_missing(self) -> None:
-        """Raises if an owner of a weight holds no part of it."""
+        """Raises if an owner of a weight has stored no part of it."""
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
         if self.lost and self.save.dialect == "hdf5":
             raise IncompleteCheckpoint(

@@ -400,5 +400,5 @@ class OnnxRuntimeWriter:
 
 
 def _shape(weight: TargetWeight, share: Share) -> tuple[int, ...]:
-    """The shape of a weight or moment as its owner holds it: flat if ranks share it."""
+    """The shape in which an owner stores a weight or moment: flat if ranks share it."""
     return weight.shape if share.view is None else (share.stop - share.start,)

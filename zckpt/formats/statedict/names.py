@@ -119,7 +119,7 @@ def _candidates(
 
 
 def without_wrappers(names: Sequence[str], model: Mapping[Any, Any]) -> list[str] | None:
-    """The model's names for those of a wrapper's optimizer; None if no rule fits all."""
+    """Maps a wrapper's names in an optimizer to the model's names; None if no rule fits all."""
     weights = [str(name) for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
         return list(matched(names, weights).values())

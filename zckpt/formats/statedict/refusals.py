@@ -49,7 +49,7 @@ def refuse_flat_states(
     """Raises FlatParameters if states belong to FSDP1's flat parameters, or to their parts.
 
     FSDP1 cuts the model's weights, and the optimizer's state dict that FSDP itself returns. The
-    optimizer's own state dict numbers flat parameters; each rank holds a part with one axis.
+    optimizer's own state dict numbers flat parameters; each rank holds a one-dimensional part.
     """
     weights = [leaf for model in models for leaf in model.values() if isinstance(leaf, Leaf)]
     if not any(leaf.sharded and len(leaf.shape) > 1 for leaf in weights):

@@ -1,11 +1,11 @@
 """Finds slices of the model or of optimizer states among values that differ between ranks.
 
 Ranks of one run hold the same weights, or parts that state where they belong. A plain tensor that
-differs is one rank's slice (`to_local()`), unless each rank keeps its own:
+differs counts as one rank's slice (`to_local()`) if it is one of these:
 
-    weights     what an optimizer lists, and without an optimizer every name of the model, except
-                running statistics, which differ by nature, and those that the user names
-    states      all but the errors that a compressing optimizer feeds back on each rank
+    weights     the names that an optimizer lists; without an optimizer, every name of the model
+                except running statistics, which always differ, and buffers that the user names
+    states      every state except the errors that a compressing optimizer keeps on each rank
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def omit_slices(
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> dict[TreePath, dict[Any, Any]]:
-    """The models without those that are one rank's slices; lists of slices are removed too.
+    """The models, without models that are one rank's slices; lists of slices are removed too.
 
     A directory of torch.distributed.checkpoint may contain one rank's slice of a plain tensor, such
     as an EMA of `to_local()`.

@@ -247,7 +247,7 @@ def choose_models(
 def beside(
     models: Mapping[TreePath, Mapping[Any, Any]], chosen: Sequence[TreePath]
 ) -> dict[TreePath, Mapping[Any, Any]]:
-    """Dictionaries of weights beside the chosen models, such as those of an EMA."""
+    """Dictionaries of weights beside the chosen models, for example an EMA's weights."""
     own = [path for path in chosen if path]
     return {
         path: model
@@ -283,7 +283,7 @@ def matches_any(name: str, globs: Sequence[str]) -> bool:
 
 
 def is_extra(key: Any) -> bool:
-    """Whether the key is that of a value which a module's get_extra_state returned."""
+    """Whether the key belongs to a value that a module's get_extra_state returned."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 

@@ -214,7 +214,7 @@ class StateDicts:
                 yield name, BlankTensor(entry.dtype, entry.shape)
 
     def _dtype(self, name: str) -> str:
-        """The type in which the module holds a weight: the masters' type, if there are any."""
+        """The type of a weight in the module: the masters' type, if there are any."""
         weight = weight_of(self.source.entries, name).trained
         return self.options.module_dtype or weight.dtype
 

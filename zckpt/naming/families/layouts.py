@@ -1,7 +1,7 @@
 """Packs and unpacks tensors for the other program.
 
-A layout gets the tensors of one program as views, and returns those of the other. It opens no file.
-These are the packings:
+A layout gets one program's tensors as views, and returns the other program's tensors. It opens no
+file. These are the packings:
 
     same                     one tensor, equal in both programs
     vocabulary               the same, with or without padding rows

@@ -1,4 +1,4 @@
-"""Converts the manifest of a Hugging Face model to that of the Megatron-Core model, and back.
+"""Converts a Hugging Face model's manifest to the Megatron-Core model's manifest, and back.
 
 Every tensor of a parameter's shape is converted with it: weights, masters, moments. No byte is
 read.

@@ -1,6 +1,6 @@
 """The operations of a rule on tensors; each one takes all tensors, and returns all.
 
-    cut       into equal parts along an axis: one for each target, or as many as a size says
+    cut       into equal parts along an axis: one for each target, or as many as a size states
     join      one after another along an axis
     unstack   every element of an axis by itself: experts
     unmix     cut and unstacked; the experts of all sources are counted together

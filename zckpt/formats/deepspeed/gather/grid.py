@@ -1,4 +1,4 @@
-"""The tensors of all ranks together: those of one model rank, or of a grid, joined.
+"""Joins the tensors of all ranks: of one model rank, or of a grid of model ranks.
 
 `PipelineModule` and `PipeModelDataParallelTopology` define each file's place in the grid and the
 names of layers.
@@ -74,7 +74,7 @@ class Slice(Struct, frozen=True):
 def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     """All tensors of the engine: weights, masters and moments.
 
-    `tp_rules` is a family or a file that says how tensor ranks cut parameters. Tensors of several
+    `tp_rules` is a family or a file that states how tensor ranks cut parameters. Tensors of several
     model ranks are joined. Further copies have the same name.
     """
     names = os.listdir(directory)
@@ -187,7 +187,7 @@ def _of_layers(
 
 
 def _rounds(master: Slice, weight: Slice | None) -> bool:
-    """Whether the first elements of a master round to those of a weight."""
+    """Whether the first elements of a master round to the first elements of a weight."""
     import torch
 
     if weight is None or master.shape != weight.shape or weight.strides:
@@ -209,7 +209,7 @@ def _joined(
 ) -> Iterator[Named]:
     """Yields the joined slices of all tensor ranks as full tensors.
 
-    Each further copy separately.
+    Further copies of a tensor are yielded separately.
     """
     weights = {
         each.dtype for rank in by_rank for name in trained for each in rank.get((name, "param"), ())

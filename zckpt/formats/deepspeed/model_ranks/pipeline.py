@@ -128,7 +128,7 @@ class _Layers:
     # -- tied layers
 
     def _alike(self) -> dict[int, list[str]]:
-        """For layers without numbered names: keys of tied layers whose shapes match the file."""
+        """Maps layers without numbered names to the keys of tied layers with their shapes."""
         wanted, known = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
         for number, tensors in self.tensors.items():

@@ -8,7 +8,7 @@
 
 No file states the number of layers. Functions have no file, so some may follow the last layer that
 has one. No file states classes either: layers with the same parameters are assumed to be of one
-class. Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
+class. The rules are from DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
 runtime/utils.py. The choice between equal costs must match too: the engine cuts its own layers, and
 a stage loads only its own layers.
 """
@@ -179,7 +179,11 @@ def layers_alike(model: Manifest) -> list[int]:
 
 
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
-    """The bounds if the method selects the alike layers; raises WrongOption if it cannot."""
+    """The bounds if the method balances the number of layers of one class.
+
+    No file states classes. Layers with equal parameters count as this class if the source's stages
+    agree with it. Raises WrongOption otherwise.
+    """
     alike = layers_alike(model)
     says = f"--pp-partition {method} goes by the classes of layers, which no file states"
     if len(alike) < stages:
@@ -214,7 +218,7 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     """Bounds that keep the difference between the largest and smallest sum of weights small.
 
     DeepSpeed extends the best partition of each prefix by one stage, which is not always the best
-    partition overall. Of equal partitions it takes the last.
+    partition overall. Of equal partitions the last one is used.
     """
     count = len(weights)
     if count <= stages:

@@ -96,7 +96,7 @@ def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShap
 
 
 def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
-    """Checks that each ep rank has the experts that follow those of the previous rank."""
+    """Checks that each ep rank has the experts that follow the previous rank's experts."""
     count, ep, path = layer.get("num_experts"), layer.get("ep_size"), layer.get("module_path")
     if not (isinstance(count, int) and isinstance(ep, int) and ep > 0 and not count % ep):
         raise InconsistentCheckpoint(

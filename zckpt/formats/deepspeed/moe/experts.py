@@ -93,7 +93,7 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     """The files of all layers, in the engine's order.
 
     Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (an extra file, a
-    file with another expert than its name says, or a file with other shapes).
+    file with another expert than its name states, or a file with other shapes).
     """
     path, counts, paths = ranks.directory.path, ranks.model.get("num_experts"), files.experts
     if not isinstance(counts, list):

@@ -127,7 +127,7 @@ def named(asked: Nameless) -> Named:
     return next(found for way in WAYS if (found := way(asked)) is not None)
 
 
-# -- by what a file or the user says
+# -- names that a file or the user states
 
 
 def by_file(asked: Nameless) -> Named | None:

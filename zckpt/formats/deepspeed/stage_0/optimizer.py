@@ -1,4 +1,4 @@
-"""Reads the optimizer of stage 0, and writes that of a target.
+"""Reads the optimizer of stage 0, and writes the optimizer of a target.
 
     model["optimizer"]          masters                            base optimizer
     torch's own, fp32           the module's weights               state, param_groups
