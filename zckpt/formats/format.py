@@ -208,7 +208,7 @@ class Functions(Struct, frozen=True, eq=False):
     check_slices: Callable[[Manifest], None] | None = None
     """Raises if the bytes show that ranks cut tensors in another way; reads only a few bytes."""
     averaged: Callable[[Manifest], Manifest] | None = None
-    """Returns the manifest with the mean of the tensor ranks' copies of a parameter's tensors."""
+    """Returns the manifest in which the copies on tensor ranks are replaced by their mean."""
     rebuilt: Callable[[Manifest], Manifest] | None = None
     """Returns the manifest without wrong masters and their states; its warnings name them."""
     way_out: Callable[[Manifest], str] | None = None

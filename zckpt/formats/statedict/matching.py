@@ -155,7 +155,7 @@ def _hint(total: int, names: Sequence[NamedShape]) -> str:
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
     """The orders, with shapes dropped that more parameters show than weights have.
 
-    Such a shape belongs to a state only (Amos keeps numbers), and does not show the parameter's.
+    Such a shape is only the shape of a state (Amos keeps numbers), not of the parameter.
     """
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)

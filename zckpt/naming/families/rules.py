@@ -30,7 +30,7 @@ PACKINGS = (
     "turned whole attention",
     "experts",
 )
-"""See layouts.py."""
+"""The names of the packings; see layouts.py."""
 MAX_FILE = 1 << 20  # bytes
 NUMBERS = re.compile(r"\{(.*?)\}")
 

@@ -1,4 +1,4 @@
-"""Joins the stages of a pipeline into one model; names are global, so stages are united by name.
+"""Joins the stages of a pipeline into one model, by the global names of their parameters.
 
 A stage's optimizer files have its trained parameters. Weights, frozen parameters and buffers are in
 a file for each layer, under names without the layer (`PipelineModule`, DeepSpeed 0.19.8):
