@@ -21,6 +21,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "CHANGELOG.md",
     "tests/ENGINES.md": "rare-cases.md",
     "tests/PROVEN.md": "proven.md",
+    "tests/log/2026-11.md": "log-of-tests.md",
     "tests/safety/README.md": "tests-of-safety.md",
     "benchmarks/README.md": "benchmarks.md",
 }

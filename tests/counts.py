@@ -1,4 +1,4 @@
-"""How many tests are there of each kind? The counts beside PROVEN.md, which says what they show.
+"""How many tests are there of each kind? `proven_page.py` says what they show.
 
     python -m tests.counts                 all folders of tests
     python -m tests.counts tests/core ...  these
@@ -11,26 +11,27 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 
 import pytest
 
 from .conftest import ROOT
 
-KINDS = ("engines", "matrix", "exhaustive", "gpu", "slurm")
+KINDS = ("engines", "matrix", "exhaustive", "gpu", "stores", "slurm", "browser")
 
 
 class Collected:
-    """A plugin of pytest that counts what is collected, by folder and kind."""
+    """A plugin of pytest that counts what is collected, by file and kind."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}
 
+    @pytest.hookimpl(trylast=True)  # the markers of conftest.py are there
     def pytest_collection_modifyitems(self, items: Iterable[pytest.Item]) -> None:
         for item in items:
-            folder = item.path.parent.relative_to(ROOT).as_posix()
-            self.counts.setdefault(folder, Counter()).update(kinds_of(item))
+            file = item.path.relative_to(ROOT).as_posix()
+            self.counts.setdefault(file, Counter()).update(kinds_of(item))
 
 
 def kinds_of(item: pytest.Item) -> Iterable[str]:
@@ -41,10 +42,10 @@ def kinds_of(item: pytest.Item) -> Iterable[str]:
     return marked
 
 
-def counts(folders: Iterable[str]) -> dict[str, Counter[str]]:
-    """Folder -> kind -> number of tests. Raises RuntimeError if a file cannot be collected."""
+def by_file(places: Iterable[str] = (str(ROOT / "tests"),)) -> dict[str, Counter[str]]:
+    """File -> kind -> number of tests. Raises RuntimeError if a file cannot be collected."""
     collected = Collected()
-    words = ["--collect-only", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", *folders]
+    words = ["--collect-only", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", *places]
     with redirect_stdout(io.StringIO()) as printed:
         code = pytest.main(words, plugins=[collected])
     if code != pytest.ExitCode.OK:
@@ -52,7 +53,15 @@ def counts(folders: Iterable[str]) -> dict[str, Counter[str]]:
     return collected.counts
 
 
-def table(counted: dict[str, Counter[str]]) -> str:
+def by_folder(files: Mapping[str, Counter[str]]) -> dict[str, Counter[str]]:
+    folders: dict[str, Counter[str]] = {}
+    for file, counter in files.items():
+        folders.setdefault(file.rpartition("/")[0], Counter()).update(counter)
+    return folders
+
+
+def table(files: Mapping[str, Counter[str]]) -> str:
+    counted = by_folder(files)
     columns = ("default", *KINDS)
     rows = [("", *columns)]
     for folder in sorted(counted):
@@ -66,4 +75,4 @@ def table(counted: dict[str, Counter[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(counts(sys.argv[1:] or [str(ROOT / "tests")])))
+    print(table(by_file(sys.argv[1:] or [str(ROOT / "tests")])))

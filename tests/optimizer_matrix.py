@@ -1,6 +1,6 @@
 """What becomes of each optimizer at another size and in another engine: a table for a test.
 
-python -m tests.optimizer_matrix      the part of tests/PROVEN.md
+python -m tests.optimizer_matrix      the part of tests/PROVEN.md that proven_page.py takes
 """
 
 from __future__ import annotations

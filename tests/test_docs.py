@@ -27,7 +27,7 @@ from docs import check as doc_check
 from zckpt import __version__
 from zckpt.cli import cli, parameters
 
-from . import cli_reference, pages
+from . import cli_reference, counts, pages, proven_page
 from .conftest import ROOT, Result, needs
 
 Zckpt = Callable[..., Result]
@@ -41,6 +41,7 @@ LEDGERS = [
     ROOT / "benchmarks" / "README.md",
     ROOT / "tests" / "safety" / "README.md",
     *sorted((ROOT / "tests").glob("*.md")),
+    *sorted(ROOT.glob("*/log/*.md")),
 ]
 OF_OTHER_PROGRAMS = {
     *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"),
@@ -216,10 +217,10 @@ def test_tests_are_counted() -> None:
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     header, *rows = (line.split() for line in ended.stdout.splitlines())
-    assert header == ["default", "engines", "matrix", "exhaustive", "gpu", "slurm"]
+    assert header == ["default", *counts.KINDS]
     proof, resume, total = (tuple(map(int, row[1:])) for row in rows)
     assert [row[0] for row in rows] == ["tests/proof", "tests/resume", "all"]
-    assert resume == (0, 0, 0, 0, 0, 1)
+    assert resume == tuple(int(kind == "slurm") for kind in header)
     assert total == tuple(map(sum, zip(proof, resume, strict=True)))
     assert proof[0] > proof[3] > 0
 
@@ -227,6 +228,26 @@ def test_tests_are_counted() -> None:
 def test_reference_of_commands_is_fresh() -> None:
     assert (ROOT / "docs" / "cli.md").read_text() == cli_reference.page(), (
         "run `python -m tests.cli_reference > docs/cli.md`"
+    )
+
+
+def test_page_of_what_is_proven_has_today_s_tables() -> None:
+    """All but the counts, for which pytest collects every test."""
+    assert (ROOT / "tests" / "PROVEN.md").read_text().endswith(proven_page.rest()), (
+        "run `python -m tests.proven_page > tests/PROVEN.md`"
+    )
+    for row in proven_page.SUBJECTS:
+        for place in row.places:
+            assert (ROOT / place).exists(), place
+
+
+@pytest.mark.engines
+def test_page_of_what_is_proven_has_today_s_counts() -> None:
+    words = [sys.executable, "-m", "tests.proven_page"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert (ROOT / "tests" / "PROVEN.md").read_text() == ended.stdout, (
+        "run `python -m tests.proven_page > tests/PROVEN.md`"
     )
 
 

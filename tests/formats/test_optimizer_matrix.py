@@ -125,7 +125,7 @@ def check_goes_on(
 
 def test_the_page_has_the_matrix() -> None:
     assert optimizer_matrix.table() in (ROOT / "tests" / "PROVEN.md").read_text(), (
-        "put the output of `python -m tests.optimizer_matrix` into tests/PROVEN.md"
+        "run `python -m tests.proven_page > tests/PROVEN.md`"
     )
 
 
