@@ -3,6 +3,7 @@
     python -m benchmarks WORK                   makes the checkpoints that WORK lacks; hours
     python -m benchmarks WORK --only convert    the rows whose name begins so
     python -m benchmarks WORK --memory cold     hot, cold or short: see memory.py
+    python -m benchmarks WORK --record          puts what it measures into figures.json
 
 Each figure is the median over rounds of whole processes, A B A B ..., with its range. Everything is
 hashed and synced on both sides; outputs are removed between runs. Sources are in the page cache.
@@ -13,17 +14,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from . import memory
+from . import figures, memory
 from .measure import drop, interleave
 from .rows import ROWS, Row, made
 
 
-def measured(row: Row, work: Path, before: Callable[[], None], rounds: int | None) -> Iterator[str]:
-    """The lines of one row."""
+def measured(
+    row: Row, work: Path, before: Callable[[], None], rounds: int | None, state: str | None
+) -> figures.Figure:
+    """The figures of one row; prints a line for each."""
     source, outputs = made(work, row.source), work / "outputs"
     outputs.mkdir(exist_ok=True)
     jobs = row.jobs(source, outputs)
@@ -34,16 +37,24 @@ def measured(row: Row, work: Path, before: Callable[[], None], rounds: int | Non
         before()
 
     costs = [*interleave(jobs, rounds or row.rounds, prepare).values()]
-    memory_used = max(cost.memory for cost in costs[0])
+    ours, *rival = (max(cost.memory for cost in each) for each in costs)
+    values: dict[str, list[float]] = {}
     for goal in row.goals:
-        values = goal.values(*costs)
-        middle = statistics.median(values)
-        yield (
+        each = goal.values(*costs)
+        middle = statistics.median(each)
+        values[goal.name] = [middle, min(each), max(each)]
+        print(
             f"{row.name:42} {row.source:8} {goal.name:18} {middle:6.2f} "
-            f"({min(values):.2f}-{max(values):.2f})".ljust(94)
-            + f" {goal.target:g} / {goal.stretch:g} {goal.verdict(middle):8} n {len(values)}, "
-            f"load {os.getloadavg()[0]:.1f}, {memory_used:.0f} MiB"
+            f"({min(each):.2f}-{max(each):.2f})".ljust(94)
+            + f" {goal.target:g} / {goal.stretch:g} {goal.verdict(middle):8} n {len(each)}, "
+            f"load {os.getloadavg()[0]:.1f}, {ours:.0f} MiB",
+            flush=True,
         )
+    command = f"python -m benchmarks WORK --only '{row.name}' --source {row.source}"
+    command += f" --memory {state}" if state else ""
+    return figures.measured(
+        row.name, row.source, values, ours, rival[0] if rival else None, len(costs[0]), command
+    )
 
 
 def main() -> None:
@@ -55,6 +66,7 @@ def main() -> None:
     parser.add_argument("--source", metavar="NAME", help="the rows of one checkpoint, such as z2")
     parser.add_argument("--memory", choices=memory.STATES, help="default: as the machine is")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--record", action="store_true", help="write figures.json")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -67,8 +79,9 @@ def main() -> None:
     state = memory.state(arguments.memory) if arguments.memory else nullcontext(lambda: None)
     with state as before:
         for row in chosen:
-            for line in measured(row, work, before, arguments.rounds):
-                print(line, flush=True)
+            figure = measured(row, work, before, arguments.rounds, arguments.memory)
+            if arguments.record:
+                figures.record([figure])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ session.svg     commands and what they print
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -210,25 +211,37 @@ def grid() -> str:
 
 
 TIMES = (
-    ("convert", "ds_to_universal", 11.0),
-    ("convert --weights-only", "zero_to_fp32", 7.0),
-    ("convert --to gathered", "dcp_to_torch_save", 5.4),
-    ("auto_resume, until loaded", "ds_to_universal, load_universal", 5.1),
-    ("convert", "cp and sync", 1.25),
+    ("convert", "ds_to_universal", "ds_to_universal / convert", "z3"),
+    ("convert --weights-only", "zero_to_fp32", "zero_to_fp32 / fp32 export", "z3"),
+    ("convert --to gathered", "dcp_to_torch_save", "dcp_to_torch_save / --to gathered", "dcp"),
+    (
+        "auto_resume, until loaded",
+        "ds_to_universal, load_universal",
+        "first step, universal / auto_resume",
+        "z3",
+    ),
+    ("convert", "cp and sync", "convert / cp + sync", "z3"),
 )
-"""A command, another program, and how many times as long that takes: rows of performance.md."""
+"""A command, another program, and the row of benchmarks/figures.json that compares them."""
+
+
+def times(name: str, source: str) -> float:
+    """How many times as long the other program takes."""
+    rows = json.loads((ROOT / "benchmarks" / "figures.json").read_text())
+    (values,) = (row["values"] for row in rows if (row["name"], row["source"]) == (name, source))
+    return values["times faster"][0] if "times faster" in values else 1 / values["wall"][0]
 
 
 def speed() -> str:
     """A bar for each program, as long as its time; zckpt's own is 1."""
     parts: list[str] = []
-    for number, (command, other, times) in enumerate(TIMES):
+    for number, (command, other, *row) in enumerate(TIMES):
         y = 20.0 + 46 * number
-        for place, (name, length) in enumerate(((f"zckpt {command}", 1.0), (other, times))):
+        for place, (name, length) in enumerate(((f"zckpt {command}", 1.0), (other, times(*row)))):
             top = y + 18 * place
             parts += [text(240, top + 12, name, "small" if place else "", "end")]
             parts += [box(248, top, 22 * length, 14, "faint" if place else COLORS[0])]
-            parts += [text(254 + 22 * length, top + 12, f"{length:g}", "small", "start")]
+            parts += [text(254 + 22 * length, top + 12, f"{length:.2g}", "small", "start")]
     return picture(700, 30 + 46 * len(TIMES), "Times of other programs, where zckpt takes 1", parts)
 
 

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "tests/log/2026-11.md": "log-of-tests.md",
     "tests/safety/README.md": "tests-of-safety.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/log/2026-11.md": "log-of-benchmarks.md",
 }
 """Files of the repository, and their names as pages of the site."""
 SOURCES = {page: file for file, page in ELSEWHERE.items()}
