@@ -26,6 +26,7 @@ import pytest
 from docs import check as doc_check
 from zckpt import __version__
 from zckpt.cli import cli, parameters
+from zckpt.notices import CODES
 
 from . import cli_reference, counts, pages, proven_page
 from .conftest import ROOT, Result, needs
@@ -177,6 +178,15 @@ def options_of(command: click.Command) -> set[str]:
 @pytest.mark.parametrize("page", [*LINKING, *LEDGERS], ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     assert list(doc_check.broken_links(page)) == []
+
+
+def test_limits_have_codes() -> None:
+    """What is refused stands on one page, with codes that there are."""
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "limits.md").read_text(), re.MULTILINE)
+    codes = {code for row in rows for code in re.findall(r"`([a-z]+(?:-[a-z]+)+)`", row)}
+    assert {"writer-unsupported", "target-unsupported", "rank-slices"} <= codes <= {*CODES}
+    for page in DOCUMENTS:
+        assert "## What is refused" not in page.read_text(), named(page)
 
 
 def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

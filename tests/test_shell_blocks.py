@@ -77,10 +77,6 @@ NOT_RUN = {
     ("README.md", "pip install ."): "test_readme.py runs it without pip",
     ("README.md", "'.[test]'"): "it is what runs this test; `.ci/run` does",
     ("CONTRIBUTING.md", "'.[dev]'"): "as README.md's",
-    (
-        "docs/performance.md",
-        "python -m benchmarks",
-    ): "takes hours",
 }
 """Blocks by page and a part of them, and why they are not run."""
 
@@ -190,7 +186,6 @@ STANDS = [
         "#SBATCH",
         {"train.py": written(RANK)},
     ),
-    Stand("docs/deepspeed-grids.md", "reshard run other --tp 4", {"run": PIPELINE}),
     Stand(
         "docs/deepspeed-grids.md",
         "--pp-partition",
