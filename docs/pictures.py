@@ -2,6 +2,7 @@
 
 ranks.svg       a real checkpoint of 2 ranks, its whole tensors, and the same for 4 ranks
 engines.svg     what is read and written
+logo.svg        two files, whole tensors, four files
 grid.svg        one fragment of a grid of pp 2, tp 2, dp 4, in the whole tensor and in another grid
 session.svg     commands and what they print
 """
@@ -245,6 +246,28 @@ def speed() -> str:
     return picture(700, 30 + 46 * len(TIMES), "Times of other programs, where zckpt takes 1", parts)
 
 
+# -- the logo
+
+
+def logo() -> str:
+    """Two ranks' files above, four below, and the tensors between them that no rank has whole."""
+    parts = [f'<rect x="{x}" y="6" width="25" height="12" rx="3" fill="#fff"/>' for x in (5, 34)]
+    widths, x = (17, 21, 12), 5
+    for width in widths:
+        parts += [f'<rect x="{x}" y="26" width="{width}" height="12" rx="3" fill="#ffb340"/>']
+        x += width + 2
+    parts += [
+        f'<rect x="{5 + 14 * place}" y="46" width="12" height="12" rx="3" fill="#fff"/>'
+        for place in range(4)
+    ]
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" role="img">\n'
+        '<title>zckpt</title>\n<rect width="64" height="64" rx="10" fill="#303f9f"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
 # -- a session
 
 
@@ -269,7 +292,14 @@ def session() -> str:
 
 FONT = re.compile(r"@font-face \{\{.*?\}\}", re.DOTALL)  # of another site
 TIME = re.compile(r"[\d.]+ s\b")
-PICTURES = {"ranks": ranks, "engines": engines, "grid": grid, "speed": speed, "session": session}
+PICTURES = {
+    "ranks": ranks,
+    "engines": engines,
+    "grid": grid,
+    "speed": speed,
+    "logo": logo,
+    "session": session,
+}
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ knows, how it shows, and what zckpt does. The names are for links: `faults.md#de
 Sources are paths in the program's package. A fault is listed if files, arguments or versions betray
 it; what a program says itself, by an error, is on the page of its engine.
 
-If you know another one, please report it with a small checkpoint that shows it.
+If you know another one, [report it](https://zckpt.example/issues) with a small checkpoint that
+shows it.
 """
 
 

@@ -35,6 +35,25 @@ def test_the_conda_recipe_needs_what_the_package_needs() -> None:
     assert backend in [line.replace(" ", "") for line in recipe["requirements"]["host"]]
 
 
+def test_links_to_the_project_are_those_of_pyproject() -> None:
+    """They are placeholders: who gives the project a home changes them by one `sed`."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    (host,) = {re.split(r"[/@]+", url)[1] for url in urls.values()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    used: dict[str, set[str]] = {}
+    for name in listed.splitlines():
+        path = ROOT / name
+        if path.suffix not in (".md", ".py", ".yml", ".yaml", ".cff", ".toml", ".svg"):
+            continue
+        for url in re.findall(rf"[a-z]+:[^\s\"')>]*{re.escape(host)}[^\s\"')>]*", path.read_text()):
+            used.setdefault(url, set()).add(name)
+    assert {*used} == {*urls.values()}, used
+    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/faults.md"} <= used[urls["Issues"]]
+    assert {"README.md", "CITATION.cff", ".ci/conda/meta.yaml"} <= used[urls["Documentation"]]
+    assert {"CITATION.cff", ".ci/conda/meta.yaml"} <= used[urls["Repository"]]
+    assert "SECURITY.md" in used[urls["Security"]]
+
+
 @pytest.mark.parametrize(("is_damaged", "code"), [(False, 0), (True, 3)])
 def test_the_action_shows_what_verify_says(is_damaged: bool, code: int, tmp_path: Path) -> None:
     """Its step for the check; the one before it installs zckpt."""

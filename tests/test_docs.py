@@ -289,9 +289,14 @@ def test_words_are_sorted() -> None:
 
 
 def test_site_lists_every_page() -> None:
-    listed = re.findall(r"^ +- .*?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert len(listed) == len(set(listed))
-    assert {page.name for page in LINKING} - {"README.md"} <= set(listed)
+    """In the side bar, which is short, or below "All pages"."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- .*?([\w-]+\.md)$", text, re.MULTILINE)
+    others = re.findall(r"^  /([\w-]+\.md)$", text, re.MULTILINE)
+    assert len([*listed, *others]) == len({*listed, *others})
+    assert {page.name for page in LINKING} - {"README.md"} <= {*listed, *others}
+    assert {"index.md", "all-pages.md"} <= {*listed}
+    assert len(listed) <= 20
 
 
 @pytest.mark.engines
@@ -300,7 +305,14 @@ def test_site_builds(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert (tmp_path / "index.html").is_file()
+    start = (tmp_path / "index.html").read_text()
+    assert "DP world size of 64" in start
+    assert "<blockquote>" not in start
+    everything = (tmp_path / "all-pages" / "index.html").read_text()
+    for page in LINKING:
+        place = "../" if page.name == "README.md" else f"../{page.stem}/"
+        assert f'href="{place}"' in everything, page
+    assert "pictures/logo.svg" in start
 
 
 @pytest.mark.parametrize(
