@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +78,14 @@ def needs(*packages: str) -> None:
     """Skips a test without these packages; in CI it goes on, and fails where it imports them."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing and not os.environ.get("CI"):
-        pytest.skip(f"needs {', '.join(missing)}: `pip install -e '.[dev,optimizers]'`")
+        hint = f"needs {', '.join(missing)}: `pip install -e '.[dev,optimizers]'`"
+        pytest.skip(hint, allow_module_level=True)
+
+
+def imported(package: str) -> Any:
+    """A module that a whole file of tests needs, which is skipped without it, but not in CI."""
+    needs(package)
+    return import_module(package)
 
 
 def fork() -> int:

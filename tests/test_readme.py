@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ROOT
+from .conftest import ROOT, is_quick
 
 if sys.version_info >= (3, 11):
     import tomllib as toml
@@ -124,6 +124,36 @@ def test_set_up_command_of_the_tests_installs_what_they_import() -> None:
                 if module not in sys.stdlib_module_names:
                     names = {re.sub("[-_.]+", "-", name).lower() for name in known.get(module, ())}
                     assert names & provided, f"{file} imports {module}"
+
+
+QUICK_NEEDS = {"pytest", "hypothesis", "torch", "safetensors"}
+"""What `pytest -m quick` needs beside the core."""
+
+
+def test_quick_tests_import_no_engine() -> None:
+    """Neither they nor what they import of tests/, at the top of a file."""
+    queue = [path for path in (ROOT / "tests").rglob("*.py") if is_quick(path)]
+    queue.append(ROOT / "tests" / "conftest.py")
+    core = {name.replace("-", "_") for name in requirements(PROJECT, None)}
+    allowed = {*sys.stdlib_module_names, *OURS, *core, *QUICK_NEEDS}
+    looked_at: set[Path] = set()
+    while queue:
+        path = queue.pop()
+        if path in looked_at or not path.is_file():
+            continue
+        looked_at.add(path)
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.Import):
+                tops = {alias.name.partition(".")[0] for alias in statement.names}
+                assert tops <= allowed, f"{path} imports {tops - allowed}"
+            elif isinstance(statement, ast.ImportFrom) and not statement.level:
+                top = str(statement.module).partition(".")[0]
+                assert top in allowed, f"{path} imports {top}"
+            elif isinstance(statement, ast.ImportFrom):
+                folder = path.parents[statement.level - 1]
+                module = folder.joinpath(*(statement.module or "").split("."))
+                queue += [module.with_suffix(".py"), module / "__init__.py"]
+                queue += [module / f"{alias.name}.py" for alias in statement.names]
 
 
 def test_it_is_one_screen_and_a_bit() -> None:

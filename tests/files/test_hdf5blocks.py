@@ -5,12 +5,15 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from zckpt import errors
 from zckpt.files import hdf5file
+
+from ..conftest import imported
+
+h5py = imported("h5py")
 
 
 @pytest.fixture

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
 from zckpt import errors
 from zckpt.files import hdf5file, hdf5shell
+
+from ..conftest import imported
+
+h5py = imported("h5py")
 
 WEIGHT = np.arange(12, dtype="f4").reshape(3, 4)
 

@@ -15,7 +15,7 @@ from zckpt.errors import MissingData, WrongOption
 from zckpt.naming import names as naming
 from zckpt.naming.names import canonical, matched, renamed
 
-from ..conftest import EXAMPLE, Result
+from ..conftest import EXAMPLE, Result, needs
 
 NAMES = ["trunk.0.weight", "head.weight", "mean"]
 
@@ -171,6 +171,7 @@ def test_param_names_may_have_other_prefixes(tmp_path: Path) -> None:
 
 
 def test_another_engine_gets_names_without_wrappers(tmp_path: Path) -> None:
+    needs("h5py")
     zckpt.convert(EXAMPLE, tmp_path / "wrapped", rename=(("^", "module."),))
     zckpt.convert(tmp_path / "wrapped", tmp_path / "ort", to="onnxruntime")
     assert "fc1.weight" in zckpt.read(tmp_path / "ort").parameters

@@ -10,6 +10,8 @@ from torch import nn
 
 from zckpt.naming import peft
 
+from ..conftest import needs
+
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -20,6 +22,12 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return self.head(self.layer(self.embedding(tokens)))
+
+
+KINDS = (
+    *("lora", "dora", "lora on embeddings", "ia3", "adalora"),
+    *("loha", "lokr", "vera", "tokens"),
+)
 
 
 def configs() -> dict[str, Any]:
@@ -39,10 +47,12 @@ def configs() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", list(configs()))
+@pytest.mark.parametrize("kind", KINDS)
 def test_names_are_those_that_peft_saves(kind: str) -> None:
+    needs("peft")
     import peft as package
 
+    assert tuple(configs()) == KINDS
     config = configs()[kind]
     model = package.get_peft_model(Model(), config)
     saved = package.get_peft_model_state_dict(model, save_embedding_layers=False)

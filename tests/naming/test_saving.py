@@ -26,6 +26,7 @@ from zckpt.naming.saving.modules import as_modules, spelled_as
 from zckpt.naming.saving.rules import _table, claimed, rules_for
 
 from .. import saved_names
+from ..conftest import needs
 
 State = dict[str, torch.Tensor]
 FIRST = (
@@ -45,6 +46,7 @@ WIDTH = 4  # bytes of an element
 
 
 def built(name: str) -> Any:
+    needs("transformers")
     import transformers
 
     if not hasattr(transformers, name):
@@ -162,6 +164,7 @@ def test_files_of_every_model(name: str) -> None:
 
 
 def not_older() -> None:
+    needs("transformers")
     import transformers
     from packaging.version import Version
 

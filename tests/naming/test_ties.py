@@ -15,7 +15,7 @@ import zckpt
 from zckpt import errors
 from zckpt.naming import ties
 
-from ..conftest import EXAMPLE, Result, texts
+from ..conftest import EXAMPLE, Result, needs, texts
 
 Program = Callable[..., Result]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -65,6 +65,7 @@ def test_t5_shares_its_inputs_even_with_a_head_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"])
 def test_the_table_is_what_transformers_ties(name: str) -> None:
+    needs("transformers")
     import transformers
 
     cls = getattr(transformers, name)

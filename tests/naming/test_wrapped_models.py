@@ -155,6 +155,7 @@ def test_wrappers(kind: str, form: str, plain: tuple[dict[str, Any], Path], tmp_
 
 @pytest.mark.parametrize("kind", ["compiled blocks", "checkpointed blocks", "both"])
 def test_other_targets_keep_the_names_of_the_program(kind: str, tmp_path: Path) -> None:
+    needs("h5py")
     state = trained(WRAPPED[kind])
     source = saved(state, tmp_path / "run", "dcp")
     weights = {name for name in state["model"] if not name.endswith(".scale")}
@@ -164,6 +165,7 @@ def test_other_targets_keep_the_names_of_the_program(kind: str, tmp_path: Path) 
 
 
 def test_what_stands_before_all_names_is_removed_for_another_engine(tmp_path: Path) -> None:
+    needs("h5py")
     rules = (("^", "module._orig_mod."), (r"fc1\.", "fc1._orig_mod."))
     zckpt.convert(EXAMPLE, tmp_path / "wrapped", rename=rules)
     zckpt.convert(tmp_path / "wrapped", tmp_path / "ort", to="onnxruntime")
