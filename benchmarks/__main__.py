@@ -37,20 +37,20 @@ def measured(
         before()
 
     costs = [*interleave(jobs, rounds or row.rounds, prepare).values()]
-    ours, *rival = (max(cost.memory for cost in each) for each in costs)
+    ours, *rival = (max(cost.memory for cost in runs) for runs in costs)
     values: dict[str, list[float]] = {}
     for goal in row.goals:
-        each = goal.values(*costs)
-        middle = statistics.median(each)
-        values[goal.name] = [middle, min(each), max(each)]
+        ratios = goal.values(*costs)
+        middle = statistics.median(ratios)
+        values[goal.name] = [middle, min(ratios), max(ratios)]
         print(
             f"{row.name:42} {row.source:8} {goal.name:18} {middle:6.2f} "
-            f"({min(each):.2f}-{max(each):.2f})".ljust(94)
-            + f" {goal.target:g} / {goal.stretch:g} {goal.verdict(middle):8} n {len(each)}, "
+            f"({min(ratios):.2f}-{max(ratios):.2f})".ljust(94)
+            + f" {goal.target:g} / {goal.stretch:g} {goal.verdict(middle):8} n {len(ratios)}, "
             f"load {os.getloadavg()[0]:.1f}, {ours:.0f} MiB",
             flush=True,
         )
-    command = f"python -m benchmarks WORK --only '{row.name}' --source {row.source}"
+    command = f"python -m benchmarks WORK --only='{row.name}' --source {row.source}"
     command += f" --memory {state}" if state else ""
     return figures.measured(
         row.name, row.source, values, ours, rival[0] if rival else None, len(costs[0]), command

@@ -58,7 +58,7 @@ def measured(
     command: str,
 ) -> Figure:
     """A row of today, on this machine."""
-    rounded = {goal: [float(f"{value:.2f}") for value in each] for goal, each in values.items()}
+    rounded = {goal: [float(f"{value:.2f}") for value in ratios] for goal, ratios in values.items()}
     today, here = date.today().isoformat(), machine()
     memory, rival = round(memory), None if rival is None else round(rival)
     return Figure(name, source, rounded, memory, rival, rounds, today, here, command)
