@@ -15,7 +15,7 @@ from zckpt import formats
 from zckpt.core.checkpoint import states
 from zckpt.core.checkpoint.entries import Entry, key_of
 from zckpt.core.checkpoint.facts import FlatBufferEngine, Pipeline, TensorParallel, Vocabulary
-from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, GridPlace
 from zckpt.core.checkpoint.inert import Global
 from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
 from zckpt.core.checkpoint.missing_states import missing_states
@@ -83,7 +83,7 @@ def grid(files: Files, grid: Grid = STAGES, **fields: Any) -> Manifest:
         entries = {key_of(name): files.entry(name, number, value) for name, value in own.items()}
         parameters = {name: Parameter(SHAPE, group=0, step=3) for name in ("a", "b")}
         rank = Manifest(str(files.root), "x", Run(), entries, parameters, groups=({"lr": 1.0},))
-        ranks.append(replace(rank, place=Place(number, grid)))
+        ranks.append(replace(rank, place=GridPlace(number, grid)))
     own_files = tuple(record.extent.file for record in files.records)
     whole = Manifest(str(files.root), "x", Run(), {}, {}, ranks=tuple(ranks), groups=({"lr": 1.0},))
     return whole.replace(records=tuple(files.records), paths=own_files, **fields)
@@ -105,10 +105,10 @@ def without(manifest: Manifest, number: int, name: str) -> Manifest:
 
 
 def test_sentences_say_which_rank_is_meant() -> None:
-    assert Place(3, STAGES).titled("a") == "pipeline stage 1, tensor rank 1: a"
-    assert Place(1, Grid(pp=2)).titled("a") == "pipeline stage 1: a"
-    assert Place(1, Grid(tp=2)).titled("a") == "tensor rank 1: a"
-    assert Place(0, Grid(staged=True)).titled("a") == "a"
+    assert GridPlace(3, STAGES).titled("a") == "pipeline stage 1, tensor rank 1: a"
+    assert GridPlace(1, Grid(pp=2)).titled("a") == "pipeline stage 1: a"
+    assert GridPlace(1, Grid(tp=2)).titled("a") == "tensor rank 1: a"
+    assert GridPlace(0, Grid(staged=True)).titled("a") == "a"
 
 
 def test_each_rank_is_filled_from_the_same_one(files: Files) -> None:
@@ -247,7 +247,7 @@ def test_one_state_of_any_rank_that_is_a_copy_is_said(files: Files) -> None:
         shutil.copyfile(a.extent.file, b.extent.file)
         crcs = {record.extent: record.crc for record in manifest.files.records}
         records = [
-            replace(each, stated=crcs[a.extent]) if each.extent == b.extent else each
+            replace(each, stated_crc=crcs[a.extent]) if each.extent == b.extent else each
             for each in manifest.files.records
         ]
         (line,) = duplicates.check_duplicates(manifest.replace(records=tuple(records)))

@@ -71,9 +71,9 @@ class Export(SourceKeywords, RunningKeywords, hf.Keywords, total=False):
 
 def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
     """What a user says of a checkpoint; raises TypeError for an unknown word."""
-    known = NamedKeywords.__annotations__
-    if unknown := sorted(source.keys() - known.keys()):
-        raise TypeError(f"there is no argument {unknown[0]!r}; there are {', '.join(known)}")
+    keywords = NamedKeywords.__annotations__
+    if unknown := sorted(source.keys() - keywords.keys()):
+        raise TypeError(f"there is no argument {unknown[0]!r}; there are {', '.join(keywords)}")
     rules, globs = source.get("tp_rules"), source.get("buffers") or ()
     taken = {
         **source,
@@ -300,13 +300,13 @@ def export(
     Raises TypeError for an option that has another name here or is always set, and MissingData if
     there is no configuration; otherwise as `convert`.
     """
-    own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
-    own |= {"model_config": None if config is None else os.fspath(config)}
-    own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
-    own |= {"accept_weights": accept_weights}
-    if wrong := sorted(words.keys() & {*own, "param_names", "drop_state"}):
+    fixed_words: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
+    fixed_words |= {"model_config": None if config is None else os.fspath(config)}
+    fixed_words |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
+    fixed_words |= {"accept_weights": accept_weights}
+    if wrong := sorted(words.keys() & {*fixed_words, "param_names", "drop_state"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
-    reading, running, options = _split({**own, **words})
+    reading, running, options = _split({**fixed_words, **words})
 
     manifest = read_for(target, source, reading, options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, options, running)

@@ -224,8 +224,8 @@ class ZckptError(Exception):
 
 def log(logger: Logger, notices: Iterable[Notice]) -> None:
     """Warnings, and notes at INFO, as lines of a program's log."""
-    for each in notices:
-        logger.log(INFO if each.severity == "note" else WARNING, "%s", safe(each.message))
+    for notice in notices:
+        logger.log(INFO if notice.severity == "note" else WARNING, "%s", safe(notice.message))
 
 
 def again(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:

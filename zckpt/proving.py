@@ -136,23 +136,25 @@ def _verify(
                 about["warnings"] += said(duplicates.check_duplicates(manifest))
             if check_slices := format.functions.check_slices:
                 check_slices(manifest)
-            own = verdict.of(manifest)
-            about["warnings"] += said(own.doubts)
-            found = verify_alone(manifest, selection.tensors, copying, begin)
-            damaged = [_with_next_step(line, path) for line in found["problems"]]
-            problems = [*said((*own.problems, *own.unread)), *damaged]
-            is_equal = found["equal"] and not problems
-            return about | found | {"problems": problems, "equal": is_equal}
+            verdict_of_path = verdict.of(manifest)
+            about["warnings"] += said(verdict_of_path.doubts)
+            findings = verify_alone(manifest, selection.tensors, copying, begin)
+            damaged = [_with_next_step(line, path) for line in findings["problems"]]
+            problems = [*said((*verdict_of_path.problems, *verdict_of_path.unread)), *damaged]
+            is_equal = findings["equal"] and not problems
+            return about | findings | {"problems": problems, "equal": is_equal}
         if contents is not None:
             root = (reading.root or "").partition("=")[0]
-            found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
-            return about | found | {"notes": [*said(lines), *found["notes"]]}
+            findings = saved.verify_proof(
+                manifest, other, contents, selection, copying, begin, root
+            )
+            return about | findings | {"notes": [*said(lines), *findings["notes"]]}
         with sources.unchanged(other.files.fingerprints):
             about["warnings"] += said(
                 each for each in other.notices.warnings if each.code in (OTHER_TIME, mended.CODE)
             )
-            found = verify_against(manifest, other, selection, copying, begin)
-            return about | found | {"notes": [*said(lines), *found["notes"]]}
+            findings = verify_against(manifest, other, selection, copying, begin)
+            return about | findings | {"notes": [*said(lines), *findings["notes"]]}
 
 
 def _with_next_step(line: Report, path: Path) -> Report:
@@ -195,5 +197,5 @@ def _gather(
         about["warnings"] += said(
             line for line in other.notices.warnings if line.code in (OTHER_TIME, mended.CODE)
         )
-        found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
-        return about | found | {"notes": [*said(lines), *found["notes"]]}
+        findings = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
+        return about | findings | {"notes": [*said(lines), *findings["notes"]]}

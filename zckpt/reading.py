@@ -66,7 +66,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
         with uncollected():
             return (_read_opened if opens else _read)(path, reading, alone)
     except (NotACheckpoint, IncompleteCheckpoint, CorruptCheckpoint) as error:
-        if (hint := nearby.found(error, os.fspath(path))) is None:
+        if (hint := nearby.hint_of(error, os.fspath(path))) is None:
             raise
         raise error.again(hint=hint) from error
 
@@ -94,14 +94,14 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished([path])
-    found = formats.find(path, reading.format, reading.tag, reading.root)
-    format = found.format
-    if found.inside and (reading.root or "").partition("=")[0] == found.inside:
+    recognized = formats.find(path, reading.format, reading.tag, reading.root)
+    format = recognized.format
+    if recognized.inside and (reading.root or "").partition("=")[0] == recognized.inside:
         reading = replace(reading, root=None)
     with sources.watching() as watch, following(reading.follow_links):
-        manifest = format.functions.read(found.path, reading)
-        if found.inside:
-            manifest = with_files_around(manifest, path, found.inside, found.others)
+        manifest = format.functions.read(recognized.path, reading)
+        if recognized.inside:
+            manifest = with_files_around(manifest, path, recognized.inside, recognized.left_out)
         siblings = [item.path for item in (*manifest.files.siblings, *manifest.files.around)]
         fingerprints = watch.of((*manifest.files.paths, *siblings))
     refuse_unfinished({os.path.dirname(file) for file in manifest.files.paths})
@@ -155,12 +155,12 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
         for key, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
-    known = tuple(f"{notice.subject}." for notice in manifest.notices.omitted if notice.subject)
+    prefixes = tuple(f"{notice.subject}." for notice in manifest.notices.omitted if notice.subject)
     return [
         note("weights-omitted", f"{key}: tensors of the program's own state", subject=key)
         for key, value in (manifest.state.get("client_state") or {}).items()
         if any(tensor in values for tensor in entries_in(value))
-        and not any(subject.startswith(f"{key}.") for subject in known)
+        and not any(subject.startswith(f"{key}.") for subject in prefixes)
     ]
 
 
@@ -180,7 +180,11 @@ def _oddly_timed(manifest: Manifest) -> list[Notice]:
     """Warns about files of ranks that were not written when their siblings were."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
-    roles = {path: own.role for path in manifest.files.paths if (own := known(format.roles, path))}
+    roles = {
+        path: file_role.role
+        for path in manifest.files.paths
+        if (file_role := known(format.roles, path))
+    }
     lasts = {os.path.dirname(path): path for path, role in roles.items() if role.is_last}
     for path in (path for path, role in roles.items() if role.axes):
         folder = os.path.dirname(path)
@@ -378,25 +382,25 @@ def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
     """
     fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
     keys = other.run.engine.model if isinstance(other.run.engine, StateDictEngine) else ()
-    stated = other.run.origin.root or ".".join(map(str, keys))
-    return [stated] if stated in fitting else fitting
+    stated_root = other.run.origin.root or ".".join(map(str, keys))
+    return [stated_root] if stated_root in fitting else fitting
 
 
-def refuse_several(manifest: Manifest, others: str = "", like: Manifest | None = None) -> None:
-    """Raises AmbiguousCheckpoint for several models; `others` adds another choice to the hint.
+def refuse_several(manifest: Manifest, way_out: str = "", like: Manifest | None = None) -> None:
+    """Raises AmbiguousCheckpoint for several models; `way_out` adds another choice to the hint.
 
     If the checkpoint is to be compared with another one, `like`, the hint names the models that
     match.
     """
     if roots := manifest.roots:
-        name, own = next(iter(roots.items()))
+        name, optimizers = next(iter(roots.items()))
         fitting = (like and _roots_like(manifest, like)) or [name]
         what, choice = f"models: {listed([*roots])}", " or --root ".join(fitting)
         if len(roots) == 1:
-            what, choice = f"optimizers: {listed(own)}", f"{name}={own[0]}"
+            what, choice = f"optimizers: {listed(optimizers)}", f"{name}={optimizers[0]}"
         raise AmbiguousCheckpoint(
             "several-models",
             f"{manifest.root} has several {what}",
-            hint=f"choose one with --root {choice}{others}",
+            hint=f"choose one with --root {choice}{way_out}",
             file=manifest.root,
         )

@@ -160,7 +160,7 @@ def test_a_copy_that_is_complete_reads_nothing_again(
 class Repeating(Sharing):
     """Says once more what the journal has."""
 
-    def others(self, journal: Journal) -> list[Region]:
+    def regions_of_others(self, journal: Journal) -> list[Region]:
         return regions_in(journal)
 
 

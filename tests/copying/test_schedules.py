@@ -150,7 +150,7 @@ def part(target: Path, letter: str, number: int) -> str:
         staged.lay([Shell("a", SIZE, ())])
         half = SIZE // 2
         write(staged, letter, half * (number - 1), half * number)
-        regions = sharing.others(staged.journal)
+        regions = sharing.regions_of_others(staged.journal)
         if regions is None or sum(region.stop - region.start for region in regions) < SIZE:
             staged.postpone()
             return "postponed"

@@ -142,7 +142,7 @@ def test_what_another_user_has_begun_is_named(
     with pytest.raises(TargetExists, match=r"out\.partial exists: another user"):
         refuse_existing(str(tmp_path / "out"))
     with pytest.raises(TargetExists, match=r"out\.partial belongs to user .* may not write there"):
-        folder_at(tmp_path).own(str(tmp_path / "out.partial"))
+        folder_at(tmp_path).own_folder(str(tmp_path / "out.partial"))
 
 
 # -- what an earlier run has begun

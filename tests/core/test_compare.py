@@ -365,7 +365,7 @@ class Two:
         assert json.dumps(one.tasks_by_name()) == json.dumps(other.tasks_by_name())
         one.run(iter([0, 99]).__next__)
         other.run(iter(range(1, 99)).__next__)
-        one.take(json.loads(json.dumps(other.found())))
+        one.take(json.loads(json.dumps(other.findings())))
         return one
 
     def agree_on_problem(self, message: str) -> None:

@@ -26,7 +26,7 @@ def own(tmp_path: Path) -> Folder:
         (tmp_path / name).mkdir()
     for name in ("victim", "home/victim"):
         (tmp_path / name).write_text("kept")
-    return Folder.at(str(tmp_path)).own(str(tmp_path / "own"))
+    return Folder.at(str(tmp_path)).own_folder(str(tmp_path / "own"))
 
 
 def plant_link(path: Path) -> None:
@@ -124,7 +124,7 @@ def test_another_users_folder_is_no_own_one(
     with Folder.at(str(tmp_path)) as above:
         before = descriptors()
         with pytest.raises(TargetExists, match="own belongs to user"):
-            above.own(str(tmp_path / "own"))
+            above.own_folder(str(tmp_path / "own"))
         assert descriptors() == before
     assert not list((tmp_path / "own").iterdir())
 
@@ -141,7 +141,7 @@ def test_a_folder_in_which_we_may_not_write_is_no_own_one(
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(TargetExists, match=r"own belongs to user .*, and you may not write there"):
-        Folder.at(str(tmp_path)).own(str(tmp_path / "own"))
+        Folder.at(str(tmp_path)).own_folder(str(tmp_path / "own"))
 
 
 def test_users_may_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_users_may_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "fstat", squashed)
     (tmp_path / "own").mkdir()
-    with Folder.at(str(tmp_path)) as above, above.own(str(tmp_path / "own")) as own:
+    with Folder.at(str(tmp_path)) as above, above.own_folder(str(tmp_path / "own")) as own:
         os.close(own.open(str(tmp_path / "own/a/b"), os.O_RDWR | os.O_CREAT))
     assert (tmp_path / "own/a/b").is_file()
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["a"]
@@ -275,12 +275,12 @@ def test_nothing_stays_open(own: Folder, tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(FileNotFoundError):
             own.open(f"{tmp_path}/own/a/none/c")
         with Folder.at(str(tmp_path)) as above:
-            above.own(str(tmp_path / "own")).close()
+            above.own_folder(str(tmp_path / "own")).close()
     given_away(monkeypatch, tmp_path / "own" / "a", tmp_path / "own" / "a" / "b" / "c")
     with pytest.raises(TargetExists, match="belongs to user"):
         own.open(path)
     with pytest.raises(TargetExists, match="belongs to user"):
-        own.own(str(tmp_path / "own" / "a"))
+        own.own_folder(str(tmp_path / "own" / "a"))
     assert descriptors() == before
     own.close()
     own.close()
@@ -318,7 +318,7 @@ def test_a_folder_that_is_gone_is_another_one(own: Folder, tmp_path: Path) -> No
 def test_what_is_to_be_removed_is_the_whole_target(own: Folder, tmp_path: Path) -> None:
     (tmp_path / "own" / "inner").mkdir()
     (tmp_path / "own" / "inner" / "link").symlink_to("nowhere")
-    inner = own.own(str(tmp_path / "own" / "inner"))
+    inner = own.own_folder(str(tmp_path / "own" / "inner"))
     with pytest.raises(TargetExists) as caught:
         inner.open(str(tmp_path / "own" / "inner" / "link"))
     assert (caught.value.hint or "").endswith(f"remove it: rm -r {tmp_path}/own")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, GridPlace
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from zckpt.core.checkpoint.grid import Grid, Place
 def test_a_title_names_the_axes_that_have_several_ranks(
     number: int, grid: Grid, title: str
 ) -> None:
-    assert Place(number, grid).titled("w") == title
+    assert GridPlace(number, grid).titled("w") == title

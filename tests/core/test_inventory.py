@@ -158,14 +158,17 @@ def test_forms_and_the_numbers_that_both_names_have_are_compared(
 
 def test_a_file_without_a_zip_states_no_place() -> None:
     """`None.pt` is a name as any other."""
-    assert [own.stated for own in saved_names(OF_LAYERS, {"/run/None.pt": None})] == [None]
+    assert [name.saved_name for name in saved_names(OF_LAYERS, {"/run/None.pt": None})] == [None]
 
 
 def test_a_file_that_stands_in_for_a_lost_one_states_no_place() -> None:
     own = {"/run/layer-1.pt": "layer-2", "/run/layer-2.pt": "layer-2"}
     with sources.standing_in(["/run/layer-1.pt"]):
         found = saved_names(OF_LAYERS, own)
-    assert [name.stated and name.stated.rank for name in found] == [None, (("layer", 2),)]
+    assert [name.saved_name and name.saved_name.rank for name in found] == [
+        None,
+        (("layer", 2),),
+    ]
     refuse_others(found)
 
 
@@ -232,4 +235,4 @@ def test_a_name_that_no_file_can_have_states_nothing(kind: str, folder: str) -> 
         kind
     ]
     (found,) = saved_names(ROLES[kind], {f"/run/{name}": folder})
-    assert found.stated is None
+    assert found.saved_name is None

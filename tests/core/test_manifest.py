@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from zckpt.core.checkpoint.entries import Entry
-from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, GridPlace
 from zckpt.core.checkpoint.inert import Scalar
 from zckpt.core.checkpoint.manifest import (
     RESERVED_SLOTS,
@@ -84,7 +84,7 @@ def test_ranks_that_are_not_joined_change_with_their_models() -> None:
 
 def test_a_title_has_the_words_of_the_model_rank() -> None:
     assert WHOLE.titled("w") == "w"
-    assert replace(WHOLE, place=Place(1, Grid(pp=2))).titled("w") == "pipeline stage 1: w"
+    assert replace(WHOLE, place=GridPlace(1, Grid(pp=2))).titled("w") == "pipeline stage 1: w"
 
 
 # -- several models

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from zckpt.core.checkpoint.entries import Entry, key_of, name_of
 from zckpt.core.checkpoint.grid import Grid as Axes
-from zckpt.core.checkpoint.grid import Place
+from zckpt.core.checkpoint.grid import GridPlace
 from zckpt.core.checkpoint.inert import Scalar, TensorName
 from zckpt.core.checkpoint.manifest import Files, Manifest, Parameter, Run
 from zckpt.core.checkpoint.optimizer_states import StateRow, States, states_in
@@ -362,7 +362,7 @@ def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
     """A random state that all of them read there."""
     shared = {f"rng {n}": TensorName(f"client_state.rng {n}") for n in range(20)}
     ranks = [with_state(r, client_state=shared | {"own": [n]}) for n, r in enumerate(made.ranks)]
-    ranks = [replace(rank, place=Place(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
+    ranks = [replace(rank, place=GridPlace(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
     whole = merge(ranks, made.table)
     assert texts(whole.notices.omitted) == ["client_state 'own' of model ranks other than 0"]
     assert whole.place is None
@@ -469,7 +469,7 @@ def test_other_values_of_parameters_are_united() -> None:
     entries = [Entry(*key_of(name), "I32", (2,), Runs(())) for name in names]
     ranks = [replace(r, entries={e.key: e}) for r, e in zip(ranks, entries, strict=True)]
     whole = merge(ranks, STAGES)
-    assert whole.states.others == {"0.0": {"step": None}, "1.0": {"step": None}}
+    assert whole.states.other_values == {"0.0": {"step": None}, "1.0": {"step": None}}
     assert [*map(name_of, whole.entries)] == names
 
 

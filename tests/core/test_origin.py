@@ -63,7 +63,10 @@ MEGATRON_JSON = {
             ),
             MEGATRON_JSON,
         ),
-        (Origin("x", others={"odd": {"a": [1]}}), {**DICTS_JSON, "format": "x", "odd": {"a": [1]}}),
+        (
+            Origin("x", other_fields={"odd": {"a": [1]}}),
+            {**DICTS_JSON, "format": "x", "odd": {"a": [1]}},
+        ),
         (Origin(nulls=frozenset()), {}),
         (Origin(nulls=frozenset({"format", "root"})), {"format": None, "root": None}),
     ],
@@ -78,7 +81,7 @@ def test_an_origin_and_its_json(origin: Origin, document: dict[str, Any]) -> Non
 def test_what_every_version_wrote_is_read_and_written_again(path: Path) -> None:
     source = json.loads(path.read_text())["source"]
     origin = Origin.of_json(source)
-    assert origin.others == {}
+    assert origin.other_fields == {}
     assert json.dumps(origin.to_json()) == json.dumps(source)
 
 
@@ -120,7 +123,7 @@ def test_values_of_other_types_are_refused(document: Any) -> None:
 def test_keys_that_are_not_known_are_kept_and_are_no_fields() -> None:
     document = {"nulls": ["dp"], "others": {"dp": 3}}
     origin = Origin.of_json(document)
-    assert (origin.dp, origin.nulls, origin.others) == (None, frozenset(), document)
+    assert (origin.dp, origin.nulls, origin.other_fields) == (None, frozenset(), document)
     assert origin.to_json() == document
 
 

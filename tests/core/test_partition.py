@@ -41,4 +41,4 @@ def test_a_rank_has_as_much_of_a_segment_as_its_part_reaches(
 ) -> None:
     parts = joined((2, 3, 4), ((0, 0, 0), (2, 1, 4)), ((0, 1, 0), (2, 2, 4)))
     flat = Partitioned("F32", (Extent("a", 0, 32), Extent("b", 0, 64)), ())
-    assert parts.own(rank, 3, stop) == flat.own(rank, 3, stop) == (3, end)
+    assert parts.own_range(rank, 3, stop) == flat.own_range(rank, 3, stop) == (3, end)

@@ -451,8 +451,8 @@ def test_other_names_of_parameters(every: Manifest) -> None:
     state = other(w={"k": [own, alien, 1]}, v={"k": 2})
     state["optimizer"][PARTITIONS] = [part("w", "v", k=[1, 2])]
     states, tensors = manifest(state=state).states.renamed({"w": "new"})
-    assert [*states.others] == ["new", "v"]
-    assert states.others["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
+    assert [*states.other_values] == ["new", "v"]
+    assert states.other_values["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
     assert tensors == {"optimizer.other.w.k": "optimizer.other.new.k"}
     assert [row.parameters for row in states.of_form("partition")] == [("new", "v")]
     assert States().renamed({"w": "new"}) == (States(), {})

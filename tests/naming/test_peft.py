@@ -62,7 +62,7 @@ def test_names_are_those_that_peft_saves(kind: str) -> None:
     whole = {"modules_to_save": getattr(config, "modules_to_save", None)}
     back = peft.module_names(list(saved), config=whole)
     assert {back.get(name, name) for name in saved} >= set(trained)
-    names = peft.module_names(list(saved), known=trained)
+    names = peft.module_names(list(saved), names_in_module=trained)
     assert {names.get(name, name) for name in saved} >= set(trained)
 
 

@@ -51,13 +51,13 @@ def save(folder: Path, config: dict[str, Any] | None = None) -> Path:
     ],
 )
 def test_ties_that_a_config_states(config: Any, tied: dict[str, str]) -> None:
-    assert ties.stated(config, [EMBEDDING, "model.norm.weight"]) == tied
-    assert ties.stated(config, [EMBEDDING, HEAD]) == {}  # both are there
+    assert ties.stated_ties(config, [EMBEDDING, "model.norm.weight"]) == tied
+    assert ties.stated_ties(config, [EMBEDDING, HEAD]) == {}  # both are there
 
 
 def test_t5_shares_its_inputs_even_with_a_head_of_its_own() -> None:
     config = {"architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": False}
-    assert ties.stated(config, ["shared.weight", HEAD]) == {
+    assert ties.stated_ties(config, ["shared.weight", HEAD]) == {
         "encoder.embed_tokens.weight": "shared.weight",
         "decoder.embed_tokens.weight": "shared.weight",
     }
@@ -73,7 +73,7 @@ def test_the_table_is_what_transformers_ties(name: str) -> None:
     with torch.device("meta"):
         expected = cls(config).get_expanded_tied_weights_keys(all_submodels=True)
     stated = {"architectures": [name], "tie_word_embeddings": True}
-    assert ties.stated(stated, list(expected.values())) == expected
+    assert ties.stated_ties(stated, list(expected.values())) == expected
 
 
 @pytest.mark.parametrize("to", ["deepspeed", "dcp", "gathered"])

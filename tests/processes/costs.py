@@ -101,7 +101,12 @@ def converting(source: Path, target: Path, region: int = MIB) -> Callable[[int],
     """A conversion in regions of so many bytes, in one thread of each process."""
 
     def convert(_: int) -> Spent:
-        filling.REGION, spent, add, others = region, Spent(), Journal.add, Processes.others
+        filling.REGION, spent, add, others = (
+            region,
+            Spent(),
+            Journal.add,
+            Processes.regions_of_others,
+        )
 
         def counted(self: Journal, one: Region) -> None:
             spent.regions += 1
@@ -116,7 +121,7 @@ def converting(source: Path, target: Path, region: int = MIB) -> Callable[[int],
             found = others(self, journal)
             return None if found is None else timed(found)
 
-        Journal.add, Processes.others = counted, of_others  # type: ignore[method-assign]
+        Journal.add, Processes.regions_of_others = counted, of_others  # type: ignore[method-assign]
         before, started = cpu(), time.perf_counter()
         with zckpt.group() as group:
             zckpt.convert(source, target, sharing=group, copying=ONE_THREAD)

@@ -128,7 +128,7 @@ def test_blocks_are_the_tensors(seed: int) -> None:
         matrix = np.full((bucket.rows, bucket.width), -2, "i4")
         for segment in bucket.segments:
             for row in range(len(segment.part.ranks)):
-                start, stop = segment.part.own(row, segment.start, segment.stop)
+                start, stop = segment.part.own_range(row, segment.start, segment.stop)
                 piece = data[segment.part.extent(row).file][start:stop]
                 matrix[row, segment.at : segment.at + len(piece)] = piece
         shares = [list(share_of(bucket, p, processes)) for p in range(processes)]

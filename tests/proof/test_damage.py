@@ -245,7 +245,7 @@ def test_records_that_differ_in_padding_alone() -> None:
     assert noted(a, run(DATA[:-1] + b"x", ("a", 10, 22), **other)) == 0  # it lies elsewhere
     assert noted(run(DATA, ("a", 8, 20), ("c", 20, 24)), b) == 0  # what is not compared
     for side in (a, b):
-        unknown = side.replace(records=(replace(side.files.records[0], stated=None),))
+        unknown = side.replace(records=(replace(side.files.records[0], stated_crc=None),))
         assert noted(*((unknown, b) if side is a else (a, unknown))) == 0
     assert noted(a, b.replace(records=())) == 0
     nothing = run(DATA, ("a", 60, 70)), run(DATA[:-1] + b"x", ("a", 60, 70), **other)

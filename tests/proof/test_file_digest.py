@@ -192,7 +192,7 @@ def test_what_files_state_and_where_tensors_lie_counts(tmp_path: Path) -> None:
     assert digest(synthetic(tmp_path / "copy")) == before
     assert digest(manifest.replace(paths=manifest.files.paths[::-1])) == before
     assert digest(synthetic(tmp_path / "others", ("a", "c"))) != before
-    other = replace(manifest.files.records[0], stated=1235)
+    other = replace(manifest.files.records[0], stated_crc=1235)
     assert digest(manifest.replace(records=(other, *manifest.files.records[1:]))) != before
     moved = replace(
         manifest.replicas[0], fragments=solid(4, Extent(manifest.files.paths[0], 32, 14))

@@ -107,7 +107,7 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
     path = proof(manifest, tmp_path / "proof.json")
     proven, contents = read_proof(str(path), manifest)
     number, first, second = manifest.states
-    plain = replace(manifest.run.origin, others={})
+    plain = replace(manifest.run.origin, other_fields={})
     expected = manifest.replace(
         root=str(path),
         origin=plain,

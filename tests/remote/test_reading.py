@@ -128,12 +128,14 @@ def test_an_answer_that_breaks_off_is_asked_again(
 
 def test_an_object_that_changes_ends_the_run(store: Memory, tmp_path: Path) -> None:
     class Strict(stores.Filesystem):
-        def read(self, found: stores.Found, start: int, stop: int) -> bytes | memoryview:
-            now = self.head(found.key)
+        def read(
+            self, stored_object: stores.StoredObject, start: int, stop: int
+        ) -> bytes | memoryview:
+            now = self.head(stored_object.key)
             assert now is not None
-            if now.etag != found.etag:
+            if now.etag != stored_object.etag:
                 raise type("PreconditionError", (Exception,), {})()
-            return super().read(found, start, stop)
+            return super().read(stored_object, start, stop)
 
     url = urls.parse(zckpt.At(store, KEY))
     folder = mirror.mirrored(url)

@@ -410,5 +410,5 @@ def print_help(context: click.Context, command: str | None) -> None:
     if meant_command is None:
         hint = meant(command, cli.commands) or "`zckpt help` lists the commands"
         raise WrongOption("usage-error", f"there is no command {command}", hint=hint)
-    own = {"info_name": command, "parent": above, **cli.context_settings}
-    click.echo(click.Context(meant_command, **own).get_help())
+    settings = {"info_name": command, "parent": above, **cli.context_settings}
+    click.echo(click.Context(meant_command, **settings).get_help())

@@ -157,8 +157,8 @@ def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
     Those in `chosen` say which of several checkpoints is meant.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    own = (_root, _tp_rules, _buffers, _follow_links, names, _step_policy)
-    return stacked(_format, *chosen, *own, as_document, _quiet)
+    decorators = (_root, _tp_rules, _buffers, _follow_links, names, _step_policy)
+    return stacked(_format, *chosen, *decorators, as_document, _quiet)
 
 
 common = of_sources(True, _tag)

@@ -41,12 +41,12 @@ def check(path: str | None) -> None:
             "a page of HTML needs jinja2, which is not installed",
             hint="pip install 'zckpt[html]', or write Markdown: --md",
         )
-    for each in (path, *_pictures(path)):
-        display.can_save(each)
-        if os.path.exists(each) and not _is_page(each):
+    for file in (path, *_pictures(path)):
+        display.can_save(file)
+        if os.path.exists(file) and not _is_page(file):
             raise WrongOption(
                 "output-not-writable",
-                f"{each} is there, and is no page that could be replaced",
+                f"{file} is there, and is no page that could be replaced",
                 hint="name another file",
             )
 

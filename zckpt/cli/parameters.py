@@ -60,10 +60,10 @@ def pairs(text: str) -> dict[Any, Any]:
 def merged(
     _context: click.Context, _option: click.Parameter, values: Sequence[dict[Any, Any]]
 ) -> dict[Any, Any]:
-    """Repeated pairs in one dictionary; a group's own values under its number."""
+    """Repeated group_values in one dictionary; a group's own values under its number."""
     defaults: dict[Any, Any] = {}
-    for each in values:
-        for key, value in each.items():
+    for group_values in values:
+        for key, value in group_values.items():
             defaults[key] = {**defaults.get(key, {}), **value} if isinstance(key, int) else value
     return defaults
 
@@ -102,9 +102,9 @@ def names(path: str) -> Names:
     listed = in_file(path, names_in)
     if not listed or not all(isinstance(name, str) for name in listed):
         raise click.BadParameter(f"{path} is not a list of names, one per line or as JSON")
-    found = Names(name.strip() for name in listed if name.strip())
-    found.path = path
-    return found
+    parsed = Names(name.strip() for name in listed if name.strip())
+    parsed.path = path
+    return parsed
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -101,8 +101,8 @@ class MasterRow:
             views.append(buffer[: request.end])
             reader.read([request], views[-1])
         a, a_dtype, b, b_dtype = buffers.alike(part.match, *views)
-        known = self._regions[part.region].differing.get(part.number, part.start)
-        if known < part.start or same(a, b):
+        first_known = self._regions[part.region].differing.get(part.number, part.start)
+        if first_known < part.start or same(a, b):
             return None
         is_rounded = part.match.how == "rounded"
         return measure_difference(a, a_dtype, b, b_dtype, part.start, is_rounded).first

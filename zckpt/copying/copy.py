@@ -168,8 +168,8 @@ class _Copy(Struct, eq=False, dict=True):
     def _count(self, passed: Iterable[Passed]) -> None:
         """Adds the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
-            own = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
-            self.sums.add(own, self._cover_of)
+            crcs_of_targets = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
+            self.sums.add(crcs_of_targets, self._cover_of)
 
     def _length_of(self, key: Key) -> int:
         """The number of bytes that a key stands for."""
@@ -282,8 +282,8 @@ class _Copy(Struct, eq=False, dict=True):
 
     def _take_differing(self, region: Region) -> None:
         for number, first in differing(region.passed).items():
-            known = self.outcome.differing.get(number, first)
-            self.outcome.differing[number] = min(first, known)
+            first_known = self.outcome.differing.get(number, first)
+            self.outcome.differing[number] = min(first, first_known)
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
         """The parts of source records that a thread has read since the last call."""
@@ -305,9 +305,9 @@ class _Copy(Struct, eq=False, dict=True):
         for number in self.numbers.values():
             pair, crc = self.pairs[number], self._crc((TENSOR, number, 0))
             self.outcome.digests.setdefault(pair.rank, {})[pair.target.key] = crc
-            if (stated := pair.source.digest) is None:
+            if (stated_crc := pair.source.digest) is None:
                 continue
-            if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
+            if stated_crc != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
                 raise CorruptCheckpoint(
                     "record-damaged",
                     f"{pair.source.name} is damaged: its bytes do not have the CRC-32 that the "
@@ -367,8 +367,8 @@ def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
     for pair in pairs:
         source, target = pair.source.fragments, pair.target.fragments
         if type(source) is Slices and type(target) is Slices:
-            known = longest.setdefault(id(source.flats), source)
-            if len(source) > len(known):
+            longest_so_far = longest.setdefault(id(source.flats), source)
+            if len(source) > len(longest_so_far):
                 longest[id(source.flats)] = source
     for slices in longest.values():
         yield from slices.flats[: len(slices)]
@@ -411,7 +411,7 @@ def copy(
     except BaseException as error:
         running.close(error)
         raise
-    regions = sharing.others(journal) if journal else ()
+    regions = sharing.regions_of_others(journal) if journal else ()
     if regions is None:
         return None
     running.take(regions)

@@ -145,9 +145,9 @@ class TargetFile(Struct, eq=False, dict=True):
         """The CRC-32s of bytes that begin at `start`: those of records, and that of the file."""
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):
-            own = crc32(data[first - start : last - start])
-            crc = combine(crc, own, last - first)
+            part_crc = crc32(data[first - start : last - start])
+            crc = combine(crc, part_crc, last - first)
             if place is not None:
                 begin = self._starts[place]
-                yield (RECORD, self.number, place), first - begin, last - begin, own
+                yield (RECORD, self.number, place), first - begin, last - begin, part_crc
         yield (FILE, self.number, 0), start, stop, crc

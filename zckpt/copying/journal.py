@@ -142,14 +142,14 @@ class Journal:
             raise in_use(self.folder.path)
         length = self._read(self._file)
         os.ftruncate(self._file, length)
-        others = [(name, self._opened(name)) for name in self._names()]
-        for _, file in others:
+        other_journals = [(name, self._opened(name)) for name in self._names()]
+        for _, file in other_journals:
             if not locked_in_time(file, ENDING):
                 raise in_use(self.folder.path)
             self._read(file)
         if not length:
             self._append(self._header())
-        for name, file in others:
+        for name, file in other_journals:
             for region in regions_in(lines_of(file)):
                 self.add(region)
             sync_data(self._file)

@@ -42,8 +42,8 @@ class Sharing:
     """This process's share of a conversion. In this class it writes everything, file by file.
 
     Processes that communicate call `agree_on`, then rank 0 calls `begin` while the others call
-    `begun`, then all call `mine`, `others` and `end`. `rank` is 0 unless another process lays out
-    the target's files and completes it.
+    `begun`, then all call `mine`, `regions_of_others` and `end`. `rank` is 0 unless another process
+    lays out the target's files and completes it.
     """
 
     rank = 0
@@ -77,7 +77,7 @@ class Sharing:
     def check(self) -> None:
         """Raises if this process must not write any more. It is called before every write."""
 
-    def others(self, journal: Journal) -> Iterable[Region] | None:
+    def regions_of_others(self, journal: Journal) -> Iterable[Region] | None:
         """The regions that others have written; None if another process will complete the target.
 
         It is called after this process has written its portions.
@@ -129,7 +129,7 @@ class Part(Sharing, Struct, frozen=True):
     ) -> Iterator[Sequence[Portion]]:
         return by_file(shares(portions, self.count)[self.number - 1])
 
-    def others(self, journal: Journal) -> Iterable[Region] | None:
+    def regions_of_others(self, journal: Journal) -> Iterable[Region] | None:
         assert isinstance(journal, PartJournal)
         return journal.of_all_parts()
 

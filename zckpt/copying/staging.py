@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from itertools import chain
 
 from ..core.checkpoint.manifest import Sibling
-from ..core.checkpoint.siblings import BESIDE
+from ..core.checkpoint.siblings import CACHE
 from ..core.passes.layout import Shell
 from ..core.passes.streaming import carry_out_all
 from ..core.storage.fileio import sync_folder, write_all
@@ -136,7 +136,7 @@ class Staging:
         # others must not put files there; the target inside gets the usual permissions
         is_ours = self.above.make(self.partial, 0o700)
         try:
-            self.folder = stack.enter_context(self.above.own(self.partial))
+            self.folder = stack.enter_context(self.above.own_folder(self.partial))
             is_ours = True
             refuse_strange(self.folder, os.path.basename(self.target))
             self.folder.refuse_foreign()
@@ -288,13 +288,13 @@ class Staging:
         self._leave(is_marked)
 
     def _rename(self) -> None:
-        own = self.root.itself()
+        status_of_root = self.root.itself()
         self.root.close()  # some network filesystems rename no directory that is open
         try:
             self.folder.move(self.path, self.above, self.target)
         except OSError:  # a network filesystem may have renamed it and lost the answer
             now = self.above.status(self.target)
-            if now is None or not os.path.samestat(own, now):
+            if now is None or not os.path.samestat(status_of_root, now):
                 refuse_existing(self.target, partial=False)  # another run may have been faster
                 raise
 
@@ -361,7 +361,7 @@ def with_neighbors(
 
 def waiting(root: str, name: str) -> str:
     """The path of a file that is copied unchanged, until the copy has ended."""
-    return os.path.join(root, BESIDE, name)
+    return os.path.join(root, CACHE, name)
 
 
 @contextmanager
@@ -374,7 +374,7 @@ def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
     path = f"{target}.{writer}.partial" if writer else f"{target}.partial"
     with (
         Folder.at(os.path.dirname(path)) as above,
-        above.own(path) as folder,
+        above.own_folder(path) as folder,
         folder.inner(os.path.join(path, os.path.basename(target))) as root,
     ):
         yield folder, root

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from msgspec.structs import asdict
 
-from ..core.checkpoint.siblings import BESIDE
+from ..core.checkpoint.siblings import CACHE
 from ..core.storage import sources
 from ..core.storage.folder import JOURNAL, Folder, has_locks, lock
 from ..core.storage.marks import is_begun, is_journal
@@ -123,7 +123,7 @@ def is_complete(target: str, identity: Identity) -> bool:
         with (
             suppress(OSError, TargetExists),
             Folder.at(os.path.dirname(path)) as above,
-            above.own(path) as folder,
+            above.own_folder(path) as folder,
         ):
             is_ours = is_begun(folder, os.path.basename(target))
             # it was removed before the run was killed
@@ -195,8 +195,8 @@ def remove_empty(folder: Folder, above: Folder) -> None:
     Raises OSError, with everything still there, if the folder contains anything but journals.
     """
     contents = folder.names()
-    if others := [name for name in contents if not is_journal(name)]:
-        path = os.path.join(folder.path, others[0])
+    if other_names := [name for name in contents if not is_journal(name)]:
+        path = os.path.join(folder.path, other_names[0])
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
     for name in reversed(contents):  # `journal` comes last: it has the lock
         with suppress(FileNotFoundError):
@@ -240,8 +240,12 @@ def refuse_inside(source: str, target: str) -> None:
             f"{target} is the source itself",
             hint=f"choose another name, or move the source away first: {move}",
         )
-    own = os.path.join(outer, BESIDE, "")
-    if os.path.isdir(outer) and inner.startswith(outer + os.sep) and not inner.startswith(own):
+    inner_folder = os.path.join(outer, CACHE, "")
+    if (
+        os.path.isdir(outer)
+        and inner.startswith(outer + os.sep)
+        and not inner.startswith(inner_folder)
+    ):
         raise WrongOption(
             "target-in-source",
             f"{target} is inside of {source}",

@@ -200,7 +200,7 @@ def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
 
 def _remove(above: Folder, path: str, target: str) -> bool:
     try:
-        with above.own(path) as folder:
+        with above.own_folder(path) as folder:
             folder.remove(os.path.join(path, target))
             remove_empty(folder, above)  # the journal comes last, since a kill may interrupt this
     except FileNotFoundError:  # another run may remove it too

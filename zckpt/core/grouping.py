@@ -19,8 +19,8 @@ def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 def neighbors(items: Sequence[V], most: int) -> list[Sequence[V]]:
     """Cuts `items` into at most `most` lists of consecutive items; only the last may be shorter."""
-    each = max(-(-len(items) // most), 1)
-    return [items[place : place + each] for place in range(0, len(items), each)]
+    length = max(-(-len(items) // most), 1)
+    return [items[place : place + length] for place in range(0, len(items), length)]
 
 
 def portions(items: Iterable[V], size_of: Callable[[V], int], most: int) -> Iterator[list[V]]:
@@ -31,11 +31,11 @@ def portions(items: Iterable[V], size_of: Callable[[V], int], most: int) -> Iter
     portion: list[V] = []
     size = 0
     for item in items:
-        own = size_of(item)
-        if portion and size + own > most:
+        item_size = size_of(item)
+        if portion and size + item_size > most:
             yield portion
             portion, size = [], 0
         portion.append(item)
-        size += own
+        size += item_size
     if portion:
         yield portion

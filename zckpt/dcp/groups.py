@@ -61,8 +61,12 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         if place.where != "group":
             return groups
         return [
-            {**group, "step": place.number(own.pop()).unwrapped()} if len(own) == 1 else group
-            for group, own in zip(groups, steps.steps_of_groups(manifest, len(groups)), strict=True)
+            {**group, "step": place.number(steps_of_group.pop()).unwrapped()}
+            if len(steps_of_group) == 1
+            else group
+            for group, steps_of_group in zip(
+                groups, steps.steps_of_groups(manifest, len(groups)), strict=True
+            )
         ]
 
     def _difference(self, meaning: KeyMeaning, a: tuple[str, Any], b: tuple[str, Any]) -> str:
@@ -79,18 +83,18 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
         """The source's groups of a group's parameters, with one parameter of each."""
         parameters = self.names.manifest.parameters
-        own = parameters.get(meaning.name)
-        if own is not None and own.group is not None:
-            return {own.group: meaning.name}
-        known = meaning.name or meaning.front
-        if known not in self._sources:
+        parameter = parameters.get(meaning.name)
+        if parameter is not None and parameter.group is not None:
+            return {parameter.group: meaning.name}
+        name_or_front = meaning.name or meaning.front
+        if name_or_front not in self._sources:
             groups = (
                 (parameters[name].group, name)
                 for name in self._companions(meaning)
                 if name in parameters
             )
-            self._sources[known] = {n: name for n, name in groups if n is not None}
-        return self._sources[known]
+            self._sources[name_or_front] = {n: name for n, name in groups if n is not None}
+        return self._sources[name_or_front]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
         """Names of the parameters in the group of a parameter, or in the group with a number.
@@ -105,13 +109,13 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         for group in map(self._source_names, self.members):
             if meaning.name in group:
                 return group
-        return next(group for group in self._alike if meaning.name in group)
+        return next(group for group in self._equal_groups if meaning.name in group)
 
     def _source_names(self, listed: Iterable[str | int]) -> list[str]:
         return [pair[0] for pair in map(self.names.parameter, listed) if pair is not None]
 
     @cached_property
-    def _alike(self) -> list[list[str]]:
+    def _equal_groups(self) -> list[list[str]]:
         """Parameters of a flattened optimizer that have equal hyper-parameters in the target."""
         values: dict[str, dict[str, str]] = {}
         for key, meaning in self.keys.items():

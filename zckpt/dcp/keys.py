@@ -62,8 +62,8 @@ class KeyNames(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         manifest = self.manifest
         roots = keys_of(manifest.run.engine)
-        own = OPTIMIZER if roots.optimizer is None else roots.optimizer
-        self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(own))
+        optimizer_path = OPTIMIZER if roots.optimizer is None else roots.optimizer
+        self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(optimizer_path))
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
             "weight": ("", PrefixRule(self.model, "")),
             "state": (f"{self.optimizer}state.", PrefixRule("", "")),
@@ -90,10 +90,10 @@ class KeyNames(Struct, eq=False, dict=True):
         """A state or a hyper-parameter: tried first, as a module's buffer may be named `step`."""
         if key in self.weights:
             return None
-        own = key.partition(".")[0] in self.words
+        has_prefix = key.partition(".")[0] in self.words
         for match in SECTION.finditer(key):
             front, rest = key[: match.end()], key[match.end() :]
-            if own and front != f"{self.optimizer}{match[1]}.":
+            if has_prefix and front != f"{self.optimizer}{match[1]}.":
                 continue
             name, _, slot = rest.rpartition(".")
             if match[1] == "param_groups" and name.isdecimal():

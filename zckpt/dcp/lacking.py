@@ -51,14 +51,14 @@ class Lookup(Struct, eq=False, dict=True):
         names = self.source.names if self.by_name else None
         if names is None:
             return
-        for kind, own in names.rules.items():
+        for kind, rule_of_source in names.rules.items():
             rules = by_key(
                 ((meaning.front, meaning.rule), key)
                 for key, meaning in self.by_name.items()
                 if meaning.kind == kind
             )
-            if self._asks_for_stored(own[0] or names.model):
-                rules.pop(own, None)
+            if self._asks_for_stored(rule_of_source[0] or names.model):
+                rules.pop(rule_of_source, None)
                 self.missing.update((key, None) for keys in rules.values() for key in keys)
             elif len(rules) > 1:
                 raise MissingData(

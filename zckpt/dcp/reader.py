@@ -124,14 +124,14 @@ class StorageReader(storage.StorageReader):
 
     def _about_the_save(self) -> metadata.StorageMeta:
         stored = self._source.stored
-        known: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in (stored.saving if stored is not None else {}).items():
             try:
-                known[key] = rebuilt(value, _no_tensor)
+                values[key] = rebuilt(value, _no_tensor)
             except NotLoaded:
                 continue
         keys = ("checkpoint_id", "save_id", "modules")
-        about = metadata.StorageMeta(**{key: known[key] for key in keys if key in known})
+        about = metadata.StorageMeta(**{key: values[key] for key in keys if key in values})
         about.load_id = self.load_id
         return about
 

@@ -95,15 +95,15 @@ class Source(Struct, eq=False, dict=True):
 
     def _stored(self) -> StoredItems | None:
         reading = self.reading
-        found = formats.find(self.path, self._format, reading.tag, reading.root)
-        if found.format.name != "dcp":
+        recognized = formats.find(self.path, self._format, reading.tag, reading.root)
+        if recognized.format.name != "dcp":
             return None
         if reading.rename or reading.step_policy not in (None, agreement.KEEP):
             return None
-        folders = locate(found.path, reading.tag)[1]
+        folders = locate(recognized.path, reading.tag)[1]
         if not folders or not all(map(has_items, folders)):  # Hugging Face's storage
             return None
-        return stored_items(found.path, reading.tag)
+        return stored_items(recognized.path, reading.tag)
 
     @property
     def _format(self) -> str | None:

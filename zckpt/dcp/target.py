@@ -109,9 +109,9 @@ class LoadTarget:
             assert self.source.names is not None
             return [rebuilt(self.source.names.extra[meaning.name], self._tensor)]
         if isinstance(meaning, KeyMeaning) and meaning.kind == "state":
-            known = self._number(meaning)
-            if known is not None:
-                return [scalar(known)]
+            step_or_number = self._number(meaning)
+            if step_or_number is not None:
+                return [scalar(step_or_number)]
             if name in self.state and self.state[name] is None:  # SGD without momentum
                 return []
         if isinstance(stored, StoredValue):

@@ -76,8 +76,8 @@ def _of_list(report: Report) -> Iterator[Case]:
     for row in report["checkpoints"]:
         is_wrong = False in (row["whole"], row["of_one_save"], row["intact"])
         wrong = (*row["problems"], *(row["unread"] if is_wrong else ()))
-        others = (*row["obstacles"], *row["warnings"], *(() if is_wrong else row["unread"]))
-        findings, warnings = [*map(_finding, wrong)], [*map(_finding, others)]
+        other_lines = (*row["obstacles"], *row["warnings"], *(() if is_wrong else row["unread"]))
+        findings, warnings = [*map(_finding, wrong)], [*map(_finding, other_lines)]
         yield Case(row["path"], findings, warnings, is_error=bool(wrong) and not is_wrong)
 
 

@@ -167,8 +167,8 @@ def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> N
 def _bar(entry: Entry, marks: dict[str, str], width: int) -> str:
     width = min(width, entry.numel)
     firsts = (place * entry.numel // width for place in range(width))
-    found = (next(entry.fragments.overlapping(first, first + 1), None) for first in firsts)
-    return "".join(marks[fragment.extent.file] if fragment else "?" for fragment in found)
+    fragments = (next(entry.fragments.overlapping(first, first + 1), None) for first in firsts)
+    return "".join(marks[fragment.extent.file] if fragment else "?" for fragment in fragments)
 
 
 def _ranges(entry: Entry, marks: dict[str, str]) -> str:

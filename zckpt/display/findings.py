@@ -164,9 +164,9 @@ def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
             print(f"nothing differs{_selection(report)}: {tensors}, {report['seconds']:.1f} s")
     else:
         count = f"{len(report['differences']):,} of {tensors}"
-        others = "" if report["differences"] else ", but the two are not equal"
+        exception = "" if report["differences"] else ", but the two are not equal"
         differ = "differs" if len(report["differences"]) == 1 else "differ"
-        print(f"{painted(f'{count} {differ}{others}', YELLOW)}, {report['seconds']:.1f} s")
+        print(f"{painted(f'{count} {differ}{exception}', YELLOW)}, {report['seconds']:.1f} s")
     if report["first"]:
         print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
     _differences(report.get("results", report["differences"]), wide, all_lines=True)
@@ -353,9 +353,9 @@ def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
         print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
     if not quiet:
         step = "" if report["step"] is None else f", step {report['step']}"
-        tensors, read = counted(len(lines), "tensor"), sized(report["bytes"])
+        tensors, bytes_read = counted(len(lines), "tensor"), sized(report["bytes"])
         records = checked(report)
-        print(f"{tensors}, {read}{step}, {report['seconds']:.1f} s{records}")
+        print(f"{tensors}, {bytes_read}{step}, {report['seconds']:.1f} s{records}")
         if sys.stdout.isatty():
             _layers(report)
     warn(report["problems"], quiet)
@@ -366,8 +366,8 @@ def _layers(report: dict[str, Any]) -> None:
     cells: dict[str, float] = {}
     for slot in ("master", "param"):
         for line in report["tensors"]:
-            name, own = key_of(line["tensor"])
-            if own == slot and line["rms"] is not None:
+            name, slot_of_line = key_of(line["tensor"])
+            if slot_of_line == slot and line["rms"] is not None:
                 cells[name] = float(line["rms"])
     drawn = layers(places_of(cells), cells, shutil.get_terminal_size().columns)
     for number, text in enumerate(drawn):

@@ -119,9 +119,9 @@ def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
     alike = by_key(
         (tuple(spoken(line) for line in row["obstacles"]), row) for row in rows if row["obstacles"]
     )
-    for reasons, own in alike.items():
-        some = counted(len(own), "checkpoint")
-        does = "does" if len(own) == 1 else "do"
+    for reasons, rows_alike in alike.items():
+        some = counted(len(rows_alike), "checkpoint")
+        does = "does" if len(rows_alike) == 1 else "do"
         print(f"{some} {does} not load{f' at {sizes}' if sizes else ''}: {first_of(reasons)}")
 
 

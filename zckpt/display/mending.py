@@ -27,13 +27,13 @@ def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
     if quiet:
         return
     for state, head in HEADS.items():
-        own = [line for line in places if line["state"] == state]
-        if own:
+        places_of_state = [line for line in places if line["state"] == state]
+        if places_of_state:
             print(f"{head}:")
-        for line in own[:MOST]:
+        for line in places_of_state[:MOST]:
             print(f"  {spoken(line)}")
-        if len(own) > MOST:
-            print(f"  and {counted(len(own) - MOST, 'other place')}; --json lists all")
+        if len(places_of_state) > MOST:
+            print(f"  and {counted(len(places_of_state) - MOST, 'other place')}; --json lists all")
 
 
 def mended(report: dict[str, Any], quiet: bool) -> None:

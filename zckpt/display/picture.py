@@ -48,17 +48,17 @@ def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator
 
     `cells` are magnitudes by parameter. Each is a block by its power of two, and `0` if it is zero.
     """
-    known = [math.log2(cell) for cell in cells.values() if 0 < cell < math.inf]
-    if not known:
+    exponents = [math.log2(cell) for cell in cells.values() if 0 < cell < math.inf]
+    if not exponents:
         return
-    low, high = math.floor(min(known)), math.floor(max(known)) + 1
+    low, high = math.floor(min(exponents)), math.floor(max(exponents)) + 1
     rows: dict[int, dict[int, float]] = {}
-    each = -(-len(places.rows) // COLUMNS)
+    layers_per_column = -(-len(places.rows) // COLUMNS)
     for name, cell in cells.items():
         layer, kind = places.of[name]
         row = rows.setdefault(kind, {})
-        row[layer // each] = max(cell, row.get(layer // each, 0.0))
-    count = -(-len(places.rows) // each)
+        row[layer // layers_per_column] = max(cell, row.get(layer // layers_per_column, 0.0))
+    count = -(-len(places.rows) // layers_per_column)
     names = [_cut(safe(places.columns[kind]), max(16, columns - count - 3)) for kind in rows]
     width = max(map(len, names))
     for name, row in list(zip(names, rows.values(), strict=True))[:ROWS]:

@@ -40,11 +40,11 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
     States of as many parameters are named together if their lines have equal values for `keys`.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
-    for own in alike.values():
-        names = joined([safe(line["state"]) for line in own])
-        count = own[0]["parameters"]
+    for lines_alike in alike.values():
+        names = joined([safe(line["state"]) for line in lines_alike])
+        count = lines_alike[0]["parameters"]
         owners = counted(count, "parameter") if count else "no parameter"
-        yield f"{names} of {owners}", own[0]
+        yield f"{names} of {owners}", lines_alike[0]
 
 
 def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:

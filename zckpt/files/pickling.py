@@ -81,15 +81,15 @@ class _Writer(Struct, eq=False):
         The first time, its texts and globals are numbered. After that they are references, so its
         bytes stay the same.
         """
-        known = self.repeated.get(id(value))
-        if known is None and id(value) in self.repeated:
+        opcodes = self.repeated.get(id(value))
+        if opcodes is None and id(value) in self.repeated:
             emit, parts = self.emit, list[bytes]()
             self.emit = parts.append
             self.write(value.value)
             self.emit = emit
-            known = self.repeated[id(value)] = b"".join(parts)
-        if known is not None:
-            self.emit(known)
+            opcodes = self.repeated[id(value)] = b"".join(parts)
+        if opcodes is not None:
+            self.emit(opcodes)
             return
         self.repeated[id(value)] = None
         self.write(value.value)
@@ -100,13 +100,13 @@ class _Writer(Struct, eq=False):
         After that the bytes between values are known.
         """
         function, names = value.form
-        known = self.forms.get(id(value.form))
-        if known is None:
+        form_opcodes = self.forms.get(id(value.form))
+        if form_opcodes is None:
             self.foreign(Foreign(function, (), dict(zip(names, value.values, strict=True)), "new"))
-            first, *others = (self.memo[name] for name in names)
-            self.forms[id(value.form)] = [self.memo[function] + b")\x81}(" + first, *others]
+            first, *other_names = (self.memo[name] for name in names)
+            self.forms[id(value.form)] = [self.memo[function] + b")\x81}(" + first, *other_names]
             return
-        for before, item in zip(known, value.values, strict=True):
+        for before, item in zip(form_opcodes, value.values, strict=True):
             self.emit(before)
             self.write(item)
         self.emit(b"ub")

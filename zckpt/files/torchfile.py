@@ -326,11 +326,11 @@ class TorchFile:
                 file=self.path,
             )
 
-        stated = members[pickles[0]]
-        if stated.length > MAX_PICKLE:
+        pickle_member = members[pickles[0]]
+        if pickle_member.length > MAX_PICKLE:
             raise UnsupportedCheckpoint(
                 "file-too-large",
-                f"{self.path} has a pickle of {stated.length} bytes; zckpt reads up to "
+                f"{self.path} has a pickle of {pickle_member.length} bytes; zckpt reads up to "
                 f"{MAX_PICKLE}",
                 hint="save large values as tensors, or in files of their own",
                 file=self.path,
@@ -341,7 +341,7 @@ class TorchFile:
                 data[name.removeprefix(start)] = Record(
                     Extent(self.path, member.offset, member.length), member.crc
                 )
-        loaded = self._parsed(_member(file, stated, self.path), stated.crc, parsed)
+        loaded = self._parsed(_member(file, pickle_member, self.path), pickle_member.crc, parsed)
         sources.note_objects(loaded.names)  # `peek` may have parsed it before the reader started
         return loaded
 
@@ -358,9 +358,9 @@ class TorchFile:
 
     def _parse(self, text: bytes, key: tuple[int, int, int]) -> _Loaded:
         """Parses the pickle of a zip. Several formats may try a file: its error is remembered."""
-        known = _refused.get((self.path, key))
-        if known is not None:
-            raise known
+        error_of_first = _refused.get((self.path, key))
+        if error_of_first is not None:
+            raise error_of_first
         try:
             return _Parser(text, self.path).loaded()
         except (CorruptCheckpoint, UnsupportedCheckpoint) as error:

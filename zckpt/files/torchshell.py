@@ -40,7 +40,7 @@ class Storages(Struct, eq=False):
     """The storages of one file that is being written."""
 
     lengths: dict[str, int] = field(default_factory=dict)
-    known: dict[str, bytes] = field(default_factory=dict)
+    values_by_key: dict[str, bytes] = field(default_factory=dict)
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor in a new storage, to be filled later."""
@@ -53,7 +53,7 @@ class Storages(Struct, eq=False):
     def scalar(self, value: Scalar) -> Tensor:
         """A tensor of one element, whose value is known."""
         tensor = self.tensor(value.dtype, value.shape)
-        self.known[tensor.storage.key] = encode(value.dtype, value.value)
+        self.values_by_key[tensor.storage.key] = encode(value.dtype, value.value)
         return tensor
 
 
@@ -86,7 +86,7 @@ class Contents:
             _known(".storage_alignment", str(ALIGNMENT).encode()),
             _known("byteorder", b"little"),
             *(
-                (f"data/{key}", length, storages.known.get(key))
+                (f"data/{key}", length, storages.values_by_key.get(key))
                 for key, length in storages.lengths.items()
             ),
             _known("version", b"3\n"),
@@ -227,16 +227,16 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     # the headers were written past the page cache, so each is read from the disk
-    known: Directories = {}
-    carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item, known))
+    directories: Directories = {}
+    carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item, directories))
 
 
 def seal_whole(
-    root: Folder, path: str, crcs: Mapping[int, int], known: Directories | None = None
+    root: Folder, path: str, crcs: Mapping[int, int], directories: Directories | None = None
 ) -> None:
     """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
     with root.opened(path, os.O_RDWR) as file:
-        state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, known)
+        state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, directories)
 
 
 def checksums_of(member: ZipMember) -> tuple[int, int]:
@@ -245,13 +245,13 @@ def checksums_of(member: ZipMember) -> tuple[int, int]:
 
 
 def state_checksums(
-    file: int, within: Extent, crcs: Mapping[int, int], known: Directories | None = None
+    file: int, within: Extent, crcs: Mapping[int, int], directories: Directories | None = None
 ) -> None:
     """Writes the CRC-32 of a zip's members into a filled file; `crcs` are by the data's offset.
 
-    `known` are the directories of other files (see `read_directory`).
+    `directories` are those of other files (see `read_directory`).
     """
-    for member in read_directory(file, within, known).values():
+    for member in read_directory(file, within, directories).values():
         crc = crcs.get(member.offset)
         if crc is not None:
             for place in checksums_of(member):

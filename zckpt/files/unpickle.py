@@ -223,9 +223,9 @@ class Unpickler:
                         continue
                     value = memo[place]
                     if rows is not None and type(value) is Global:
-                        found = rows.match(value.name, data, position, memo)
-                        if found is not None:
-                            value, position = found
+                        row = rows.match(value.name, data, position, memo)
+                        if row is not None:
+                            value, position = row
                     stack.append(value)
                 elif code == _BININT1:
                     stack.append(data[position])
@@ -309,10 +309,10 @@ class Unpickler:
 
     def named(self, module: str, name: str) -> Global:
         full = f"{_PYTHON2.get(module, module)}.{name}"
-        known = self.globals.get(full)
-        if known is None:
-            known = self.globals[full] = Global(full)
-        return known
+        global_ = self.globals.get(full)
+        if global_ is None:
+            global_ = self.globals[full] = Global(full)
+        return global_
 
     def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):

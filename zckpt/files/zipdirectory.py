@@ -80,40 +80,40 @@ Directories = dict[tuple[int, int, int], _Known]
 
 
 def read_directory(
-    file: int, within: Extent, known: Directories | None = None
+    file: int, within: Extent, directories: Directories | None = None
 ) -> dict[str, ZipMember]:
     """The members of a zip that are not empty, by name; the zip is found from its end.
 
-    All ranks of ZeRO-3 have equal directories, except for the name of the file in them. If `known`
-    has such a directory, it is not parsed again. Raises CorruptCheckpoint, and
+    All ranks of ZeRO-3 have equal directories, except for the name of the file in them. If
+    `directories` has such a directory, it is not parsed again. Raises CorruptCheckpoint, and
     UnsupportedCheckpoint for members that are not STORED.
     """
     zip_ = _Zip(file, within)
-    known = {} if known is None else known
+    directories = {} if directories is None else directories
     folder = zip_.folder if zip_.count >= MANY else b""
     key = (zip_.start, zip_.count, len(folder))
-    if key in known:
-        members = _members_as(known[key], zip_)
+    if key in directories:
+        members = _members_as(directories[key], zip_)
         if members is not None:
             return members
     entries = _entries(within.file, zip_.directory, zip_.count)
     # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
     has_crcs = any(entry.crc for entry in entries if entry.length)
-    found: list[tuple[_Entry, int]] = []
+    members_with_offsets: list[tuple[_Entry, int]] = []
     places: list[tuple[int, int]] = []
     followed = zip_.followed(entries) if byte_sources.of(file) else {}
     for entry in entries:
         stop = entry.stop
         if entry.length:  # ZeRO-3 leaves empty storages on every rank, whose headers are not read
             offset = followed.get(entry) or zip_.data_offset(entry)
-            found.append((entry, offset))
+            members_with_offsets.append((entry, offset))
             stop = offset + entry.length
         places.append((entry.header, stop))
     _require_apart(within.file, entries, places, zip_.start)
     is_in_names_alone = folder and zip_.directory.count(folder) == len(entries)
     if is_in_names_alone and all(entry.name.startswith(folder) for entry in entries):
-        known[key] = _Known(folder, zip_.directory, found, has_crcs)
-    return zip_.members(found, has_crcs)
+        directories[key] = _Known(folder, zip_.directory, members_with_offsets, has_crcs)
+    return zip_.members(members_with_offsets, has_crcs)
 
 
 def zips_in(file: int, within: Extent) -> list[Extent]:
@@ -145,21 +145,21 @@ def zips_in(file: int, within: Extent) -> list[Extent]:
     return zips
 
 
-def _members_as(known: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
+def _members_as(parsed: _Known, zip_: _Zip) -> dict[str, ZipMember] | None:
     """The members of a zip whose directory differs from a known one only in the folder's name.
 
     None if it differs elsewhere, or if data begin elsewhere.
     """
     folder = zip_.folder
-    if known.directory.replace(known.folder, folder) != zip_.directory:
+    if parsed.directory.replace(parsed.folder, folder) != zip_.directory:
         return None
-    found = [
+    members_with_offsets = [
         (replace(entry, name=folder + entry.name[len(folder) :]), offset)
-        for entry, offset in known.members
+        for entry, offset in parsed.members
     ]
-    if any(zip_.data_offset(entry) != offset for entry, offset in found):
+    if any(zip_.data_offset(entry) != offset for entry, offset in members_with_offsets):
         return None
-    return zip_.members(found, known.has_crcs)
+    return zip_.members(members_with_offsets, parsed.has_crcs)
 
 
 class _Zip(Struct, eq=False, dict=True):
@@ -181,10 +181,12 @@ class _Zip(Struct, eq=False, dict=True):
         name = self.directory[46 : 46 + int.from_bytes(self.directory[28:30], "little")]
         return name[: name.find(b"/") + 1]
 
-    def members(self, found: Iterable[tuple[_Entry, int]], has_crcs: bool) -> dict[str, ZipMember]:
+    def members(
+        self, members_with_offsets: Iterable[tuple[_Entry, int]], has_crcs: bool
+    ) -> dict[str, ZipMember]:
         """The members by name, given entries and the offsets of their data in the zip."""
         members = {}
-        for entry, offset in found:
+        for entry, offset in members_with_offsets:
             name, base = _text(entry.name), self.within.offset
             places = base + entry.header, base + self.start + entry.place, base + offset
             members[name] = ZipMember(name, *places, entry.length, entry.crc if has_crcs else None)

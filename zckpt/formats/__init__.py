@@ -96,8 +96,8 @@ def named(name: str) -> Format:
         if item.name == name:
             return item
     names, word = [item.name for item in FORMATS], name.lower()
-    known = next((hint for words, hint in OTHER_WORDS.items() if word in words.split()), "")
-    hint = known or meant(word, names) or f"choose one of {', '.join(names)} (for FSDP: dcp)"
+    format_hint = next((hint for words, hint in OTHER_WORDS.items() if word in words.split()), "")
+    hint = format_hint or meant(word, names) or f"choose one of {', '.join(names)} (for FSDP: dcp)"
     raise WrongOption("option-invalid", f"there is no format {name!r}", hint=hint)
 
 
@@ -187,8 +187,8 @@ def _updates(path: str) -> float | None:
         for item in FORMATS:
             if (number := item.updates(path)) is not None:
                 return number
-        found = find(path)
-        manifest = found.format.functions.read(found.path, Reading(nameless=True))
+        nearest = find(path)
+        manifest = nearest.format.functions.read(nearest.path, Reading(nameless=True))
     except (ZckptError, OSError):  # the checkpoint is broken: the code that reads it reports why
         return None
     steps = (parameter.step for parameter in manifest.parameters.values())
@@ -198,17 +198,17 @@ def _updates(path: str) -> float | None:
 # -- recognition
 
 
-class Found(Struct, frozen=True):
+class LocatedCheckpoint(Struct, frozen=True):
     """The checkpoint that was found at a path: its format, and the path to read it from.
 
-    `inside` is the checkpoint's folder within a numbered folder, "" otherwise. `others` are further
-    checkpoints of that folder, which `--root` excluded.
+    `inside` is the checkpoint's folder within a numbered folder, "" otherwise. `left_out` are
+    further checkpoints of that folder, which `--root` excluded.
     """
 
     format: Format
     path: str
     inside: str = ""
-    others: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
@@ -219,7 +219,7 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
 @sources.looks_again
 def find(
     path: str, name: str | None = None, tag: str | None = None, root: str | None = None
-) -> Found:
+) -> LocatedCheckpoint:
     """Finds the one checkpoint at `path` by its content; `name` restricts the search to one format.
 
     `root` chooses one of several checkpoints in a numbered folder. Raises NotACheckpoint, with
@@ -230,7 +230,7 @@ def find(
         raise NotACheckpoint("no-such-path", message, hint, file=path)
     formats = [named(name)] if name else FORMATS
     if (format := _of_tag(path, tag, formats)) is not None:
-        return Found(format, path)
+        return LocatedCheckpoint(format, path)
     tags_of = {item: tags for item in formats if (tags := item.detect(path))}
     if not tags_of:
         if name in (None, onnxruntime.FORMAT.name):
@@ -260,12 +260,12 @@ def find(
                 hint=f"the directory above it, {holder}, is one" if holder else way,
                 file=path,
             )
-        return Found(item, path)
+        return LocatedCheckpoint(item, path)
     if in_folders := inside_numbered(path, name):
         inside = _chosen(path, in_folders, root)
         here = os.path.join(path, inside)
-        others = tuple(each for each in in_folders if each != inside)
-        return Found(recognize(here, name, tag), here, inside, others)
+        other_folders = tuple(each for each in in_folders if each != inside)
+        return LocatedCheckpoint(recognize(here, name, tag), here, inside, other_folders)
     below = oldest_first(path, _below(path))
     if len(below) > 1:
         raise AmbiguousCheckpoint(
@@ -295,8 +295,8 @@ def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | N
     folder = os.path.join(path, tag) if tag and is_tag(tag) else ""
     if not folder or not sources.is_folder(folder):
         return None
-    found = [item for item in formats if item.tags is not nothing and item.detect(folder)]
-    return found[0] if len(found) == 1 else None
+    matching = [item for item in formats if item.tags is not nothing and item.detect(folder)]
+    return matching[0] if len(matching) == 1 else None
 
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
@@ -328,9 +328,9 @@ def _below(path: str) -> list[str]:
     """
     for level in _levels(path, DEPTH):
         for is_one in (_detects, inside_numbered, _detects_weights):
-            found = [name for name in level if is_one(os.path.join(path, name))]
-            if found:
-                return found
+            checkpoints = [name for name in level if is_one(os.path.join(path, name))]
+            if checkpoints:
+                return checkpoints
     return []
 
 
@@ -362,11 +362,13 @@ def inside_numbered(path: str, name: str | None = None) -> list[str]:
         return []
     among = [named(name)] if name else FORMATS
     for level in _levels(path, numbered.DEPTH, numbered.may_be_inside):
-        if found := [each for each in level if _is_one(os.path.join(path, each), False, among)]:
-            return sorted(found)
+        if checkpoints := [
+            each for each in level if _is_one(os.path.join(path, each), False, among)
+        ]:
+            return sorted(checkpoints)
         weak = (each for each in level if _is_one(os.path.join(path, each), True, among))
-        if found := [each for each in weak if numbered.has_optimizer(path, each)]:
-            return sorted(found)
+        if checkpoints := [each for each in weak if numbered.has_optimizer(path, each)]:
+            return sorted(checkpoints)
     return []
 
 
@@ -402,8 +404,8 @@ def _detects(
     With `tags`, only these lists of tags count.
     """
     try:
-        found = ((item.detect_weak if weak else item.detect)(path) for item in among)
-        return any(each if tags is None else each in tags for each in found)
+        tag_lists = ((item.detect_weak if weak else item.detect)(path) for item in among)
+        return any(each if tags is None else each in tags for each in tag_lists)
     except (OSError, ZckptError):
         return False
 
@@ -511,11 +513,11 @@ def _holder(path: str, weak: bool = True) -> str | None:
     next_above = folder = os.path.dirname(os.path.abspath(path))
     inside = ""
     for _ in range(DEPTH):
-        own = {"", os.path.basename(folder), inside}
+        names_of_path = {"", os.path.basename(folder), inside}
         is_beside = folder == next_above and not sources.is_folder(path)  # as `latest` is
         for item in FORMATS:
             tags = item.detect(folder)
-            if not own.isdisjoint(tags) or (is_beside and tags):
+            if not names_of_path.isdisjoint(tags) or (is_beside and tags):
                 return folder
         if inside_numbered(folder):
             return folder

@@ -46,8 +46,8 @@ def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]
             continue
         tensors: dict[Key, Entry] = {}
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
-        own = unsupported(item.key, item.parameters, item.reason, value, tensors.values())
-        rows[len(rows)] = own
+        row = unsupported(item.key, item.parameters, item.reason, value, tensors.values())
+        rows[len(rows)] = row
     return [*rows.values()]
 
 

@@ -248,7 +248,7 @@ RANKS = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline", "ep":
 """Names of the axes' ranks, for a sentence."""
 
 
-def differs(what: str, own: object, wanted: object) -> Notice:
+def differs(what: str, actual: object, wanted: object) -> Notice:
     """The notice of a size or property in which the files and the next run differ.
 
     After a comma, `what` may name the files: "tp, in mp_rank_* folders".
@@ -256,8 +256,10 @@ def differs(what: str, own: object, wanted: object) -> Notice:
     name, _, where = what.partition(",")
     if name not in RANKS:
         return problem(
-            "size-differs", f"saved with {name} {own}{where}; {wanted} is asked for", subject=name
+            "size-differs",
+            f"saved with {name} {actual}{where}; {wanted} is asked for",
+            subject=name,
         )
-    ranks, are = "rank" if own == 1 else "ranks", "is" if wanted == 1 else "are"
-    message = f"saved by {own} {RANKS[name]} {ranks}{where}; {wanted} {are} asked for"
+    ranks, are = "rank" if actual == 1 else "ranks", "is" if wanted == 1 else "are"
+    message = f"saved by {actual} {RANKS[name]} {ranks}{where}; {wanted} {are} asked for"
     return problem("size-differs", message, subject=name)

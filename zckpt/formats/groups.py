@@ -59,14 +59,14 @@ def of_trained(manifest: Manifest, options: Options) -> Manifest:
                 hint,
             )
         frozen.update(names)
-    own = without_empty_groups(states.with_frozen(manifest, frozen))
-    if len(own.groups or ()) < len(manifest.groups or ()):
+    regrouped = without_empty_groups(states.with_frozen(manifest, frozen))
+    if len(regrouped.groups or ()) < len(manifest.groups or ()):
         message = (
             "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
         )
         without_group = warning("program-must-set", message, subject="param_groups")
-        own = own.replace(warnings=(*own.notices.warnings, without_group))
-    return own
+        regrouped = regrouped.replace(warnings=(*regrouped.notices.warnings, without_group))
+    return regrouped
 
 
 def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:

@@ -26,7 +26,7 @@ MOST = 64
 """The largest number of folders that are searched at each level."""
 
 
-def found(error: ZckptError, path: str) -> str | None:
+def hint_of(error: ZckptError, path: str) -> str | None:
     """A hint on where the file is that was missing for reading `path`; None if it is not nearby."""
     lost = [*error.paths] if isinstance(error, IncompleteCheckpoint) else []
     folders = [error.file or "", *chain(*((file, os.path.splitext(file)[0]) for file in lost))]
@@ -36,12 +36,12 @@ def found(error: ZckptError, path: str) -> str | None:
         return f"{folder} is an unpacked file of torch.save: {packing(folder)}"
     if not lost or (pair := _of_other_node(lost[0])) is None:
         return None
-    own, other = pair
-    is_temporary = os.path.basename(own).startswith(TEMPORARY)
-    start, end = map(quote, (own, other) if is_temporary else (other, own))
+    folder_here, other = pair
+    is_temporary = os.path.basename(folder_here).startswith(TEMPORARY)
+    start, end = map(quote, (folder_here, other) if is_temporary else (other, folder_here))
     return (
-        f"{other} has {os.path.basename(lost[0])}: if {own} is of the same save, bring both "
-        f"together: cp -rn {start}/. {end}"
+        f"{other} has {os.path.basename(lost[0])}: if {folder_here} is of the same save, bring "
+        f"both together: cp -rn {start}/. {end}"
     )
 
 
@@ -86,15 +86,18 @@ def _of_other_node(lost: str) -> tuple[str, str] | None:
     Their names differ only in numbers, or in the Trainer's `tmp-`. Two runs have the same files,
     and two nodes do not.
     """
-    inside, own = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
+    inside, own_folder = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
     for _ in range(DEPTH):
-        inside, own = os.path.join(os.path.basename(own), inside), os.path.dirname(own)
-        name = os.path.basename(own)
-        for other in _folders(os.path.dirname(own)):
-            is_like = other != own and _are_alike(name, os.path.basename(other))
+        inside, own_folder = (
+            os.path.join(os.path.basename(own_folder), inside),
+            os.path.dirname(own_folder),
+        )
+        name = os.path.basename(own_folder)
+        for other in _folders(os.path.dirname(own_folder)):
+            is_like = other != own_folder and _are_alike(name, os.path.basename(other))
             has_it = is_like and sources.is_file(os.path.join(other, inside))
-            if has_it and _differ(own, other, inside):
-                return own, other
+            if has_it and _differ(own_folder, other, inside):
+                return own_folder, other
     return None
 
 
@@ -105,10 +108,10 @@ def _are_alike(one: str, other: str) -> bool:
     return re.sub(r"\d+", "#", one) == re.sub(r"\d+", "#", other) != one
 
 
-def _differ(own: str, other: str, inside: str) -> bool:
+def _differ(own_folder: str, other: str, inside: str) -> bool:
     """Whether this folder has a file beside the lost one that the other folder lacks."""
     folder = os.path.dirname(inside)
-    here, there = (_files(os.path.join(each, folder)) for each in (own, other))
+    here, there = (_files(os.path.join(each, folder)) for each in (own_folder, other))
     return bool({*here} - {*there})
 
 

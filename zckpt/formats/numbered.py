@@ -50,8 +50,8 @@ def name_of(manifest: Manifest) -> str:
 
 def has_optimizer(folder: str, inside: str) -> bool:
     """Whether a file around weights has an optimizer's name; zckpt does not read its form."""
-    own = os.path.join(folder, inside)
-    files = sources.walk(folder, lambda path: path != own and not sources.is_denied(path))
+    weights_path = os.path.join(folder, inside)
+    files = sources.walk(folder, lambda path: path != weights_path and not sources.is_denied(path))
     return any(is_optimizers(entry.name) for entry in islice(files, MOST_FILES))
 
 
@@ -61,16 +61,16 @@ def is_optimizers(name: str) -> bool:
 
 
 def with_files_around(
-    manifest: Manifest, folder: str, inside: str, others: Collection[str]
+    manifest: Manifest, folder: str, inside: str, other_checkpoints: Collection[str]
 ) -> Manifest:
     """The checkpoint in the folder `inside`, with the other files of the numbered `folder`.
 
-    `others` are further checkpoints in it; notes name them as left out.
+    `other_checkpoints` are further checkpoints in it; notes name them as left out.
     """
     files = SiblingList(folder, OPEN_FOLDERS | OPEN_FILES)
-    own = {inside, *others}
-    files.add_below(folder, lambda name, _: name in own)
-    files.refuse([f"{name}/" for name in others], f"--root takes {inside}")
+    checkpoints = {inside, *other_checkpoints}
+    files.add_below(folder, lambda name, _: name in checkpoints)
+    files.refuse([f"{name}/" for name in other_checkpoints], f"--root takes {inside}")
     origin = manifest.run.origin
     return manifest.replace(
         origin=replace(origin, inside=inside) if origin.format == manifest.format else origin,

@@ -72,12 +72,12 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
         values = ", ".join(f"{to} has {_listed(option)}" for to, option in variants.items())
         choices = dict.fromkeys(value for o in variants.values() for value in o.choices)
         return replace(first, choices=tuple(choices), usual="", help=f"{first.help}: {values}")
-    others = [name for name in targets if name not in variants]
-    if len(variants) < len(others):
+    other_targets = [name for name in targets if name not in variants]
+    if len(variants) < len(other_targets):
         text = first.help[0].lower() + first.help[1:]
         return replace(first, help=f"For {joined([*variants])}: {text}")
-    if others:
-        excluded = joined(others) if len(others) <= MOST_NAMED else "every format"
+    if other_targets:
+        excluded = joined(other_targets) if len(other_targets) <= MOST_NAMED else "every format"
         return replace(first, help=f"{first.help}. Not for {excluded}")
     return first
 
@@ -92,12 +92,13 @@ def _listed(option: Option[Any]) -> str:
 def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
     """The given options that do not apply to a target of the format `to`: the reason by flag."""
     format = formats.named(to)
-    known = {option.name for option in (*(format.options or ()), *EVERYWHERE)}
+    known_options = {option.name for option in (*(format.options or ()), *EVERYWHERE)}
     reasons = format.reasons or {}
     return {
         option.flag: reasons.get(option.name) or option.reason or f"{to} has no use for it"
         for option in declared(formats.FORMATS)
-        if option.name not in known and keywords.get(option.name) not in (None, option.default)
+        if option.name not in known_options
+        and keywords.get(option.name) not in (None, option.default)
     }
 
 
@@ -106,13 +107,13 @@ def options_of(keywords: Mapping[str, Any]) -> Options:
 
     Raises TypeError for a name that no format declares, and WrongOption for an invalid value.
     """
-    known = {option.name: option for option in declared(formats.FORMATS)}
-    if unknown := sorted(keywords.keys() - known.keys()):
-        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
+    known_options = {option.name: option for option in declared(formats.FORMATS)}
+    if unknown := sorted(keywords.keys() - known_options.keys()):
+        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known_options)}")
     return Options(
         tuple(
             (option, keywords[name])
-            for name, option in known.items()
+            for name, option in known_options.items()
             if name in keywords and keywords[name] != option.default
         )
     )

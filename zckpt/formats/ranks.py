@@ -44,10 +44,12 @@ def require_all(
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
     """Rows of the missing files among `count` ranks of one axis; `paths` are by rank."""
     some = paths[min(paths)]
-    own = known(roles, some)
-    assert own is not None
-    there = {own.numbers_with(axis, rank): path for rank, path in paths.items()}
-    return gaps(own.role, there, (own.numbers_with(axis, n) for n in range(count)), some)
+    role_of_file = known(roles, some)
+    assert role_of_file is not None
+    there = {role_of_file.numbers_with(axis, rank): path for rank, path in paths.items()}
+    return gaps(
+        role_of_file.role, there, (role_of_file.numbers_with(axis, n) for n in range(count)), some
+    )
 
 
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
@@ -57,11 +59,11 @@ def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
     place in the grid. Programs that convert files state one rank for all files. `writers` are these
     ranks in the order of the names; some may be None.
     """
-    known = [writer for writer in writers if isinstance(writer, int)]
-    if len(set(known)) == len(writers) and known != sorted(known):
+    known_writers = [writer for writer in writers if isinstance(writer, int)]
+    if len(set(known_writers)) == len(writers) and known_writers != sorted(known_writers):
         raise InconsistentCheckpoint(
             "swapped-files",
             f"{where}: the files of model ranks are swapped: by their arguments, rank "
-            f"{listed(known)} wrote them, in the order of their names",
+            f"{listed(known_writers)} wrote them, in the order of their names",
             hint="copy all files again; the names must have the order of the ranks",
         )

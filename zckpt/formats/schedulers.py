@@ -50,20 +50,20 @@ def with_programs(manifest: Manifest) -> Manifest:
     is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
     if is_kept or manifest.state.get("lr_scheduler") is not None:
         return manifest
-    found: list[Scheduler] = []
-    _changed(manifest.state.get("client_state"), _kept_in(found))
+    schedulers: list[Scheduler] = []
+    _changed(manifest.state.get("client_state"), _kept_in(schedulers))
     of_trainer = (item for item in manifest.files.siblings if item.name == OF_TRAINER)
-    found = found or [own for own in map(_state_in, of_trainer) if own is not None]
-    if len(found) != 1 or manifest.ranks:
+    schedulers = schedulers or [own for own in map(_state_in, of_trainer) if own is not None]
+    if len(schedulers) != 1 or manifest.ranks:
         return manifest
-    return replace(manifest, state={**manifest.state, "lr_scheduler": found[0]})
+    return replace(manifest, state={**manifest.state, "lr_scheduler": schedulers[0]})
 
 
 def schedulers_of(manifest: Manifest) -> list[Scheduler]:
     """The states of all schedulers that are dictionaries of plain values."""
-    found: list[Scheduler] = []
-    with_schedulers(manifest, _kept_in(found))
-    return found
+    schedulers: list[Scheduler] = []
+    with_schedulers(manifest, _kept_in(schedulers))
+    return schedulers
 
 
 def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[str]]:
@@ -72,8 +72,8 @@ def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[
     The unchanged files are pickles with more than plain values.
     """
     state = dict(manifest.state)
-    if isinstance(own := state.get("lr_scheduler"), dict):
-        state["lr_scheduler"] = change(own)
+    if isinstance(of_engine := state.get("lr_scheduler"), dict):
+        state["lr_scheduler"] = change(of_engine)
     if isinstance(client := state.get("client_state"), dict):
         client = _changed(client, change)
         if isinstance(several := client.get(LISTED), list):
@@ -97,11 +97,11 @@ def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
     return [shell(name, value, Storages()) for name, value in changed]
 
 
-def _kept_in(found: list[Scheduler]) -> Change:
-    """A change that only collects each state in `found`."""
+def _kept_in(states: list[Scheduler]) -> Change:
+    """A change that only collects each state in `states`."""
 
     def keep(scheduler: Scheduler) -> Scheduler:
-        found.append(scheduler)
+        states.append(scheduler)
         return scheduler
 
     return keep

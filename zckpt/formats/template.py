@@ -50,16 +50,18 @@ class Template:
     def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:
         """The source's name of every weight and buffer of the run; raises MissingData."""
         source, run = self.source, self.run
-        known = {spelled(name): name for name in (*source.parameters, *source.buffers)}
+        names_in_source = {spelled(name): name for name in (*source.parameters, *source.buffers)}
         tied, second = source.owners, by_key((name, alias) for alias, name in run.owners.items())
         wanted = (*run.parameters, *run.buffers)
         owners: dict[str, str] = {}
         for name in wanted:
             names = (name, *second.get(name, ()))
-            own = [every[each] for every in (known, tied) for each in names if each in every]
-            owners |= {name: own[0]} if own else {}
+            owners_of_name = [
+                every[each] for every in (names_in_source, tied) for each in names if each in every
+            ]
+            owners |= {name: owners_of_name[0]} if owners_of_name else {}
         lost = [name for name in wanted if name not in owners]
-        extra_states = sorted({*known.values()}.difference(owners.values()))
+        extra_states = sorted({*names_in_source.values()}.difference(owners.values()))
         if lost or extra_states:
             sides = {"only the source has": extra_states, "only --like has": lost}
             text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
@@ -114,9 +116,9 @@ class Template:
         for name, like in self.run.parameters.items():
             owner = self.owners[name]
             # files of full tensors do not distinguish buffers from frozen weights
-            own = self.source.parameters.get(owner) or Parameter(_shape(self.source, owner))
+            parameter = self.source.parameters.get(owner) or Parameter(_shape(self.source, owner))
             parameters[name] = replace(
-                own, trainable=like.trainable, group=like.group, aliases=like.aliases
+                parameter, trainable=like.trainable, group=like.group, aliases=like.aliases
             )
         return parameters
 
@@ -137,9 +139,11 @@ class Template:
                 f"{run.optimizer}",
                 hint="give a run with the optimizer of the source, or add --weights-only",
             )
-        own, wanted = (states_by_weight(each.values()) for each in (entries, run.entries))
+        states_of_source, wanted = (
+            states_by_weight(each.values()) for each in (entries, run.entries)
+        )
         for name, parameter in run.parameters.items():
-            of_source = own.get(name, set())
+            of_source = states_of_source.get(name, set())
             of_run = wanted.get(name, of_source if parameter.trainable else set())
             owner = source.parameters.get(self.owners[name])
             begins = owner is not None and not owner.updated and self.options[GROUPS_FROM]
@@ -163,10 +167,10 @@ class Template:
         groups = given_groups(self.source, self.options)
         chosen: dict[int, tuple[str, Group]] = {}
         for name, item in self.run.parameters.items():
-            own = self.source.parameters.get(self.owners[name])
-            if item.group is None or not item.trainable or own is None:
+            parameter = self.source.parameters.get(self.owners[name])
+            if item.group is None or not item.trainable or parameter is None:
                 continue
-            other = groups[own.group or 0]
+            other = groups[parameter.group or 0]
             first, group = chosen.setdefault(item.group, (name, other))
             wrong = [
                 key

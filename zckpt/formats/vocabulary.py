@@ -19,7 +19,7 @@ from ..naming.families.layouts import with_rows
 def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
     """The model with `rows` rows of each vocabulary; missing rows are zeros."""
 
-    def own(entry: Entry) -> Entry:
+    def with_asked_rows(entry: Entry) -> Entry:
         count = rows.get(entry.parameter)
         if count is None or entry.shape != source.parameters[entry.parameter].shape:
             return entry
@@ -36,8 +36,8 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
             else parameter
             for name, parameter in source.parameters.items()
         },
-        entries={key: own(entry) for key, entry in source.entries.items()},
-        replicas=tuple(map(own, source.replicas)),
+        entries={key: with_asked_rows(entry) for key, entry in source.entries.items()},
+        replicas=tuple(map(with_asked_rows, source.replicas)),
     )
 
 

@@ -60,15 +60,15 @@ class About(Struct, frozen=True):
 
 def about(manifest: Manifest) -> About:
     """The facts stated beside a checkpoint that was read, and in its own configuration."""
-    stated = _of_files(manifest.files.siblings)
+    stated_about = _of_files(manifest.files.siblings)
     state = manifest.state.get("client_state")
-    if stated.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):
-        stated = replace(stated, epoch=number(state.get("epoch")))
-    if stated.learning_rate is None:
+    if stated_about.epoch is None and isinstance(state, Mapping) and lightning.is_in(manifest):
+        stated_about = replace(stated_about, epoch=number(state.get("epoch")))
+    if stated_about.learning_rate is None:
         rates = {number(plain_group(group).get("lr")) for group in manifest.groups or ()}
         if len(rates) == 1:
-            stated = replace(stated, learning_rate=rates.pop())
-    return replace(stated, global_batch=batch_of(manifest))
+            stated_about = replace(stated_about, learning_rate=rates.pop())
+    return replace(stated_about, global_batch=batch_of(manifest))
 
 
 def about_folder(folder: str) -> About:
@@ -178,8 +178,8 @@ def unbounded(value: Any) -> float | str | None:
     """A loss; one that is not finite is given as a text."""
     if type(value) is float and not math.isfinite(value):
         return str(value)
-    known = number(value)
-    return None if known is None else float(known)
+    number_or_none = number(value)
+    return None if number_or_none is None else float(number_or_none)
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -189,10 +189,10 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     """
     if len(points) <= MOST_POINTS:
         return tuple(points)
-    each = -(-2 * len(points) // MOST_POINTS)
+    width = -(-2 * len(points) // MOST_POINTS)
     kept: dict[int, Point] = {0: points[0], len(points) - 1: points[-1]}
-    for start in range(0, len(points), each):
-        part = range(start, min(start + each, len(points)))
+    for start in range(0, len(points), width):
+        part = range(start, min(start + width, len(points)))
         order = sorted(part, key=lambda place: points[place][1] or math.inf)
         kept |= {place: points[place] for place in (order[0], order[-1])}
     return tuple(kept[place] for place in sorted(kept))

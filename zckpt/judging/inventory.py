@@ -91,9 +91,14 @@ def of_engine(manifest: Manifest) -> list[Row]:
     """The rows of the engine's own files."""
     format = formats.of(manifest)
     roles = () if format is None else format.roles
-    read = manifest.files.fingerprints
+    fingerprints = manifest.files.fingerprints
     return [
-        _row(roles, _below(path, manifest.root), path, read[path].size if path in read else None)
+        _row(
+            roles,
+            _below(path, manifest.root),
+            path,
+            fingerprints[path].size if path in fingerprints else None,
+        )
         for path in manifest.files.paths
     ]
 
@@ -167,24 +172,26 @@ def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[
     A file that this user may not open is examined only if it is needed. A file without a role is
     not examined, since its ending may not state its form.
     """
-    read = {role for role, need in required.items() if need.damaged in needs.LOST}
+    roles_read = {role for role, need in required.items() if need.damaged in needs.LOST}
     files = manifest.files
     for item in chain(files.siblings, files.around, files.omitted_files):
-        own = _known(item.name)
-        is_asked = own is not None and (own.role.name in read or not sources.is_denied(item.path))
+        known_role = _known(item.name)
+        is_asked = known_role is not None and (
+            known_role.role.name in roles_read or not sources.is_denied(item.path)
+        )
         state: State = "ok"
         if is_asked:
             state = state_of(item)
             if (state, item.name) == ("ok", STATE) and counter(os.path.dirname(item.path)) is None:
                 state = "unreadable"  # it is JSON, but not of the Trainer
-        yield _row_of(own, item.name, item.path, item.size, state)
+        yield _row_of(known_role, item.name, item.path, item.size, state)
 
 
 def roles_beside(folder: str) -> set[str]:
     """The roles of a program's files in a folder, by their names alone."""
     is_listed = sources.is_folder(folder) and not sources.is_denied(folder)
     names = os.listdir(folder) if is_listed else ()
-    return {own.role.name for name in names if (own := _known(name)) is not None}
+    return {file_role.role.name for name in names if (file_role := _known(name)) is not None}
 
 
 def _known(name: str) -> Known | None:
@@ -194,5 +201,5 @@ def _known(name: str) -> Known | None:
 
 def folder_of(manifest: Manifest) -> str:
     """The folder of a program's files; the engine's own folder if there are none."""
-    own = (item.path for item in manifest.files.siblings if os.sep not in item.name)
-    return os.path.dirname(next(own, os.path.join(manifest.root, "")))
+    paths = (item.path for item in manifest.files.siblings if os.sep not in item.name)
+    return os.path.dirname(next(paths, os.path.join(manifest.root, "")))

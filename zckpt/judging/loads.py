@@ -41,24 +41,26 @@ def unlike(manifest: Manifest, other: Manifest, by_place: bool) -> list[Notice]:
     Types do not count: loaders cast them. Other groups are a warning if the loader matches
     parameters by name, and a problem if it matches them `by_place`.
     """
-    own, wanted = _shapes(manifest), _shapes(other)
-    known, in_model = ({*side, *m.owners} for side, m in ((own, manifest), (wanted, other)))
+    own_shapes, wanted = _shapes(manifest), _shapes(other)
+    own_names, in_model = (
+        {*side, *m.owners} for side, m in ((own_shapes, manifest), (wanted, other))
+    )
     lines = []
     for names, side, what in (
-        (own, in_model, "that the model lacks"),
-        (wanted, known, "that only the model has"),
+        (own_shapes, in_model, "that the model lacks"),
+        (wanted, own_names, "that only the model has"),
     ):
         if alone := [name for name in names if name not in side]:
             message = f"parameters {what}: {listed(alone, 4)}"
             lines.append(problem("parameters-differ", message, subject=alone[0]))
-    others = [name for name in own if name in wanted and own[name] != wanted[name]]
+    differing = [name for name in own_shapes if name in wanted and own_shapes[name] != wanted[name]]
     lines += [
         problem(
             "parameters-differ",
-            f"{name} has the shape {list(own[name])}, and not {list(wanted[name])}",
+            f"{name} has the shape {list(own_shapes[name])}, and not {list(wanted[name])}",
             subject=name,
         )
-        for name in others[:4]
+        for name in differing[:4]
     ]
     if lines or manifest.groups is None:
         return lines
@@ -105,10 +107,12 @@ def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
 
 
 def _other_groups(
-    own: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
+    own_groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> list[tuple[str, str]]:
     """A parameter and a phrase for each difference between groups; empty if they are equal."""
-    places, new = ({n: i for i, names in enumerate(side) for n in names} for side in (own, wanted))
+    places, new = (
+        {n: i for i, names in enumerate(side) for n in names} for side in (own_groups, wanted)
+    )
     only = [
         (names[0], f"{trains} {listed(names, 4)}, and {does_not} does not")
         for names, trains, does_not in (
@@ -124,8 +128,8 @@ def _other_groups(
         first, more = moved[0], counted(len(moved) - 1, "more parameter")
         message = f"{first} is in group {places[first]} of the optimizer, and not in {new[first]}"
         return [(first, message + (f" ({more} like it)" if len(moved) > 1 else ""))]
-    for number, (names, others) in enumerate(zip(own, wanted, strict=True)):
-        for place, (name, another) in enumerate(zip(names, others, strict=True)):
+    for number, (names, wanted_names) in enumerate(zip(own_groups, wanted, strict=True)):
+        for place, (name, another) in enumerate(zip(names, wanted_names, strict=True)):
             if name != another:
                 text = f"parameter {place} of group {number} is {name}, and not {another}"
                 return [(name, text)]

@@ -120,21 +120,21 @@ class Verdict(Struct, frozen=True):
             return [*_as_warnings(self.problems), *self.remarks]
         lost = () if self.manifest is None else self.manifest.notices.lost
         files = (*self.damaged, *self.unread)
-        own = (each for each in files if each.subject not in needs.OF_RUN)
-        return [*_as_warnings((*lost, *own)), *self.links, *self.restored]
+        of_files = (each for each in files if each.subject not in needs.OF_RUN)
+        return [*_as_warnings((*lost, *of_files)), *self.links, *self.restored]
 
 
 def _as_warnings(notices: Iterable[Notice]) -> list[Notice]:
     return [replace(each, severity="warning") for each in notices]
 
 
-def judged(read: Callable[[], Manifest]) -> Verdict:
-    """The verdict on the manifest that `read` returns, or on its error.
+def judged(read_manifest: Callable[[], Manifest]) -> Verdict:
+    """The verdict on the manifest that `read_manifest` returns, or on its error.
 
     Raises errors that are not about the checkpoint: permissions, the network, a wrong option.
     """
     try:
-        manifest = read()
+        manifest = read_manifest()
     except BROKEN as error:
         notices = (notice_of(error),) if isinstance(error, OSError) else error.notices
         if isinstance(error, NOT_ITS_OWN):
@@ -237,18 +237,18 @@ def _pointer(manifest: Manifest) -> Iterable[Notice]:
 
 def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
     """A warning about ranks that have no random state, though others have one."""
-    own = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
-    there = {number for row in own for _, number in row.rank}
+    random_states = [row for row in rows if row.role == needs.RANDOM_STATE.name and row.rank]
+    there = {number for row in random_states for _, number in row.rank}
     origin = manifest.run.origin
     ranks = (origin.dp or 0) if {origin.tp, origin.pp} <= {None, 1} else 0
     without = sorted({*range(max((ranks, *(number + 1 for number in there))))} - there)
     if there and without:
         yield warning(
             "missing-rank-file",
-            f"{os.path.dirname(own[0].path)} has no random state of rank {listed(without)}: the "
-            "run goes on with other random numbers there",
+            f"{os.path.dirname(random_states[0].path)} has no random state of rank "
+            f"{listed(without)}: the run goes on with other random numbers there",
             subject=needs.RANDOM_STATE.name,
-            file=os.path.dirname(own[0].path),
+            file=os.path.dirname(random_states[0].path),
         )
 
 

@@ -66,8 +66,8 @@ def heads_shown(parameters: Iterable[tuple[Names, Shapes]]) -> int | None:
     for names, shapes in parameters:
         if any(map(NEAR_EVEN.search, names)):
             continue
-        known = [shape for shape in shapes if shape is not None]
-        for sizes in zip(*known, strict=True):
+        known_shapes = [shape for shape in shapes if shape is not None]
+        for sizes in zip(*known_shapes, strict=True):
             if len({*sizes}) > 1:
                 numbers.add(sum(sizes) // gcd(*sizes))
     return numbers.pop() if len(numbers) == 1 else None

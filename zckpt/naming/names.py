@@ -44,12 +44,12 @@ def without_words(names: Iterable[str]) -> dict[str, str]:
     return {name: new if counts[new] == 1 else name for name, new in plain_names.items()}
 
 
-def respelled(names: Collection[str], others: Collection[str]) -> dict[str, str]:
-    """Maps each name to the one of `others` that differs only in wrappers' words, or to itself."""
-    of_plain = {new: name for name, new in without_words(others).items()}
-    known = {*names}
-    same = {name: of_plain.get(new, name) for name, new in without_words(known).items()}
-    return {name: name if same[name] in known else same[name] for name in names}
+def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str, str]:
+    """Maps each name to one of `other_names` that differs only in wrappers' words, or to itself."""
+    of_plain = {new: name for name, new in without_words(other_names).items()}
+    name_set = {*names}
+    same = {name: of_plain.get(new, name) for name, new in without_words(name_set).items()}
+    return {name: name if same[name] in name_set else same[name] for name in names}
 
 
 class PrefixRule(Struct, frozen=True):
@@ -120,8 +120,8 @@ def _by_rule(
     for rule in sorted(candidates, key=lambda rule: len(rule.drop) + len(rule.add)):
         matches = {
             name: theirs[other]
-            for name, own in zip(wanted, ours, strict=True)
-            if (other := rule.apply(own)) in theirs
+            for name, spelled_name in zip(wanted, ours, strict=True)
+            if (other := rule.apply(spelled_name)) in theirs
         }
         if len(matches) == len(wanted) == len(set(matches.values())):
             return Correspondence(spelling, rule, matches)
@@ -135,10 +135,10 @@ def _by_rule(
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
     """The unmatched names of both sides, in one sentence."""
-    others = f"; nothing asks for its {listed(unused)}" if unused else ""
+    unused_part = f"; nothing asks for its {listed(unused)}" if unused else ""
     if not wanted:
-        return f"several names become one{others}"
-    return f"the source does not have these names: {listed(wanted)}{others}"
+        return f"several names become one{unused_part}"
+    return f"the source does not have these names: {listed(wanted)}{unused_part}"
 
 
 def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
@@ -156,12 +156,14 @@ def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str,
 
 
 def _prefixes(
-    names: Collection[str], which: Callable[[Iterable[bool]], bool], known: Sequence[str] = PREFIXES
+    names: Collection[str],
+    which: Callable[[Iterable[bool]], bool],
+    prefixes: Sequence[str] = PREFIXES,
 ) -> list[str]:
     """The chains of known prefixes with which all (or any) names begin, the empty one first."""
     chains = [""]
     for chain in chains:  # the loop appends to the list
-        for prefix in known:
+        for prefix in prefixes:
             longer = chain + prefix
             if names and which(n.startswith(longer) for n in names):
                 chains.append(longer)
@@ -181,8 +183,8 @@ def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
 
     All names if none has it.
     """
-    own = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
-    return own if prefix and own else names
+    without_prefix = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
+    return without_prefix if prefix and without_prefix else names
 
 
 def renamed(manifest: Manifest, rules: Renames) -> Manifest:
@@ -245,8 +247,8 @@ def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
     every = (*_names(manifest), *among)
     front, names = _front(without_words(every).values()), plain_names(every)
     manifest = with_plain_modules(manifest)
-    own = {name: names[name] for name in _names(manifest)}
-    return _under(manifest, lambda name: plain(name).removeprefix(front), own)
+    plain_by_name = {name: names[name] for name in _names(manifest)}
+    return _under(manifest, lambda name: plain(name).removeprefix(front), plain_by_name)
 
 
 def with_plain_modules(manifest: Manifest) -> Manifest:
@@ -333,18 +335,18 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     if not set(wanted).isdisjoint(names):
         return _under(manifest, plain, same)
     try:
-        found = correspondence(wanted, names)
-        rule = found.rule.inverse
+        correspondence_found = correspondence(wanted, names)
+        rule = correspondence_found.rule.inverse
     except (MissingData, WrongOption):
         try:  # the other side may have more names
-            found = correspondence(names, wanted)
-            rule = found.rule
+            correspondence_found = correspondence(names, wanted)
+            rule = correspondence_found.rule
         except (MissingData, WrongOption):
             return _under(manifest, plain, same)
-    exact = by_plain_name(wanted, found.spelling)
+    exact = by_plain_name(wanted, correspondence_found.spelling)
 
     def rewrite(name: str) -> str:
-        new = rule.apply(found.spelling(name))
+        new = rule.apply(correspondence_found.spelling(name))
         return name if new is None else exact.get(new, new)
 
     return _under(manifest, rewrite, {name: rewrite(name) for name in names})
@@ -361,11 +363,11 @@ def _compiled(regex: str) -> re.Pattern[str]:
 
 def _names(manifest: Manifest) -> list[str]:
     """Parameters, second names of tied ones, buffers and extra states, each once."""
-    known: list[str] = []
-    for own in manifest.with_models:
-        extra = own.state.get("module_extra") or {}
-        known += [*own.parameters, *own.owners, *own.buffers, *extra]
-    return list(dict.fromkeys(known))
+    all_names: list[str] = []
+    for model in manifest.with_models:
+        extra = model.state.get("module_extra") or {}
+        all_names += [*model.parameters, *model.owners, *model.buffers, *extra]
+    return list(dict.fromkeys(all_names))
 
 
 def names_of(manifest: Manifest) -> list[str]:

@@ -55,8 +55,8 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     trained = dict.fromkeys(name for name, parameter in every if parameter.trainable)
     lacking = [name for name in trained if name not in positions]
     held = ((*own.parameters, *own.buffers) for own in manifest.with_models)
-    known = {*chain.from_iterable(held), *manifest.owners}
-    unknown = [name for name in names if name not in known]
+    known_names = {*chain.from_iterable(held), *manifest.owners}
+    unknown = [name for name in names if name not in known_names]
     again = [name for position, name in enumerate(names) if positions[name] != position]
     twice = [name for name in again if name not in tied]
     wrong = [

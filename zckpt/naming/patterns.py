@@ -58,10 +58,13 @@ def _renamed(info: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tupl
                 result.setdefault(new, value)  # the first one counts
         return result
 
-    def of_view(stated: Any) -> Any:
-        fields = fields_of(stated)
-        own = {**fields, "patterns": [new for old in fields["patterns"] for new in changed(old)]}
-        return own if isinstance(stated, Mapping) else replace(stated, state=own)
+    def of_view(item: Any) -> Any:
+        fields = fields_of(item)
+        changed_fields = {
+            **fields,
+            "patterns": [new for old in fields["patterns"] for new in changed(old)],
+        }
+        return changed_fields if isinstance(item, Mapping) else replace(item, state=changed_fields)
 
     for key, value in info.items():
         if not value:
@@ -78,12 +81,12 @@ def _renamed(info: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tupl
             yield key, value
 
 
-def fields_of(stated: Any) -> Mapping[str, Any]:
+def fields_of(item: Any) -> Mapping[str, Any]:
     """An item of `parameter_with_sub_params`: a dictionary, or an object with the same fields."""
-    value = getattr(stated, "state", stated)
+    value = getattr(item, "state", item)
     if not isinstance(value, Mapping):
         raise InconsistentCheckpoint(
-            "tp-rule-wrong", f"parameter_with_sub_params has {brief(stated)}"
+            "tp-rule-wrong", f"parameter_with_sub_params has {brief(item)}"
         )
     return value
 
@@ -94,8 +97,8 @@ def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
         if _has_patterns(key):
             yield from value or ()
         elif key == PARTS:
-            for stated in value or ():
-                yield from fields_of(stated)["patterns"]
+            for item in value or ():
+                yield from fields_of(item)["patterns"]
     yield from (info.get("affine_map") or {}).get("params") or ()
 
 

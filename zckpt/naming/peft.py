@@ -117,13 +117,15 @@ def is_adapter_alone(names: Collection[str]) -> bool:
 
 
 def module_names(
-    saved: Collection[str], known: Iterable[str] = (), config: Mapping[str, Any] | None = None
+    saved: Collection[str],
+    names_in_module: Iterable[str] = (),
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Maps saved names to the module's names, where the two differ.
 
-    `known` are names of the module, from an optimizer; `config` is adapter_config.json.
+    `names_in_module` are names of the module, from an optimizer; `config` is adapter_config.json.
     """
-    of_module = {saved_name(name): name for name in known if is_adapters(name)}
+    of_module = {saved_name(name): name for name in names_in_module if is_adapters(name)}
     whole = (config or {}).get("modules_to_save") or ()
     names = {name: of_module.get(name) or _module_name(name, whole) for name in saved}
     return {name: full for name, full in names.items() if full != name}

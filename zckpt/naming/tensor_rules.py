@@ -196,10 +196,10 @@ def decide(
     """How every parameter is cut; raises MissingData with the parameters that no rule covers."""
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
-    for name, each in shapes.items():
-        sliced = _first_sliced(rules, name, each)
+    for name, shapes_of_name in shapes.items():
+        sliced = _first_sliced(rules, name, shapes_of_name)
         if sliced is None:
-            undecided[name] = each
+            undecided[name] = shapes_of_name
         else:
             decided[name] = sliced
     if undecided:
@@ -289,13 +289,13 @@ def _undecided(
     for name, shapes in undecided.items():
         lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
     family = next((each for each in FAMILIES if _fits(rules_of(each), undecided)), None)
-    known = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
+    by_family = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
         "cuts-unknown",
         f"{root} has {counted(ranks, 'tensor rank')}, and nothing says how "
         f"{counted(len(undecided), 'parameter')} are cut: {listed(names)}",
-        hint=f"{known}replace each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
+        hint=f"{by_family}replace each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
         file=root,
     )
 

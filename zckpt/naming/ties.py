@@ -29,7 +29,7 @@ HEAD = re.compile(
 )
 
 
-def stated(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
+def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
     """Maps second names of tied weights to their owners' names, as config.json states them.
 
     Only ties whose owner is among the file's `names`, and whose second name is not.
@@ -118,11 +118,11 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
     """A likely tie of the model with this prefix, which has an embedding but no head."""
-    parameters, others = (
+    parameters, other_names = (
         [name.removeprefix(before) for name in names if name.startswith(before)]
         for names in (manifest.parameters, (*manifest.owners, *manifest.buffers))
     )
-    names = [*parameters, *others]
+    names = [*parameters, *other_names]
     embeddings = [name for name in parameters if EMBEDDING.fullmatch(name)]
     if len(embeddings) != 1 or any(HEAD.fullmatch(name) for name in names):
         return None

@@ -103,42 +103,47 @@ class UniversalInfo:
         return _fitting(self.info.get(key) or (), name)
 
     def _of_view(
-        self, name: str, pattern: str, stated: Mapping[str, Any], shapes: Shapes
+        self, name: str, pattern: str, view_facts: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
         """Sub-parameters of a view of the full tensor, which is cut along one of its axes.
 
         The entry of that axis has their widths, or before version 0.4 of the info a number, their
         count. The other entries are sizes, -1 for any.
         """
-        known, ranks = [shape for shape in shapes if shape is not None], len(shapes)
-        axis, view = int(stated["partition_dim"]), list(stated["shape"])
+        known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
+        axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
         says = f"`{PARTS}` of the checkpoint does not fit {name}"
-        if len(known) < ranks or not 0 <= axis < len(view):
+        if len(known_shapes) < ranks or not 0 <= axis < len(view):
             raise InconsistentCheckpoint("tp-rule-wrong", f"{says}: it cuts axis {axis} of {view}")
-        widths = self._widths(pattern, view[axis], known, axis, says)
+        widths = self._widths(pattern, view[axis], known_shapes, axis, says)
         sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
         sizes[axis] = sum(map(sum, widths))
-        total = sum(map(prod, known))
+        total = sum(map(prod, known_shapes))
         rest = prod(size for size in sizes if size >= 0)
         sizes = [size if size >= 0 else total // max(rest, 1) for size in sizes]
         outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
         pieces = slicing.cut(outer, inner, widths)
         elements = [prod(shape) for shape in pieces.slices]
-        if pieces.numel != total or elements != [prod(shape) for shape in known]:
+        if pieces.numel != total or elements != [prod(shape) for shape in known_shapes]:
             raise InconsistentCheckpoint(
-                "tp-rule-wrong", f"{says}: the ranks hold {[list(s) for s in known]}"
+                "tp-rule-wrong", f"{says}: the ranks hold {[list(s) for s in known_shapes]}"
             )
-        whole = _whole_shape(known, axis, outer, inner, says)
+        whole = _whole_shape(known_shapes, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
         placement = Cut(axis, tuple(map(sum, widths))) if is_row else Boxes("view")
         return Sliced(whole, pieces, placement)
 
     def _widths(
-        self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
+        self,
+        pattern: str,
+        parts_in_view: Any,
+        shapes: Sequence[tuple[int, ...]],
+        axis: int,
+        says: str,
     ) -> Sequence[Sequence[int]]:
         """The width of each sub-parameter on each rank; files state it since version 0.4."""
         ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
-        parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
+        parts = tuple(parts_in_view) if isinstance(parts_in_view, (tuple, list)) else None
         if isinstance(version, (int, float)) and version >= 0.4:  # heads may be dealt unevenly
             by_rank = (self.info.get(WIDTHS) or {}).get(pattern) or ()
             widths = [tuple(part) for part in by_rank]
@@ -150,11 +155,11 @@ class UniversalInfo:
             return widths
         if parts is None:
             width = sum(shape[axis] for shape in shapes)
-            if width % stated:
+            if width % parts_in_view:
                 raise InconsistentCheckpoint(
-                    "tp-rule-wrong", f"{says}: {width} is not {stated} equal parts"
+                    "tp-rule-wrong", f"{says}: {width} is not {parts_in_view} equal parts"
                 )
-            parts = (width // stated,) * stated
+            parts = (width // parts_in_view,) * parts_in_view
         split = slicing.even_parts(parts, ranks)
         if split is None:
             raise InconsistentCheckpoint(
@@ -197,9 +202,9 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
         return dict(info)
     changed = {key: value for key, value in info.items() if key != "affine_map"}
     if "affine_map" in info:
-        stated = list(info.get(WHOLE) or ())
-        names = (name for name in whole if not any(re.match(p, name) for p in stated))
-        changed[WHOLE] = [*stated, *(f"^{re.escape(name)}$" for name in names)]
+        patterns = list(info.get(WHOLE) or ())
+        names = (name for name in whole if not any(re.match(p, name) for p in patterns))
+        changed[WHOLE] = [*patterns, *(f"^{re.escape(name)}$" for name in names)]
     if WIDTHS in info:
         even = {
             pattern: slicing.even_parts([*map(sum, parts)], ranks)
@@ -237,10 +242,10 @@ def _whole_shape(
 # -- the affine map
 
 
-def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
+def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
     """The pieces that DeepSpeed's checkpoint/affine.py describes by offsets and strides."""
-    whole = tuple(stated["logical_shape"])
-    by_rank = {int(rank): value for rank, value in stated["ranks"].items()}
+    whole = tuple(piece_map["logical_shape"])
+    by_rank = {int(rank): value for rank, value in piece_map["ranks"].items()}
     says = f"the affine_map of {name}"
     if len(whole) > MOST_AXES:
         raise UnsupportedCheckpoint(
@@ -252,8 +257,8 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
         )
     slices, pieces = [], []
     for rank, shape in enumerate(shapes):
-        own = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
-        stated_shape = tuple(own["shard_shape"])
+        map_of_rank = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
+        stated_shape = tuple(map_of_rank["shard_shape"])
         if prod(stated_shape) != (0 if shape is None else prod(shape)):
             raise InconsistentCheckpoint(
                 "tp-rule-wrong",
@@ -261,7 +266,7 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
                 f"{None if shape is None else list(shape)}",
             )
         slices.append(stated_shape)
-        for piece in own["pieces"]:
+        for piece in map_of_rank["pieces"]:
             if float(piece.get("scale", 1.0)) != 1.0:
                 raise UnsupportedCheckpoint(
                     "grid-unsupported",

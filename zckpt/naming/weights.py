@@ -164,13 +164,13 @@ class Asked(Struct, frozen=True):
         """Possible prefixes of the class's names, by names that end like one of them."""
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
-        found = {
+        fronts = {
             name.removesuffix(end)
             for end in (f".{end.replace(NUMBER, '0')}" for end in ends)
             for name in names
             if name.endswith(end)
         }
-        return sorted(f"{prefix}." for prefix in found)
+        return sorted(f"{prefix}." for prefix in fronts)
 
     def has(self, name: str) -> bool:
         """Whether a name may be one of the class's: it is in a module of the class."""

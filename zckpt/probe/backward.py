@@ -91,8 +91,8 @@ def _hook(node: Any, begin: Callable[[Sequence[Any]], tuple[Any, ...]]) -> None:
         return
 
     def run(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        for each in reversed(hooks):
-            gradients = each(gradients)
+        for before_backward in reversed(hooks):
+            gradients = before_backward(gradients)
         return gradients
 
     node.register_prehook(run)

@@ -41,8 +41,8 @@ def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str
     if a.dtype != b.dtype:
         return math.inf, f"type {a.dtype} against {b.dtype}"
     ours, theirs = a.numbers, b.numbers
-    known = "crc32" in ours and "crc32" in theirs
-    if known and ours["crc32"] == theirs["crc32"]:
+    have_crcs = "crc32" in ours and "crc32" in theirs
+    if have_crcs and ours["crc32"] == theirs["crc32"]:
         return 0.0, ""
     for key in ("nan", "inf", "negative_inf"):
         if ours.get(key) != theirs.get(key):
@@ -62,7 +62,7 @@ def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str
     count = min(len(ours.get("samples", ())), len(theirs.get("samples", ())))
     if squares and math.sqrt(squares / count) > worst:
         worst, what = math.sqrt(squares / count), sampled[0]
-    if known and not worst:
+    if have_crcs and not worst:
         return SMALLEST, "bytes beside the samples"
     return worst, what
 
@@ -100,5 +100,5 @@ def _scale(record: TensorRecord) -> float:
 
 def has_numbers(record: TensorRecord) -> bool:
     """False for tensors on meta, sparse ones, and those that an engine has released."""
-    known = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
-    return not math.prod(record.shape) or not known.isdisjoint(record.numbers)
+    measures = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
+    return not math.prod(record.shape) or not measures.isdisjoint(record.numbers)

@@ -50,19 +50,19 @@ def versions() -> dict[str, str]:
 
     torch states its build too (2.13.0+cu130), which the registry's package does not.
     """
-    stated = {"zckpt": __version__, "python": platform.python_version()}
+    versions_by_name = {"zckpt": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         if name in sys.modules:
-            stated[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return stated
+            versions_by_name[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return versions_by_name
 
 
 def seeds() -> dict[str, int]:
     """The seeds of torch's generators, as `torch.manual_seed` set them."""
-    stated = {"cpu": torch.initial_seed()}
+    seeds_by_device = {"cpu": torch.initial_seed()}
     if _has_cuda():
-        stated["cuda"] = torch.cuda.initial_seed()
-    return stated
+        seeds_by_device["cuda"] = torch.cuda.initial_seed()
+    return seeds_by_device
 
 
 def random_state() -> str:

@@ -84,15 +84,15 @@ class Surroundings(Struct, frozen=True):
     def equal_weights(self, rank: int, step: int, module: str) -> bool | None:
         """Whether all weights in a module were equal; None if they were not recorded."""
         below = "" if module == "(model)" else f"{module}."
-        known = [
+        are_equal = [
             equal
             for (of_rank, at, name), equal in self.weights.items()
             if (of_rank, at) == (rank, step) and name.startswith(below)
         ]
-        if not known:
+        if not are_equal:
             has_weights = self.header.get("parameters") is not True
             return None if has_weights else True  # all weights are recorded, and none is of it
-        return all(known)
+        return all(are_equal)
 
 
 def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
@@ -121,8 +121,8 @@ def meaning(
         return "the inputs of the model differ: the data"
     if a.kind == "forward" and a.dtype not in FLOATS:
         return "other integers: the data differ"
-    if a.kind == "forward" and (known := _of_module(a, b, rank, about, is_merged)):
-        return known
+    if a.kind == "forward" and (reason := _of_module(a, b, rank, about, is_merged)):
+        return reason
     factor = _factor(a, b) if a.kind in ("backward", "gradient") else None
     if factor is not None:
         return (

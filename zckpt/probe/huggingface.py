@@ -26,12 +26,12 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._span = Span(directory, options)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
+        self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any
     ) -> None:
         """Begins to record."""
         self._span.begin(model, lambda: state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **ignored: Any) -> None:
         """Records what the trainer logs, such as `trainer.loss`."""
         if self._span.recorder is not None:
             logged(logs or {}, self._span.recorder.metric)

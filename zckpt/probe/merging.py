@@ -72,8 +72,10 @@ def merge(a: Run, b: Run) -> Merged:
     for group in dict.fromkeys((*grouped[0], *grouped[1])):
         parts = [each.get(group) for each in grouped]
         if parts[0] is None or parts[1] is None:  # `aligned` lists what only one run has
-            for own, known in zip(records, parts, strict=True):
-                own += [replace(known[0].record, batch=group[1])] if known else []
+            for records_of_run, parts_of_run in zip(records, parts, strict=True):
+                records_of_run += (
+                    [replace(parts_of_run[0].record, batch=group[1])] if parts_of_run else []
+                )
             continue
         try:
             pair = _merged(group, sides, [parts[0], parts[1]], order, shared)
@@ -81,11 +83,11 @@ def merge(a: Run, b: Run) -> Merged:
             key = f"{group[2]} {group[3]}"
             unmerged.setdefault(key, note("not-compared", f"{key}: {error}", subject=key))
         else:
-            for own, record in zip(records, pair, strict=True):
-                own.append(replace(record, batch=group[1]))
+            for records_of_run, record in zip(records, pair, strict=True):
+                records_of_run.append(replace(record, batch=group[1]))
     one = [
-        Run(run.path, run.world, {0: own}, run.notes, run.headers)
-        for run, own in zip(sides, records, strict=True)
+        Run(run.path, run.world, {0: records_of_run}, run.notes, run.headers)
+        for run, records_of_run in zip(sides, records, strict=True)
     ]
     return Merged(one[0], one[1], order, [*unmerged.values()])
 
@@ -150,8 +152,8 @@ def _merged(
     if kind in ("input", "forward") and len(shapes) == 1 and all(map(_is_one, records)):
         shared.add((kind, key))
         return [own[0] for own in records]
-    for side, own in zip(sides, parts, strict=True):
-        _check_complete(side, own)
+    for side, parts_of_run in zip(sides, parts, strict=True):
+        _check_complete(side, parts_of_run)
     if kind == "metric":
         return [_mean(own, len(own)) for own in records]
     of_shared = kind == "backward" and ("forward", key) in shared
@@ -164,8 +166,8 @@ def _merged(
     placed = [dict(_placed(side, own, axis, order)) for side, own in zip(sides, parts, strict=True)]
     common = sorted(placed[0].keys() & placed[1].keys())
     return [
-        _joined(side, own, axis, order, [values[place] for place in common])
-        for side, own, values in zip(sides, records, placed, strict=True)
+        _joined(side, records_of_run, axis, order, [values[place] for place in common])
+        for side, records_of_run, values in zip(sides, records, placed, strict=True)
     ]
 
 
@@ -183,8 +185,8 @@ def _pairs(
 
 def _is_one(records: Sequence[TensorRecord]) -> bool:
     """Whether all ranks have recorded the same bytes."""
-    known = {record.numbers.get("crc32") for record in records}
-    return len(known) == 1 and None not in known
+    crcs = {record.numbers.get("crc32") for record in records}
+    return len(crcs) == 1 and None not in crcs
 
 
 def _check_complete(side: Run, parts: Sequence[RankRecord]) -> None:
@@ -273,8 +275,10 @@ def _joined(
     whole = axis == 0 and scale == 1 and order == "first" and first.dtype in SIZES
     if whole and None not in crcs:
         crc = 0
-        for record, own in zip(records, crcs, strict=True):
-            crc = combine(crc, int(str(own), 16), math.prod(record.shape) * SIZES[first.dtype])
+        for record, record_crc in zip(records, crcs, strict=True):
+            crc = combine(
+                crc, int(str(record_crc), 16), math.prod(record.shape) * SIZES[first.dtype]
+            )
         numbers["crc32"] = f"{crc:08x}"
     numbers["samples"] = [float(value) * scale for value in samples]
     return replace(first, shape=tuple(shape), numbers=numbers)

@@ -53,8 +53,8 @@ def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iter
         if engine.global_steps != steps:  # not within gradient accumulation
             optimizer = engine.optimizer
             scale = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", None)
-            known = {"loss_scale": scale, "grad_norm": engine.get_global_grad_norm()}
-            for name, value in known.items():
+            metrics_of_engine = {"loss_scale": scale, "grad_norm": engine.get_global_grad_norm()}
+            for name, value in metrics_of_engine.items():
                 if is_number(value):
                     metric(name, value)
             rates(engine.get_lr(), metric)

@@ -63,9 +63,9 @@ class Order:
             last = (*last[-1:], module)
 
     def _after(self, last: tuple[int, ...]) -> int | None:
-        for known in (last, last[-1:]):
-            if known in self._next:
-                return self._next[known]
+        for calls in (last, last[-1:]):
+            if calls in self._next:
+                return self._next[calls]
         place = self._places[last[-1]]
         place += self._steps.get(self._kinds[place], 1)
         return self._modules[place] if 0 <= place < len(self._modules) else None
@@ -144,10 +144,10 @@ class Prefetcher:
     """
 
     def __init__(
-        self, parts: Mapping[int, Sequence[WeightPart]], paths: Mapping[int, str], read: Read
+        self, parts: Mapping[int, Sequence[WeightPart]], paths: Mapping[int, str], read_part: Read
     ) -> None:
         self._parts = parts
-        self._read = read
+        self._read = read_part
         self._order = Order(paths)
         self._most = most(sum(part.cost for part in each) for each in parts.values())
         staying = {part for each in parts.values() for part in each if part.stays}
@@ -224,12 +224,12 @@ class Prefetcher:
             del self._guessed[module]
         else:
             self._start_again()
-        own = sum(part.cost for part in self._parts[module] if not part.stays)
-        self._make_room(own, ())
+        bytes_needed = sum(part.cost for part in self._parts[module] if not part.stays)
+        self._make_room(bytes_needed, ())
         for following in self._order.following(self._guessed):
             parts = self._parts[following]
             missing = [part for part in parts if part not in self._loads]
-            more = own + sum(part.cost for part in missing if not part.stays)
+            more = bytes_needed + sum(part.cost for part in missing if not part.stays)
             self._make_room(more, parts)
             if self._ahead + more > self._room:
                 return

@@ -281,5 +281,5 @@ def _numbers(printed: str) -> list[float]:
     """The numbers of a tensor as torch prints it; its dtype may follow the list."""
     inside = printed[printed.find("[") + 1 : printed.rfind("]")]
     words = map(str.strip, inside.split(","))
-    known = {"True": 1.0, "False": 0.0}
-    return [float(known.get(word, word)) for word in words if word not in ("", "...")]
+    words_for_numbers = {"True": 1.0, "False": 0.0}
+    return [float(words_for_numbers.get(word, word)) for word in words if word not in ("", "...")]

@@ -98,14 +98,14 @@ class Measurer:
     def _in_place(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
         views = _parts(tensor)
         place = (tensor.data_ptr(), dtype, tuple(tensor.shape))
-        known = self._known.get(place)
-        if known and known["crc32"] == f"{self._crc(views):08x}":
-            return known
+        measured_before = self._known.get(place)
+        if measured_before and measured_before["crc32"] == f"{self._crc(views):08x}":
+            return measured_before
         numbers, crc = Statistics(), 0
-        for part, (own, part_numbers) in zip(
+        for part, (part_crc, part_numbers) in zip(
             views, self._each(lambda part: _measured(part, dtype), views), strict=True
         ):
-            crc = combine(crc, own, len(part))
+            crc = combine(crc, part_crc, len(part))
             numbers.add(part_numbers)
         self._known[place] = self._described(tensor, dtype, crc, numbers)
         self._known.move_to_end(place)
@@ -115,8 +115,8 @@ class Measurer:
 
     def _crc(self, views: Sequence[memoryview]) -> int:
         crc = 0
-        for part, own in zip(views, self._each(crc32, views), strict=True):
-            crc = combine(crc, own, len(part))
+        for part, part_crc in zip(views, self._each(crc32, views), strict=True):
+            crc = combine(crc, part_crc, len(part))
         return crc
 
     def _through_buckets(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
@@ -127,17 +127,17 @@ class Measurer:
                 numbers.add(reduced)
                 continue
             view = raw(bucket.cpu())
-            own, bucket_numbers = _measured(view, dtype)
-            crc = combine(crc, own, len(view))
+            bucket_crc, bucket_numbers = _measured(view, dtype)
+            crc = combine(crc, bucket_crc, len(view))
             numbers.add(bucket_numbers)
         return self._described(tensor, dtype, None if is_reduced_there else crc, numbers)
 
     def _described(
         self, tensor: Tensor, dtype: str, crc: int | None, numbers: Statistics
     ) -> dict[str, Any]:
-        known = numbers.report() if dtype in NUMBERS else {}
+        statistics = numbers.report() if dtype in NUMBERS else {}
         checksum = {} if crc is None else {"crc32": f"{crc:08x}"}
-        return known | checksum | {"samples": self._strided(tensor)}
+        return statistics | checksum | {"samples": self._strided(tensor)}
 
     def _strided(self, tensor: Tensor) -> list[Any]:
         """Elements at equal distances, beginning with the first."""

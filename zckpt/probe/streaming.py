@@ -148,9 +148,9 @@ class _Streamer(Subscriber):
         sources_ = sources(model, manifest)
         self._device = None if device is None else torch.device(device)
         self._own = {
-            id(module): [_Weight(*each) for each in own]
-            for module, own in _owned(model, whole)
-            if own
+            id(module): [_Weight(*each) for each in weights_of_module]
+            for module, weights_of_module in _owned(model, whole)
+            if weights_of_module
         }
         self._loaded: dict[int, int] = {}  # calls of each module that have not ended
         self._checker = RecordChecker(manifest.files.records)
@@ -193,8 +193,8 @@ class _Streamer(Subscriber):
 
     def close(self) -> None:
         self._prefetcher.close()
-        for own in self._own.values():
-            for weight in own:
+        for weights in self._own.values():
+            for weight in weights:
                 weight.put(weight.original)
         for reader in self._readers:
             reader.close()
@@ -235,13 +235,13 @@ def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
 
 
 def _parts(
-    own: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
+    weights_by_module: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
 ) -> dict[int, list[tuple[WeightPart, list[_Weight]]]]:
     """The parts of each module: the weights of its own, and each tied weight that stays."""
-    staying = _staying(list(own.values()))
+    staying = _staying(list(weights_by_module.values()))
     tied: dict[int, WeightPart] = {}
     parts: dict[int, list[tuple[WeightPart, list[_Weight]]]] = {}
-    for module, weights in own.items():
+    for module, weights in weights_by_module.items():
         shared = [weight for weight in weights if id(weight.original) in staying]
         alone = [weight for weight in weights if id(weight.original) not in staying]
         parts[module] = [(_part(alone, entries), alone)] if alone else []
@@ -257,15 +257,17 @@ def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
 
     def needed(without: set[int]) -> int:
         return most(
-            in_pages(sum(_size(each) for each in own if id(each.original) not in without))
-            for own in modules
+            in_pages(
+                sum(_size(each) for each in weights_of_module if id(each.original) not in without)
+            )
+            for weights_of_module in modules
         )
 
     sizes = {id(weight.original): _size(weight) for own in modules for weight in own}
     count = Counter(
         id(weight.original)
-        for own in modules
-        for weight in own
+        for weights_of_module in modules
+        for weight in weights_of_module
         if isinstance(weight.original, nn.Parameter)
     )
     staying: set[int] = set()
@@ -313,7 +315,7 @@ def _owned(
 ) -> Iterator[tuple[nn.Module, list[tuple[dict[str, Any], str, str]]]]:
     """Each module with the tensors that it needs: dictionary, name in it, and path of each."""
 
-    def own(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    def tensors_of(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
         persistent = set(module._buffers) - module._non_persistent_buffers_set
         for tensors, names in (
             (module._parameters, module._parameters),
@@ -327,7 +329,7 @@ def _owned(
         if id(module) in seen:
             return
         seen.add(id(module))
-        needed = list(own(module, path))
+        needed = list(tensors_of(module, path))
         children = [
             (child, f"{path}.{name}" if path else name) for name, child in module.named_children()
         ]
@@ -360,12 +362,12 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
             f"these buffers are on the meta device, and no checkpoint has them: {listed(lost)}",
             hint="create the modules that compute them on the CPU",
         )
-    own = {entry.parameter: entry.parameter for entry in manifest.entries.values()}
-    owners = manifest.owners | own
-    known = {plain(name) for name in owners}
+    parameter_names = {entry.parameter: entry.parameter for entry in manifest.entries.values()}
+    owners = manifest.owners | parameter_names
+    plain_owners = {plain(name) for name in owners}
     chosen: dict[int, str] = {}  # one name of each tied tensor, if possible one of the checkpoint
     for name, tensor in wanted.items():
-        if id(tensor) not in chosen or plain(chosen[id(tensor)]) not in known:
+        if id(tensor) not in chosen or plain(chosen[id(tensor)]) not in plain_owners:
             chosen[id(tensor)] = name
     names = matched(list(chosen.values()), list(owners))
     return {

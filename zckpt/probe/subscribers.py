@@ -221,10 +221,10 @@ class _Hooks:
                 self.roots.append(self.calls[path] - 1)
         place = Place(module, path, self._call(path, recomputed), recomputed)
         new_args, new_kwargs = args, kwargs
-        for each in self.by_method["pre_forward_module"]:
-            new_args, new_kwargs = each.pre_forward_module(place, new_args, new_kwargs)
-        for each in self.by_method["pre_forward_tensor"]:
-            change = partial(each.pre_forward_tensor, place)
+        for subscriber in self.by_method["pre_forward_module"]:
+            new_args, new_kwargs = subscriber.pre_forward_module(place, new_args, new_kwargs)
+        for subscriber in self.by_method["pre_forward_tensor"]:
+            change = partial(subscriber.pre_forward_tensor, place)
             new_args = mapped(new_args, "in", change)
             new_kwargs = mapped(new_kwargs, "in", change)
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
@@ -242,10 +242,10 @@ class _Hooks:
         if recomputed:
             self.again[path] += 1
         new_output = output
-        for each in reversed(self.by_method["post_forward_module"]):
-            new_output = each.post_forward_module(place, args, new_output)
-        for each in reversed(self.by_method["post_forward_tensor"]):
-            new_output = mapped(new_output, "out", partial(each.post_forward_tensor, place))
+        for subscriber in reversed(self.by_method["post_forward_module"]):
+            new_output = subscriber.post_forward_module(place, args, new_output)
+        for subscriber in reversed(self.by_method["post_forward_tensor"]):
+            new_output = mapped(new_output, "out", partial(subscriber.post_forward_tensor, place))
         if any(self.by_method[name] for name in BACKWARD) and torch.is_grad_enabled():
             self._watch_backward(place, (args, kwargs), new_output)
         return None if new_output is output else new_output
@@ -262,8 +262,8 @@ class _Hooks:
                 each.post_backward_module(place)
 
         def change(path: str, gradient: Tensor) -> Tensor:
-            for each in subscribed["gradient_tensor"]:
-                gradient = each.gradient_tensor(place, path, gradient)
+            for subscriber in subscribed["gradient_tensor"]:
+                gradient = subscriber.gradient_tensor(place, path, gradient)
             return gradient
 
         call = Call(before, after, change if subscribed["gradient_tensor"] else None)
@@ -274,8 +274,8 @@ class _Hooks:
         """A call has returned, or has raised an error."""
         if path == ROOT and self.roots and not in_backward():
             self.roots.pop()
-        for each in self.by_method["leave_module"]:
-            each.leave_module(module)
+        for subscriber in self.by_method["leave_module"]:
+            subscriber.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
         """The number of a call; the backward recomputes calls from last to first."""

@@ -95,10 +95,10 @@ class Group:
 
     def _followed(self) -> str:
         """The name of the group into which rank 0 takes this process."""
-        own = secrets.token_hex(8)
-        self.store.set(f"arrived/{self.rank}", own)
-        self._wait(lambda: self.store.has(f"led/{own}"), lambda: "rank 0")
-        name = _word(self.store.get(f"led/{own}"))
+        token = secrets.token_hex(8)
+        self.store.set(f"arrived/{self.rank}", token)
+        self._wait(lambda: self.store.has(f"led/{token}"), lambda: "rank 0")
+        name = _word(self.store.get(f"led/{token}"))
         if self.store.add(f"{name}/here/{self.rank}", 1) > 1:
             raise WrongOption(
                 "processes-disagree",

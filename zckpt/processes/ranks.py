@@ -47,8 +47,8 @@ class Ranks:
         """In rank 0: the values of all ranks, in their order. In other ranks: an empty list."""
         if self._processes is None:
             return [value]
-        others = [each for _, each in self._processes.gather(value)]
-        return [] if self.rank else [value, *others]
+        other_values = [each for _, each in self._processes.gather(value)]
+        return [] if self.rank else [value, *other_values]
 
 
 def sent(error: Exception | None) -> Any:

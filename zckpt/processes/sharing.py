@@ -48,15 +48,15 @@ class Processes(Group, Sharing, Pool):
     # -- a conversion
 
     def agree_on(self, identity: Identity, target: str) -> None:
-        own = {**identity.mark(), "target": crc32(os.fsencode(os.path.abspath(target)))}
+        mark = {**identity.mark(), "target": crc32(os.fsencode(os.path.abspath(target)))}
 
         def reason(first: Any) -> str:
             if not isinstance(first, dict):
                 return "another command"
-            return difference(first, own) or "another target"
+            return difference(first, mark) or "another target"
 
         self._has_begun = False
-        self.agree(own, reason)
+        self.agree(mark, reason)
 
     def begin(self, journal: Journal) -> None:
         self._has_begun = True
@@ -86,7 +86,7 @@ class Processes(Group, Sharing, Pool):
                 yield [order[number]]
             reached = number + 1
 
-    def others(self, journal: Journal) -> Iterator[Region] | None:
+    def regions_of_others(self, journal: Journal) -> Iterator[Region] | None:
         if isinstance(journal, ProcessJournal):
             self.gather(journal.synced())
             return None
@@ -126,20 +126,20 @@ class Processes(Group, Sharing, Pool):
             return counter()
 
         running.run(claim)
-        for _, found in self.gather([taken, running.found()] if self.rank else None):
+        for _, findings in self.gather([taken, running.findings()] if self.rank else None):
             with _readable():
-                number, found = found
+                number, findings = findings
                 taken += number
-                running.take(found)
+                running.take(findings)
         if self.rank == 0 and (given := counter()) != taken:  # some tensors were read by no process
             raise ProcessLost(
                 "process-lost", f"{given} blocks were given to processes, but {taken} came back"
             )
-        found = self.share(running.found() if self.rank == 0 else None)
+        findings = self.share(running.findings() if self.rank == 0 else None)
         if self.rank:
             running = make(chunk)
             with _readable():
-                running.take(found)
+                running.take(findings)
         return running
 
     # values that survive if the launcher restarts the processes

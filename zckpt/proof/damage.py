@@ -58,13 +58,13 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
 
 def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
     """A report on a record with a wrong CRC-32: which bit is flipped, if only one is, and where."""
-    extent, stated = damage.record.extent, damage.record.crc
-    assert stated is not None
+    extent, stated_crc = damage.record.extent, damage.record.crc
+    assert stated_crc is not None
     line: Report = {
         "file": extent.file,
         "offset": extent.offset,
         "length": extent.length,
-        "stated": f"{stated:08x}",
+        "stated": f"{stated_crc:08x}",
         "found": f"{damage.crc:08x}",
         "tensors": list(dict.fromkeys(entry.name for entry, _ in contents)),
         "harmless": False,
@@ -83,7 +83,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
         )
         return line_of(notice, **line)
 
-    flipped = flipped_bit(stated, damage.crc, extent.length)
+    flipped = flipped_bit(stated_crc, damage.crc, extent.length)
     if flipped is None:
         names = listed(line["tensors"]) or "no tensor"
         return said(
@@ -131,7 +131,7 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
 
     The files of other grids have records of other tensors at the same places.
     """
-    known = {
+    records_of_b = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
         record
         for record in b.files.records
@@ -141,13 +141,13 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
         for result in outcome.results
         if result.match.how == "bits" and result.difference is None
     }
-    names, others = {}, {}
+    names, other_extents = {}, {}
     for record in a.files.records:
         name = os.path.relpath(record.extent.file, a.root)
-        other = known.get((name, record.extent.offset, record.extent.length))
+        other = records_of_b.get((name, record.extent.offset, record.extent.length))
         if other is not None and None not in (other.crc, record.crc) and other.crc != record.crc:
-            names[record.extent], others[record.extent] = name, other.extent
-    theirs = contents_of(b, others.values())
+            names[record.extent], other_extents[record.extent] = name, other.extent
+    theirs = contents_of(b, other_extents.values())
     return [
         note(
             "padding-differs",
@@ -158,7 +158,7 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
         for extent, contents in contents_of(a, names).items()
         if contents
         and {entry.name for entry, _ in contents} <= equal
-        and _places(contents) == _places(theirs[others[extent]])
+        and _places(contents) == _places(theirs[other_extents[extent]])
     ]
 
 
@@ -217,8 +217,8 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
     """Problems with tensors whose CRC-32 differs from the one that the manifest states."""
     problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
-        stated = manifest.entries.get(entry.key) if entry else None
-        if entry is None or entry is not stated or entry.digest is None or crc is None:
+        stated_entry = manifest.entries.get(entry.key) if entry else None
+        if entry is None or entry is not stated_entry or entry.digest is None or crc is None:
             continue
         if crc == entry.digest:
             continue

@@ -56,8 +56,10 @@ class Total(Struct, eq=False):
     def count(self, part: Statistics) -> None:
         """Moves the histogram out of the statistics of a part."""
         if part.histogram is not None:
-            own = self._histogram
-            self._histogram = part.histogram if own is None else own + part.histogram
+            own_histogram = self._histogram
+            self._histogram = (
+                part.histogram if own_histogram is None else own_histogram + part.histogram
+            )
             part.histogram = None
         self._counted += part.elements
         if self._counted == self.numel and self._histogram is not None:
@@ -223,8 +225,8 @@ def problems(
     for entry in entries:
         if entry.slot != "state":
             for kind, message in _problems_of(manifest, entry, statistics):
-                found = warning(CODES[kind], f"{entry.name} {message}", subject=entry.name)
-                yield line_of(found, tensor=entry.name, kind=kind)
+                notice = warning(CODES[kind], f"{entry.name} {message}", subject=entry.name)
+                yield line_of(notice, tensor=entry.name, kind=kind)
 
 
 def _problems_of(

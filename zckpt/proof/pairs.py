@@ -62,11 +62,11 @@ def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
     matches: list[Match] = []
     ours, theirs = (by_key((entry.key, entry) for entry in side.replicas) for side in (a, b))
     buffers = {*a.buffers} & {*b.buffers}
-    for key, own in ours.items():
-        others = theirs.get(key, [])
-        is_own = own[0].slot == "state" or own[0].parameter in buffers
-        if is_own and len(own) == len(others):
-            matches += map(of_copies, own, others)
+    for key, own_copies in ours.items():
+        other_copies = theirs.get(key, [])
+        is_own = own_copies[0].slot == "state" or own_copies[0].parameter in buffers
+        if is_own and len(own_copies) == len(other_copies):
+            matches += map(of_copies, own_copies, other_copies)
     return matches
 
 

@@ -170,8 +170,8 @@ def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
 
 def versions(a: Manifest, b: Manifest | None) -> Report:
     """The versions of zckpt and of the engines that wrote both sides."""
-    own = {"zckpt": __version__, "a": _engine(a)}
-    return own if b is None else {**own, "b": _engine(b)}
+    versions_of_a = {"zckpt": __version__, "a": _engine(a)}
+    return versions_of_a if b is None else {**versions_of_a, "b": _engine(b)}
 
 
 def _engine(manifest: Manifest) -> Report:

@@ -18,8 +18,8 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     """
     front = f"{name}."
     every = (*proven.parameters, *proven.buffers)
-    own = {each: each.removeprefix(front) for each in every if each.startswith(front)}
-    if not own:
+    short_names = {each: each.removeprefix(front) for each in every if each.startswith(front)}
+    if not short_names:
         if manifest.run.origin.root != name:
             raise WrongOption(
                 "option-names-nothing",
@@ -27,22 +27,24 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
                 hint="leave out --root",
             )
         return proven
-    others = {*every} - own.keys()
-    parameters = {own[key]: item for key, item in proven.parameters.items() if key in own}
+    other_names = {*every} - short_names.keys()
+    parameters = {
+        short_names[key]: item for key, item in proven.parameters.items() if key in short_names
+    }
     used = sorted({item.group for item in parameters.values() if item.group is not None})
     places = {group: place for place, group in enumerate(used)}
     # a checkpoint of weights may state the groups of parameters without hyper-parameters
     groups = tuple(proven.groups[group] for group in used) if proven.groups else ()
-    states = proven.states.where(lambda row: not others.intersection(row.parameters))
-    of_others = [row.value for row in proven.states if others.intersection(row.parameters)]
+    states = proven.states.where(lambda row: not other_names.intersection(row.parameters))
+    of_others = [row.value for row in proven.states if other_names.intersection(row.parameters)]
     gone = {*entries_in(of_others)}
-    states, tensors = states.renamed(own)
+    states, tensors = states.renamed(short_names)
     return proven.replace(
         origin=replace(proven.run.origin, root=name),
         entries={
             new.key: new
             for entry in proven.entries.values()
-            if entry.parameter not in others and entry.key not in gone
+            if entry.parameter not in other_names and entry.key not in gone
             for name in [tensors.get(entry.parameter, entry.parameter.removeprefix(front))]
             for new in [replace(entry, parameter=name)]
         },
@@ -54,7 +56,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
             )
             for key, item in parameters.items()
         },
-        buffers=tuple(own[key] for key in proven.buffers if key in own),
+        buffers=tuple(short_names[key] for key in proven.buffers if key in short_names),
         groups=groups or None,
         optimizer=manifest.optimizer if "," in (proven.optimizer or "") else proven.optimizer,
         state={key: _own_part(key, value, front) for key, value in proven.state.items()},
@@ -64,12 +66,12 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
 
 def refuse_several(proven: Manifest, manifest: Manifest) -> None:
     """Raises AmbiguousCheckpoint if several models were proven, and `manifest` may be one alone."""
-    known, names = proven.parameters, [*manifest.parameters]
-    if not names or not known.keys().isdisjoint(names):
+    parameters, names = proven.parameters, [*manifest.parameters]
+    if not names or not parameters.keys().isdisjoint(names):
         return
     last = f".{names[0]}"
-    fronts = (key.removesuffix(last) for key in known if key.endswith(last))
-    if fitting := fitting_roots(fronts, known, manifest.parameters):
+    fronts = (key.removesuffix(last) for key in parameters if key.endswith(last))
+    if fitting := fitting_roots(fronts, parameters, manifest.parameters):
         raise AmbiguousCheckpoint(
             "several-models",
             f"{proven.root} proves several models, and {manifest.root} may be {listed(fitting)}",

@@ -215,23 +215,23 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
     A weight of which both have the exact values is not refused: those are compared.
     """
     rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
-    others = [
+    other_types = [
         item.a.name
         for item in matches
         if item.how == "values" or (item.how == "rounded" and item.a.parameter in buffers)
     ]
-    for names, own, kind, other, what in (
+    for names, side, kind, other, what in (
         (rounded["a"], a, "a narrower", b, "rounded weights"),
         (rounded["b"], b, "a narrower", a, "rounded weights"),
-        (others, a, "another", b, "values of two types"),
+        (other_types, a, "another", b, "values of two types"),
     ):
         if names:
             raise MissingData(
                 "proof-unsupported",
-                f"{own.root} has {listed(names, 4)} in {kind} type than {other.root}: a proof has "
+                f"{side.root} has {listed(names, 4)} in {kind} type than {other.root}: a proof has "
                 f"checksums alone, which cannot tell whether {what} are equal",
                 hint="compare the two checkpoints themselves",
-                file=own.root,
+                file=side.root,
             )
 
 
@@ -263,9 +263,9 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         digests = convert(report["digests"], dict[str, _Digest])
         facts = facts_of(_dictionary(held.state))
         if "state" not in report["held"]:  # a proof of an older zckpt
-            known = {state.key: state.parameters for state in _others(manifest)}
-            stated = known if held.states is None else held.states
-            rows = of_parameters("other", _by_parameter(stated))
+            states_of_manifest = {state.key: state.parameters for state in _others(manifest)}
+            parameters_by_state = states_of_manifest if held.states is None else held.states
+            rows = of_parameters("other", _by_parameter(parameters_by_state))
             facts = facts._replace(states=States(tuple(rows)))
         entries = {
             key: Entry(*key, item.dtype, item.shape, Runs([]), int(item.a, 16))
@@ -316,15 +316,15 @@ def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     # if some tensors are missing
     content = item.content if len(tensors) == len(item.tensors) else ""
-    own, reason = item.parameters, item.reason
-    return StateRow(item.key, "unsupported", own, content, reason, tensors=tensors)
+    parameters, reason = item.parameters, item.reason
+    return StateRow(item.key, "unsupported", parameters, content, reason, tensors=tensors)
 
 
 def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
     return convert(from_json(document), dict[str, Any])
 
 
-def _by_parameter(stated: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """States by parameter and key; their values are unknown."""
-    keys = by_key((name, key) for key, names in stated.items() for name in names)
+    keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

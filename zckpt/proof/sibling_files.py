@@ -51,14 +51,17 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
         if name in theirs and not _equal(item, theirs[name])
     ]
     notes = []
-    for side, root, own, others in (("a", a.root, ours, theirs), ("b", b.root, theirs, ours)):
-        alone = [name for name in own if name not in others]
-        goes_on = any(map(OF_RUN.fullmatch, others))
+    for side, root, own_files, other_files in (
+        ("a", a.root, ours, theirs),
+        ("b", b.root, theirs, ours),
+    ):
+        alone = [name for name in own_files if name not in other_files]
+        goes_on = any(map(OF_RUN.fullmatch, other_files))
         lost = {name for name in alone if goes_on and OF_RUN.fullmatch(name)}
         lines += [{"key": name, "only": side} for name in sorted(lost)]
         if rest := [name for name in alone if name not in lost]:
             message = f"{listed(rest, 4)}: only beside {root}"
-            notes.append(note("not-compared", message, file=own[rest[0]].path))
+            notes.append(note("not-compared", message, file=own_files[rest[0]].path))
     return lines, notes
 
 

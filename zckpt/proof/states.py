@@ -128,8 +128,8 @@ class _Comparison:
             named = [_scheduler_of(manifest) for manifest in self.sides.values()]
             return not self.same_engine or named[0] != named[1]
         files = self.sides[other].files.siblings
-        own = self.sides[other].state.get("client_state")
-        return any(item.name in OF_TRAINER for item in files) or _has_within(own, state)
+        client_state = self.sides[other].state.get("client_state")
+        return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
         """Drops the states of parameters, unless the same engine has them on both sides.
@@ -162,13 +162,13 @@ class _Comparison:
     def _compare_second_names(self) -> None:
         """Compares aliases: reports those of shared parameters that the other checkpoint lacks."""
         for side, other in (("a", "b"), ("b", "a")):
-            known = {*_names(self.sides[other]), *self.sides[other].parameters}
+            known_names = {*_names(self.sides[other]), *self.sides[other].parameters}
             lost = [
                 inside("names", alias)
-                for owner, own in self.sides[side].parameters.items()
-                if not known.isdisjoint((owner, *own.aliases))
-                for alias in own.aliases
-                if alias not in known
+                for owner, parameter in self.sides[side].parameters.items()
+                if not known_names.isdisjoint((owner, *parameter.aliases))
+                for alias in parameter.aliases
+                if alias not in known_names
             ]
             if _has_second_names(self.sides[other]):
                 self.lines += [{"key": path, "only": side} for path in lost]
@@ -195,8 +195,8 @@ class _Comparison:
             ours, theirs = a.files.of_ranks.get(name, {}), b.files.of_ranks.get(name, {})
             for key in dict.fromkeys((*ours, *theirs)):
                 one, other = (
-                    own[key] if key in own else _as_of_first(manifest, key)
-                    for own, manifest in ((ours, a), (theirs, b))
+                    values[key] if key in values else _as_of_first(manifest, key)
+                    for values, manifest in ((ours, a), (theirs, b))
                 )
                 self._compare(f"{name}: {key}", one, other)
 
@@ -383,8 +383,8 @@ def _facts(manifest: Manifest) -> Report:
 
 def plain_facts(origin: Origin) -> Report:
     """An origin as JSON, with only its texts and integers."""
-    stated = origin.to_json()
-    return {key: item for key, item in stated.items() if isinstance(item, (str, int, type(None)))}
+    facts = origin.to_json()
+    return {key: item for key, item in facts.items() if isinstance(item, (str, int, type(None)))}
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:

@@ -57,9 +57,9 @@ def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[
     """The states that both have, with known values; each model rank has a separate state."""
     ours, theirs = _by_owner(a), _by_owner(b)
     return {
-        key: (own, theirs[key])
-        for key, own in ours.items()
-        if key in theirs and all(item.value for item in (*own, *theirs[key]))
+        key: (rows, theirs[key])
+        for key, rows in ours.items()
+        if key in theirs and all(item.value for item in (*rows, *theirs[key]))
     }
 
 

@@ -152,9 +152,9 @@ def missing_states(
 def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterator[State]:
     for state in missing_in(owner, other):
         tensors = {
-            name: own
-            for name, own in state.tensors.items()
-            if not own or {*map(name_of, own)} - {*reported}
+            name: tensors_of_name
+            for name, tensors_of_name in state.tensors.items()
+            if not tensors_of_name or {*map(name_of, tensors_of_name)} - {*reported}
         }
         if tensors:
             yield replace(state, tensors=tensors)
@@ -282,8 +282,10 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
             )
             notes.append(note("not-compared", message))
         parameters = {
-            name: each if each.group is None else replace(each, group=used.index(each.group))
-            for name, each in side.parameters.items()
+            name: parameter
+            if parameter.group is None
+            else replace(parameter, group=used.index(parameter.group))
+            for name, parameter in side.parameters.items()
         }
         kept = tuple(groups[place] for place in used)
         sides.append(replace(side, groups=kept, parameters=parameters))
@@ -306,11 +308,11 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
     return [
         note(
             "not-compared",
-            f"{listed(own, 4)} of the optimizer's groups: only in {side.root}",
-            subject=own[0],
+            f"{listed(keys_of_side, 4)} of the optimizer's groups: only in {side.root}",
+            subject=keys_of_side[0],
         )
-        for side, own in alone
-        if own
+        for side, keys_of_side in alone
+        if keys_of_side
     ]
 
 

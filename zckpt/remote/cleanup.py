@@ -17,7 +17,7 @@ from ..core.storage.unfinished import Note
 from ..errors import NotACheckpoint, TargetExists, WrongOption, listed
 from . import failures
 from .mirror import UNFINISHED
-from .stores import Found, store_of
+from .stores import StoredObject, store_of
 from .upload import LASTS, names_at, note_of
 from .urls import Url, parse
 
@@ -62,10 +62,10 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
         raise _nothing_begun(url, [*there])
     names = _remains(url, there, note) if note else []
     begun = {f"{url.key}/{name}" for name in note.names} if note else set()
-    own = [upload for upload in uploads if upload.key in begun]
+    uploads_of_run = [upload for upload in uploads if upload.key in begun]
     if note and not dry_run:
         try:
-            _remove(url, names, own, "" if note.last in there else note.last)
+            _remove(url, names, uploads_of_run, "" if note.last in there else note.last)
         except Exception as error:
             raise failures.explained(error, url, "write") from error
     return {
@@ -73,7 +73,7 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
         "command": "clean-up",
         "path": str(url),
         "files": names,
-        "uploads": [upload.key for upload in own],
+        "uploads": [upload.key for upload in uploads_of_run],
         "other_uploads": [
             {"key": upload.key, "command": upload.command}
             for upload in uploads
@@ -84,7 +84,7 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     }
 
 
-def _remains(url: Url, there: Mapping[str, Found], note: Note) -> list[str]:
+def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[str]:
     """The existing files of the unfinished run; only the note if the target is complete."""
     if note.last not in there:
         return sorted({*note.names, UNFINISHED} & {*there})

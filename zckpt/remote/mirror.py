@@ -31,7 +31,7 @@ from ..core.storage.unfinished import UNFINISHED as UNFINISHED
 from ..core.storage.unfinished import Note
 from ..errors import IncompleteCheckpoint
 from . import failures
-from .stores import Found, Store, store_of
+from .stores import Store, StoredObject, store_of
 from .urls import Url, strange
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class File(Struct, eq=False, dict=True):
 
     url: Url
     store: Store
-    found: Found
+    stored_object: StoredObject
     mirror: Mirror
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class File(Struct, eq=False, dict=True):
         """Reads bytes of the object in one request, which is repeated if its answer breaks off."""
 
         def ask() -> bytes | memoryview:
-            data = self.store.read(self.found, start, stop)
+            data = self.store.read(self.stored_object, start, stop)
             if len(data) == stop - start:
                 return data
             raise failures.BrokenOff(
@@ -122,17 +122,17 @@ class File(Struct, eq=False, dict=True):
         return failures.asked(ask, self.url)
 
     def pread(self, length: int, offset: int) -> bytes:
-        stop = min(offset + length, self.found.size)
+        stop = min(offset + length, self.stored_object.size)
         if stop <= offset:
             return b""
         if stop - offset > KEPT // 8:
             return bytes(self.fetch(offset, stop))
-        if self.found.key not in self.mirror.read_already:
+        if self.stored_object.key not in self.mirror.read_already:
             self.mirror.read_ahead(self)
         return self._blocks_of(META, offset, stop)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        stop = min(offset + len(view), self.found.size)
+        stop = min(offset + len(view), self.stored_object.size)
         if stop <= offset:
             return 0
         whole = stop - offset >= WHOLE
@@ -146,12 +146,12 @@ class File(Struct, eq=False, dict=True):
         with self._filling:  # another thread may be requesting the same blocks
             numbers, got = range(start // size, -(-stop // size)), dict[int, bytes]()
             for number in numbers:
-                if (known := _blocks.get((self._number, size, number))) is not None:
-                    got[number] = known
+                if (block := _blocks.get((self._number, size, number))) is not None:
+                    got[number] = block
             for first, last in _runs(number for number in numbers if number not in got):
                 if size == DATA:
                     last = self._extended(first, last)
-                begin, end = first * size, min((last + 1) * size, self.found.size)
+                begin, end = first * size, min((last + 1) * size, self.stored_object.size)
                 data = bytes(self.fetch(begin, end))
                 for number in range(first, last + 1):
                     got[number] = data[number * size - begin :][:size]
@@ -164,11 +164,11 @@ class File(Struct, eq=False, dict=True):
         """The last block to request. Consecutive small reads request more and more blocks."""
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
-        return min(last + self._ahead, (self.found.size - 1) // DATA)
+        return min(last + self._ahead, (self.stored_object.size - 1) // DATA)
 
     def read_ends(self) -> None:
         """Reads the blocks at both ends of the file, in one request if they are close."""
-        size = self.found.size
+        size = self.stored_object.size
         ends = [(0, min(HEAD, size)), (max(0, size - TAIL), size)]
         if ends[1][0] <= ends[0][1] + META:
             ends = [(0, size)]
@@ -180,8 +180,8 @@ class File(Struct, eq=False, dict=True):
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The first and the last of each run of consecutive numbers."""
     for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
-        own = [number for _, number in run]
-        yield own[0], own[-1]
+        consecutive = [number for _, number in run]
+        yield consecutive[0], consecutive[-1]
 
 
 class Mirror(Struct, eq=False):
@@ -196,7 +196,7 @@ class Mirror(Struct, eq=False):
 
     def read_ahead(self, file: File) -> None:
         """Reads the ends of a file and of its neighbors with the same ending, once."""
-        key = file.found.key
+        key = file.stored_object.key
         with self.lock:
             if key in self.read_already:
                 return
@@ -209,7 +209,7 @@ class Mirror(Struct, eq=False):
                 and os.path.dirname(name) == folder
                 and os.path.splitext(name)[1] == ending
             ][:NEIGHBORS]
-            self.read_already.update(each.found.key for each in beside)
+            self.read_already.update(each.stored_object.key for each in beside)
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 for done in [pool.submit(each.read_ends) for each in beside]:
                     done.result()
@@ -259,16 +259,16 @@ def spelled(text: str) -> str:
 
 def mirrored(url: Url) -> Mirror:
     """Makes the folder of empty files for a URL; raises StoreError and others of `failures`."""
-    own = os.path.join(top(), os.urandom(4).hex())
-    base = os.path.join(own, f"{url.scheme}:", *url.root.split("/"))
-    mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own)
+    own_folder = os.path.join(top(), os.urandom(4).hex())
+    base = os.path.join(own_folder, f"{url.scheme}:", *url.root.split("/"))
+    mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own_folder)
     os.makedirs(base)
     try:
         store = failures.asked(lambda: store_of(url), url, "list")
         listed = failures.asked(lambda: _listed(store, url), url, "list")
-        found = failures.asked(lambda: _finished(store, url, listed), url)
-        for key, each in found.items():
-            _lay(mirror, base, File(url.beside(key), store, each, mirror))
+        finished = failures.asked(lambda: _finished(store, url, listed), url)
+        for key, stored_object in finished.items():
+            _lay(mirror, base, File(url.beside(key), store, stored_object, mirror))
         if not store.has_listing:
             _lay_named(mirror, base, url, store)
     except BaseException:
@@ -277,25 +277,26 @@ def mirrored(url: Url) -> Mirror:
     return mirror
 
 
-def _listed(store: Store, url: Url) -> dict[str, Found]:
+def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
     """The objects below the URL, or the object that it names, and the files beside it, by key."""
     inside = [*store.below(url.key)]
     if url.key and not inside and (alone := store.head(url.key)) is not None:
         inside = [alone]
-    found = {each.key: each for each in (*inside, *(_beside(store, url) if url.key else ()))}
-    folders = {parent for key in found for parent in _folders(key)}
+    objects = {each.key: each for each in (*inside, *(_beside(store, url) if url.key else ()))}
+    folders = {parent for key in objects for parent in _folders(key)}
     # tools that show a store as folders put an empty object for each folder
-    return {key: each for key, each in found.items() if each.size or key not in folders}
+    return {key: each for key, each in objects.items() if each.size or key not in folders}
 
 
-def _beside(store: Store, url: Url) -> list[Found]:
+def _beside(store: Store, url: Url) -> list[StoredObject]:
     """The objects beside the URL, except those that may not be listed or have a strange name."""
     beside = _seen(lambda: store.directly_in(url.key.rpartition("/")[0])) or []
     keys = {each.key for each in beside}
     return [
-        each
-        for each in beside
-        if not strange(each.key.rstrip("/")) and (each.key == url.key or f"{each.key}/" not in keys)
+        object_beside
+        for object_beside in beside
+        if not strange(object_beside.key.rstrip("/"))
+        and (object_beside.key == url.key or f"{object_beside.key}/" not in keys)
     ]
 
 
@@ -315,19 +316,21 @@ def _folders(key: str) -> Iterator[str]:
         yield key
 
 
-def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, Found]:
+def _finished(
+    store: Store, url: Url, objects: Mapping[str, StoredObject]
+) -> dict[str, StoredObject]:
     """The files, without those of targets below the URL that are not complete.
 
     Raises IncompleteCheckpoint if the URL itself belongs to such a target.
     """
-    kept = dict(found)
-    below = [each for key, each in found.items() if os.path.basename(key) == UNFINISHED]
+    kept = dict(objects)
+    below = [each for key, each in objects.items() if os.path.basename(key) == UNFINISHED]
     for at in (*below, *_notes_above(store, url)):
         folder = os.path.dirname(at.key)
         if url.key and not folder:
             continue  # no target is a complete bucket
         is_listed = f"{folder}/".startswith(f"{url.key}/".lstrip("/")) or not store.has_listing
-        there = found if is_listed else {each.key: each for each in store.below(folder)}
+        there = objects if is_listed else {each.key: each for each in store.below(folder)}
         note = note_at(store, at)
         if note is not None and not note.missing(partial(_size, store, there, folder)):
             kept.pop(at.key, None)
@@ -344,38 +347,38 @@ def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, F
     return kept
 
 
-def _notes_above(store: Store, url: Url) -> list[Found]:
+def _notes_above(store: Store, url: Url) -> list[StoredObject]:
     """The notes of unfinished targets that the URL may belong to, where nothing was listed."""
     above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
 
-    def look(folder: str) -> Found | None:
+    def look(folder: str) -> StoredObject | None:
         return _seen(lambda: store.head(f"{folder}/{UNFINISHED}"))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return [*filter(None, pool.map(look, filter(None, above)))]
 
 
-def _size(store: Store, there: Mapping[str, Found], folder: str, name: str) -> int | None:
+def _size(store: Store, there: Mapping[str, StoredObject], folder: str, name: str) -> int | None:
     """The bytes of a file; None if the store has none."""
     key = f"{folder}/{name}".lstrip("/")
-    found = there.get(key) if store.has_listing else store.head(key)
-    return found.size if found else None
+    stored_object = there.get(key) if store.has_listing else store.head(key)
+    return stored_object.size if stored_object else None
 
 
-def note_at(store: Store, found: Found) -> Note | None:
+def note_at(store: Store, stored_object: StoredObject) -> Note | None:
     """Reads the note of an unfinished target; None if it cannot be parsed."""
-    if found.size > unfinished.MOST:
+    if stored_object.size > unfinished.MOST:
         return None
-    return unfinished.understood(bytes(store.read(found, 0, found.size)))
+    return unfinished.understood(bytes(store.read(stored_object, 0, stored_object.size)))
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:
     """Creates an empty file in the mirror, or a folder."""
-    found = file.found
-    is_folder = found.key.endswith("/") and not found.size
-    if reason := strange(found.key.rstrip("/") if is_folder else found.key):
+    stored_object = file.stored_object
+    is_folder = stored_object.key.endswith("/") and not stored_object.size
+    if reason := strange(stored_object.key.rstrip("/") if is_folder else stored_object.key):
         raise failures.unsafe(file.url, f"{file.url} {reason}: it cannot be the name of a file")
-    path = os.path.join(base, *found.key.split("/"))
+    path = os.path.join(base, *stored_object.key.split("/"))
     if os.path.isfile(path) and not is_folder:
         return  # the object was listed twice
     try:
@@ -383,16 +386,18 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
         if is_folder:
             return
         with open(path, "xb") as hole:
-            hole.truncate(found.size)
+            hole.truncate(stored_object.size)
     except (FileExistsError, NotADirectoryError) as error:
         message = f"{file.url} or a part of it is an object, and there are objects below it"
         raise failures.unsafe(file.url, message) from error
     # the nanoseconds distinguish this file from later ones with its inode; a run that is continued
     # finds the same times
-    own = crc32(f"{file.url} {found.etag} {found.size}".encode("utf-8", "surrogateescape"))
-    stamp = found.time // 10**9 * 10**9 + own % 10**9
+    checksum = crc32(
+        f"{file.url} {stored_object.etag} {stored_object.size}".encode("utf-8", "surrogateescape")
+    )
+    stamp = stored_object.time // 10**9 * 10**9 + checksum % 10**9
     os.utime(path, ns=(stamp, stamp))
-    mirror.files[found.key] = file
+    mirror.files[stored_object.key] = file
     mirror.registered.append(byte_sources.register(path, file))
 
 
@@ -405,8 +410,8 @@ def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
         keys = [f"{url.key}/{name}" if url.key else name for name in names if not strange(name)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             heads = [*pool.map(store.head, keys)]
-        for found in filter(None, heads):
-            _lay(mirror, base, File(url.beside(found.key), store, found, mirror))
+        for stored_object in filter(None, heads):
+            _lay(mirror, base, File(url.beside(stored_object.key), store, stored_object, mirror))
         return [found.key for found in heads if found]
 
     try:
@@ -414,9 +419,13 @@ def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
             name = key.rpartition("/")[2]
             if name in LISTS:
                 file = mirror.files[key]
-                document = json.loads(file.pread(file.found.size, 0))
-                stated = document[LISTS[name]]
-                lay(sorted({*(stated if name == "manifest.json" else stated.values())}))
+                document = json.loads(file.pread(file.stored_object.size, 0))
+                names_in_list = document[LISTS[name]]
+                lay(
+                    sorted(
+                        {*(names_in_list if name == "manifest.json" else names_in_list.values())}
+                    )
+                )
     except (ValueError, KeyError, TypeError, AttributeError):
         return  # the reader will report the problem
     except Exception as error:

@@ -36,7 +36,7 @@ from ..core.version import __version__
 from ..errors import CorruptCheckpoint, Notice, TargetExists, ZckptError, warning
 from . import failures, upload
 from .mirror import UNFINISHED
-from .stores import PART, Found, Store, etag_of, store_of
+from .stores import PART, Store, StoredObject, etag_of, store_of
 from .upload import names_at, order
 from .urls import Url
 
@@ -75,9 +75,9 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
     there meanwhile, and CorruptCheckpoint if bytes have changed on the way to the store.
     """
     sizes = {
-        os.path.relpath(each.path, path): each.stat().st_size
-        for each in walk(path)
-        if each.is_file(follow_symlinks=False)
+        os.path.relpath(file.path, path): file.stat().st_size
+        for file in walk(path)
+        if file.is_file(follow_symlinks=False)
     }
     *first, last = sorted(sizes, key=order)
     sending = _Sending(store_of(url), url, path, run, words.get("read_back", True))
@@ -197,17 +197,17 @@ class _Sending(Struct, dict=True):
     def put(self, name: str, create: bool = False) -> int:
         """Sends one file, and compares it with the stored one; returns the CRC-32."""
         sums, etag = self._put(name, os.path.join(self.path, name), create)
-        found = self.store.head(self.key(name))
-        if found is None or found.size != sums.size:
-            there = "nothing" if found is None else f"{found.size} bytes"
-            raise self._lost(name, f"the store has {there} of {sums.size} bytes", etag, found)
+        stored = self.store.head(self.key(name))
+        if stored is None or stored.size != sums.size:
+            there = "nothing" if stored is None else f"{stored.size} bytes"
+            raise self._lost(name, f"the store has {there} of {sums.size} bytes", etag, stored)
         md5 = etag_of(sums.digests)
-        if {md5} == {(each or "").strip('"') for each in (etag, found.etag)}:
+        if {md5} == {(each or "").strip('"') for each in (etag, stored.etag)}:
             return sums.crc  # the store itself has computed this MD5
         if self.read_back:
             self.again += 1
-            if self._crc(found) != sums.crc:
-                raise self._lost(name, "the store has other bytes", etag, found)
+            if self._crc(stored) != sums.crc:
+                raise self._lost(name, "the store has other bytes", etag, stored)
         elif not any(notice.code == "checksum-missing" for notice in self.notes):
             message = (
                 f"the store of {self.url} gives no MD5, and --no-read-back leaves out to compare "
@@ -216,27 +216,29 @@ class _Sending(Struct, dict=True):
             self.notes.append(warning("checksum-missing", message, file=str(self.url)))
         return sums.crc
 
-    def _crc(self, found: Found) -> int:
+    def _crc(self, stored: StoredObject) -> int:
         """The CRC-32 of the bytes that the store has."""
         crc = 0
-        for start in range(0, found.size, BLOCK):
-            stop = min(start + BLOCK, found.size)
-            crc = crc32(failures.asked(partial(self.store.read, found, start, stop), self.url), crc)
+        for start in range(0, stored.size, BLOCK):
+            stop = min(start + BLOCK, stored.size)
+            crc = crc32(
+                failures.asked(partial(self.store.read, stored, start, stop), self.url), crc
+            )
         return crc
 
     def _is_ours(self, name: str) -> bool:
         """Whether the store has the bytes that this run sends, and no other run has sent them."""
-        found, path = self.store.head(self.key(name)), os.path.join(self.path, name)
-        if found is None or found.size != os.path.getsize(path):
+        stored, path = self.store.head(self.key(name)), os.path.join(self.path, name)
+        if stored is None or stored.size != os.path.getsize(path):
             return False
-        by_us = self.store.mark(found) in (None, self.run)
-        return by_us and self._crc(found) == _crc_of(path)
+        by_us = self.store.mark(stored) in (None, self.run)
+        return by_us and self._crc(stored) == _crc_of(path)
 
     def _lost(
-        self, name: str, what: str, etag: str | None, found: Found | None
+        self, name: str, what: str, etag: str | None, stored: StoredObject | None
     ) -> CorruptCheckpoint:
         self.target.lost[:] = [name]
-        if name == self.target.last and found is not None and self._has_sent(found, etag):
+        if name == self.target.last and stored is not None and self._has_sent(stored, etag):
             self.store.delete([self.key(name)])  # it would make the rest look complete
         return CorruptCheckpoint(
             "upload-damaged",
@@ -245,12 +247,12 @@ class _Sending(Struct, dict=True):
             file=str(self.url),
         )
 
-    def _has_sent(self, found: Found, etag: str | None) -> bool:
+    def _has_sent(self, stored: StoredObject, etag: str | None) -> bool:
         """Whether this run has sent an object, as far as the store shows it."""
         if etag is not None:
-            return etag == found.etag
+            return etag == stored.etag
         with suppress(Exception):
-            return self.store.mark(found) == self.run
+            return self.store.mark(stored) == self.run
         return False
 
     def commit(self, name: str, size: int) -> None:

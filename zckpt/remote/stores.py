@@ -31,7 +31,7 @@ CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}  # of obstore
 OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 
 
-class Found(Struct, frozen=True):
+class StoredObject(Struct, frozen=True):
     """An object: its key, its bytes, its ETag if the store has one, its time in nanoseconds.
 
     A folder has a key that ends in a slash, and no bytes.
@@ -72,36 +72,41 @@ class Objects:
     def __init__(self, store: Any) -> None:
         import obstore
 
-        self.own, self._call = store, obstore
+        self.client, self._call = store, obstore
         self._is_folder = type(store).__name__ == "LocalStore"  # it stores no metadata with a file
 
-    def below(self, key: str) -> Iterator[Found]:
+    def below(self, key: str) -> Iterator[StoredObject]:
         """All objects below a key."""
-        for batch in self._call.list(self.own, key or None):
-            yield from map(_found, batch)
+        for batch in self._call.list(self.client, key or None):
+            yield from map(_stored_object, batch)
 
-    def directly_in(self, key: str) -> list[Found]:
+    def directly_in(self, key: str) -> list[StoredObject]:
         """The objects and the folders directly below a key."""
-        level = self._call.list_with_delimiter(self.own, key or None)
-        folders = [Found(f"{folder}/", 0) for folder in level["common_prefixes"]]
-        return [*folders, *map(_found, level["objects"])]
+        level = self._call.list_with_delimiter(self.client, key or None)
+        folders = [StoredObject(f"{folder}/", 0) for folder in level["common_prefixes"]]
+        return [*folders, *map(_stored_object, level["objects"])]
 
-    def head(self, key: str) -> Found | None:
+    def head(self, key: str) -> StoredObject | None:
         """One object; None if there is none."""
         try:
-            return _found(self._call.head(self.own, key))
+            return _stored_object(self._call.head(self.client, key))
         except FileNotFoundError:
             return None
 
-    def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
+    def read(self, stored_object: StoredObject, start: int, stop: int) -> bytes | memoryview:
         """Bytes [start, stop); raises the library's error if the object was replaced."""
         options: dict[str, Any] = {"range": (start, stop)}
-        if found.etag and not found.etag.startswith("W/"):  # a weak ETag never matches
-            options["if_match"] = found.etag
-        answer = self._call.get(self.own, found.key, options=options)
-        is_other = found.etag and (_quoted(answer.meta["e_tag"]) or found.etag) != found.etag
-        if is_other or answer.meta["size"] != found.size:
-            raise self._call.exceptions.PreconditionError(found.key)
+        if stored_object.etag and not stored_object.etag.startswith(
+            "W/"
+        ):  # a weak ETag never matches
+            options["if_match"] = stored_object.etag
+        answer = self._call.get(self.client, stored_object.key, options=options)
+        is_other = (
+            stored_object.etag
+            and (_quoted(answer.meta["e_tag"]) or stored_object.etag) != stored_object.etag
+        )
+        if is_other or answer.meta["size"] != stored_object.size:
+            raise self._call.exceptions.PreconditionError(stored_object.key)
         return memoryview(answer.bytes())
 
     def put(
@@ -124,25 +129,29 @@ class Objects:
         if create or size <= length:
             data = b"".join(parts())
             mode = "create" if create else "overwrite"
-            answer = self._call.put(self.own, key, data, mode=mode, use_multipart=False, **more)
+            answer = self._call.put(self.client, key, data, mode=mode, use_multipart=False, **more)
         else:
             at_once = max(2, IN_FLIGHT // length)
             more |= {"chunk_size": length, "max_concurrency": at_once}
-            answer = self._call.put(self.own, key, parts(), **more)
+            answer = self._call.put(self.client, key, parts(), **more)
         return _quoted(answer["e_tag"])
 
-    def mark(self, found: Found) -> str | None:
+    def mark(self, stored_object: StoredObject) -> str | None:
         """The mark of an object; None if it has none."""
-        attributes = self._call.get(self.own, found.key, options={"head": True}).attributes
+        attributes = self._call.get(
+            self.client, stored_object.key, options={"head": True}
+        ).attributes
         return {str(key).lower(): str(value) for key, value in attributes.items()}.get(MARK)
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._call.delete(self.own, [*keys])
+        self._call.delete(self.client, [*keys])
 
 
-def _found(item: Any) -> Found:
+def _stored_object(item: Any) -> StoredObject:
     time: datetime = item["last_modified"]
-    return Found(item["path"], item["size"], _quoted(item["e_tag"]), int(time.timestamp()) * 10**9)
+    return StoredObject(
+        item["path"], item["size"], _quoted(item["e_tag"]), int(time.timestamp()) * 10**9
+    )
 
 
 def _quoted(etag: str | None) -> str | None:
@@ -155,10 +164,10 @@ class Web(Objects):
 
     has_listing = False
 
-    def below(self, key: str) -> Iterator[Found]:
+    def below(self, key: str) -> Iterator[StoredObject]:
         return iter(())
 
-    def directly_in(self, key: str) -> list[Found]:
+    def directly_in(self, key: str) -> list[StoredObject]:
         return []
 
 
@@ -184,16 +193,18 @@ class Hub(Objects):
         super().__init__(HTTPStore.from_url(base, client_options=options))
         time = int(about.last_modified.timestamp()) * 10**9 if about.last_modified else 0
         self._files = [
-            Found(item.path, item.size, None, time) for item in items if hasattr(item, "size")
+            StoredObject(item.path, item.size, None, time)
+            for item in items
+            if hasattr(item, "size")
         ]
 
-    def below(self, key: str) -> Iterator[Found]:
+    def below(self, key: str) -> Iterator[StoredObject]:
         return (each for each in self._files if not key or each.key.startswith(f"{key}/"))
 
-    def directly_in(self, key: str) -> list[Found]:
+    def directly_in(self, key: str) -> list[StoredObject]:
         return [each for each in self._files if each.key.rpartition("/")[0] == key]
 
-    def head(self, key: str) -> Found | None:
+    def head(self, key: str) -> StoredObject | None:
         return next((each for each in self._files if each.key == key), None)
 
 
@@ -203,29 +214,29 @@ class Filesystem:
     has_listing = True
 
     def __init__(self, own: Any) -> None:
-        self.own = own
+        self.client = own
 
-    def below(self, key: str) -> Iterator[Found]:
-        return (self._found(each) for each in self.own.find(key, detail=True).values())
+    def below(self, key: str) -> Iterator[StoredObject]:
+        return (self._stored_object(each) for each in self.client.find(key, detail=True).values())
 
-    def directly_in(self, key: str) -> list[Found]:
-        items = self.own.ls(key, detail=True) if self.own.isdir(key) else []
-        return [self._found(each) for each in items if each["type"] == "file"]
+    def directly_in(self, key: str) -> list[StoredObject]:
+        items = self.client.ls(key, detail=True) if self.client.isdir(key) else []
+        return [self._stored_object(each) for each in items if each["type"] == "file"]
 
-    def head(self, key: str) -> Found | None:
-        self.own.invalidate_cache()
+    def head(self, key: str) -> StoredObject | None:
+        self.client.invalidate_cache()
         try:
-            item = self.own.info(key)
+            item = self.client.info(key)
         except FileNotFoundError:
             return None
-        return self._found(item) if item["type"] == "file" else None
+        return self._stored_object(item) if item["type"] == "file" else None
 
-    def _found(self, item: Any) -> Found:
+    def _stored_object(self, item: Any) -> StoredObject:
         tag = item.get("ETag") or item.get("etag") or item.get("mtime") or item.get("created")
-        return Found(item["name"].strip("/"), item["size"], str(tag) if tag else None)
+        return StoredObject(item["name"].strip("/"), item["size"], str(tag) if tag else None)
 
-    def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
-        data: bytes = self.own.cat_file(found.key, start=start, end=stop)
+    def read(self, stored_object: StoredObject, start: int, stop: int) -> bytes | memoryview:
+        data: bytes = self.client.cat_file(stored_object.key, start=start, end=stop)
         return data
 
     def put(
@@ -233,19 +244,19 @@ class Filesystem:
     ) -> str | None:
         if create and self.head(key) is not None:
             raise FileExistsError(key)
-        self.own.makedirs(key.rpartition("/")[0], exist_ok=True)
-        with self.own.open(key, "wb") as file:
+        self.client.makedirs(key.rpartition("/")[0], exist_ok=True)
+        with self.client.open(key, "wb") as file:
             for data in blocks_of(path, PART):
                 passed(data)
                 file.write(data)
         return None
 
-    def mark(self, found: Found) -> str | None:
+    def mark(self, stored_object: StoredObject) -> str | None:
         return None
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self.own.rm_file(key)
+            self.client.rm_file(key)
 
 
 Store = Objects | Filesystem

@@ -19,7 +19,7 @@ from ..core.version import __version__
 from ..errors import NotEnoughSpace, TargetExists, UnsupportedCheckpoint, WrongOption
 from . import failures
 from .mirror import UNFINISHED, note_at, spell
-from .stores import Found, Store, store_of
+from .stores import Store, StoredObject, store_of
 from .urls import Url
 
 LASTS = (
@@ -77,9 +77,9 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
     files = []
     for path in (os.fspath(words[name]) for name in sources if words.get(name) is not None):
         inside = [item.path for item in walk(path)] if os.path.isdir(path) else [path]
-        for each in filter(os.path.isfile, inside):
-            seen = os.stat(each)
-            files.append((os.path.relpath(each, path), seen.st_size, seen.st_mtime_ns))
+        for file in filter(os.path.isfile, inside):
+            seen = os.stat(file)
+            files.append((os.path.relpath(file, path), seen.st_size, seen.st_mtime_ns))
     text = json.dumps([__version__, command, said, files], default=repr, sort_keys=True)
     return f"{crc32(text.encode('utf-8', 'surrogatepass')):08x}"
 
@@ -168,9 +168,9 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
     return False
 
 
-def note_of(url: Url, store: Store, found: Found) -> Note:
+def note_of(url: Url, store: Store, stored_object: StoredObject) -> Note:
     """Reads the note of an unfinished target; raises UnsupportedCheckpoint if it is invalid."""
-    if (note := note_at(store, found)) is None:
+    if (note := note_at(store, stored_object)) is None:
         raise UnsupportedCheckpoint(
             "version-unsupported",
             f"{url}/{UNFINISHED} is no note that this zckpt understands: nothing was changed",
@@ -187,13 +187,13 @@ def _client_line(url: Url) -> str:
     return f": {command.format(quote(str(url)))}" if command else ""
 
 
-def names_at(url: Url) -> dict[str, Found]:
+def names_at(url: Url) -> dict[str, StoredObject]:
     """The objects below a URL, by name; the object at the URL itself has the name ""."""
 
-    def ask() -> dict[str, Found]:
+    def ask() -> dict[str, StoredObject]:
         store = store_of(url)
         below = {each.key[len(url.key) :].strip("/"): each for each in store.below(url.key)}
-        own = store.head(url.key)
-        return below if own is None else {**below, "": own}
+        object_at_url = store.head(url.key)
+        return below if object_at_url is None else {**below, "": object_at_url}
 
     return failures.asked(ask, url, "list")

@@ -29,7 +29,7 @@ OTHERS = {
 """What is compared by value, and not as tensors."""
 
 
-def section(found: Found, report: Report, other: str, step: Any) -> Report:
+def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
     """Changes by layer, the places where both differ, and what was compared by whom.
 
     `step` is the other's. The root mean square of a layer is over all its weights; its relative
@@ -37,7 +37,7 @@ def section(found: Found, report: Report, other: str, step: Any) -> Report:
     """
     lines = [line for line in report["differences"] if line.get("count")]
     by_name = {line["tensor"]: line for line in lines}
-    layers, histograms = _layers(found, by_name)
+    layers, histograms = _layers(checkpoint, by_name)
     every = Counter[int]()
     for counts in histograms:
         every.update(counts)
@@ -48,25 +48,27 @@ def section(found: Found, report: Report, other: str, step: Any) -> Report:
         "layers": layers,
         "histogram": magnitudes(every),
         "histograms": [magnitudes(counts) for counts in histograms],
-        "first": _place(found, lines[0]) if lines else None,
-        "worst": _place(found, worst) if worst else None,
+        "first": _place(checkpoint, lines[0]) if lines else None,
+        "worst": _place(checkpoint, worst) if worst else None,
         "proof": [*_proof(report, lines)],
         "not_compared": [*_not_compared(report)],
         "differences": [*_differences(report)],
     }
 
 
-def _layers(found: Found, lines: Mapping[str, Report]) -> tuple[list[Report], list[Counter[int]]]:
+def _layers(
+    checkpoint: Found, lines: Mapping[str, Report]
+) -> tuple[list[Report], list[Counter[int]]]:
     """The change of each layer's weights, and its counts by magnitude: of masters, if any."""
-    masters = {entry.parameter for entry in found.entries if entry.slot == "master"}
+    masters = {entry.parameter for entry in checkpoint.entries if entry.slot == "master"}
     by_layer = by_key(
-        (found.places.row(entry.parameter), (number, entry))
-        for number, entry in enumerate(found.entries)
+        (checkpoint.places.row(entry.parameter), (number, entry))
+        for number, entry in enumerate(checkpoint.entries)
         if entry.slot == ("master" if entry.parameter in masters else "param")
     )
     rows, histograms = [], []
     for layer, weights in sorted(by_layer.items()):
-        rows.append(_layer(found.places.rows[layer], weights, lines))
+        rows.append(_layer(checkpoint.places.rows[layer], weights, lines))
         counts = Counter[int]()
         for _, entry in weights:
             if histogram := lines.get(entry.name, {}).get("histogram"):
@@ -97,10 +99,10 @@ def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, 
     }
 
 
-def _place(found: Found, line: Report) -> Report:
+def _place(checkpoint: Found, line: Report) -> Report:
     """The first element that differs in a tensor."""
     return {
-        "tensor": found.numbers.get(line["tensor"]),
+        "tensor": checkpoint.numbers.get(line["tensor"]),
         "name": line["tensor"],
         "element": line.get("first"),
         "a": line.get("a"),

@@ -26,25 +26,25 @@ Piece = tuple[str, int, int, int, int]
 """The file, elements [start, stop), the first byte and how many bytes."""
 
 
-def section(found: Found, problems: Sequence[Report]) -> Report:
+def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
     """Files, pieces of tensors, and damaged bytes."""
-    manifest, entries, places = found.known, found.entries, found.places
+    manifest, entries, places = checkpoint.known, checkpoint.entries, checkpoint.places
     damaged = [line for line in problems if line.get("file") and "offset" in line]
     numbers = {path: number for number, path in enumerate(manifest.files.paths)}
-    states = {line["file"]: "damaged" for line in damaged} | found.lost
+    states = {line["file"]: "damaged" for line in damaged} | checkpoint.lost
     rows = of_engine(manifest)
     sizes = {row.path: row.size for row in rows}
-    for path in found.lost:  # its own size, and not that of the file that stands in for it
-        own = found.real(path)
-        sizes[path] = os.path.getsize(own) if os.path.isfile(own) else None
+    for path in checkpoint.lost:  # its own size, and not that of the file that stands in for it
+        real_path = checkpoint.real(path)
+        sizes[path] = os.path.getsize(real_path) if os.path.isfile(real_path) else None
     groups = [places.row(entry.parameter) for entry in entries]
     files = [
         _file(row, manifest.run.origin, states.get(row.path, "ok"), sizes[row.path]) for row in rows
     ]
     if manifest.notices.lost:  # those of the optimizer, which were not read
-        known = {file["name"] for file in files}
-        unread = files_alone(found)["files"]
-        files += [file for file in unread if file["name"] not in known and file["rank"]]
+        known_files = {file["name"] for file in files}
+        unread = files_alone(checkpoint)["files"]
+        files += [file for file in unread if file["name"] not in known_files and file["rank"]]
     return {
         "files": files,
         "groups": list(places.rows),
@@ -55,21 +55,21 @@ def section(found: Found, problems: Sequence[Report]) -> Report:
                 "file": numbers.get(line["file"]),
                 "offset": line["offset"],
                 "length": line["length"],
-                "tensor": found.numbers.get(line["tensor"] or ""),
+                "tensor": checkpoint.numbers.get(line["tensor"] or ""),
             }
             for line in damaged
         ],
     }
 
 
-def files_alone(found: Found) -> Report:
+def files_alone(checkpoint: Found) -> Report:
     """The same of a checkpoint that cannot be read: its files."""
     wrong: dict[str, State] = {
-        found.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
-        for line in found.faults
+        checkpoint.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
+        for line in checkpoint.faults
         if line["file"]
     }
-    files = [_file(row, None, row.state, row.size) for row in of_folder(found.root, wrong)]
+    files = [_file(row, None, row.state, row.size) for row in of_folder(checkpoint.root, wrong)]
     pieces: Report = {key: [] for key in COLUMNS}
     return {"files": files, "groups": [], "of_tensor": [], "pieces": pieces, "damaged": []}
 
@@ -105,17 +105,20 @@ def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, i
                 rows.append((files.get(file), number, group, slot, *piece))
     if len(sums) > MOST_SUMS:
         layers, sums = sums, {}
-        for (known, _, slot), own in layers.items():
-            _add(sums, (known, None, slot), *own)
-    rows += ((known, None, group, slot, *own) for (known, group, slot), own in sums.items())
+        for (number_of_file, _, slot), piece_sum in layers.items():
+            _add(sums, (number_of_file, None, slot), *piece_sum)
+    rows += (
+        (number_of_file, None, group, slot, *own)
+        for (number_of_file, group, slot), own in sums.items()
+    )
     columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
     return {key: columns.get(key, []) for key in COLUMNS} | ({"tensor": None} if is_summed else {})
 
 
 def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, length: int) -> None:
     """Adds elements and bytes to a sum, which begins where its first bytes lie."""
-    own = sums.setdefault(key, [0, 0, at, 0])
-    own[:] = 0, own[1] + stop - start, min(own[2], at), own[3] + length
+    total = sums.setdefault(key, [0, 0, at, 0])
+    total[:] = 0, total[1] + stop - start, min(total[2], at), total[3] + length
 
 
 def _count(entry: Entry) -> int:
@@ -127,9 +130,9 @@ def _pieces(entry: Entry) -> Iterator[Piece]:
     for box in boxes_of(entry.fragments):
         if length := prod(box.sizes) * box.size:
             yield box.extent.file, box.start, box.stop, box.reach.offset, length
-    for each in () if boxes_of(entry.fragments) else entry.fragments:
-        extent = each.extent
-        yield extent.file, each.start, each.stop, extent.offset, extent.length
+    for fragment in () if boxes_of(entry.fragments) else entry.fragments:
+        extent = fragment.extent
+        yield extent.file, fragment.start, fragment.stop, extent.offset, extent.length
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -58,16 +58,16 @@ def report(
     shown: Report = {}
     strip: list[Report] = []
     losses: list[Any] = []
-    for each in chosen:
-        own = {**source, "tag": each.tag} if each.tag else source
-        other = None if against is None or each is not chosen[-1] else os.fspath(against)
+    for candidate in chosen:
+        source_of_tag = {**source, "tag": candidate.tag} if candidate.tag else source
+        other = None if against is None or candidate is not chosen[-1] else os.fspath(against)
         try:
-            shown = _document(each, own, other, copying, begin)
+            shown = _document(candidate, source_of_tag, other, copying, begin)
         except NOTHING_TO_SHOW as error:
             if len(chosen) == 1:
                 raise
-            shown = _nothing(each, error)
-        strip.append(run.checkpoint(shown, each.name))
+            shown = _nothing(candidate, error)
+        strip.append(run.checkpoint(shown, candidate.name))
         losses = shown["about"]["losses"] or losses  # each log has those before it
     if not shown["next"]["resumes"]:
         intact = [e for e, line in zip(chosen, strip, strict=True) if not line["faults"]]
@@ -90,9 +90,9 @@ def report(
 
 def _nothing(candidate: Candidate, error: ZckptError) -> Report:
     """The document of one checkpoint of a run that is none: an empty folder, or a foreign one."""
-    found = Found(candidate.path)
-    found.faults.append(line_of(error.notice, kind="unreadable", fault=True))
-    return _not_read(found, candidate)
+    checkpoint = Found(candidate.path)
+    checkpoint.faults.append(line_of(error.notice, kind="unreadable", fault=True))
+    return _not_read(checkpoint, candidate)
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
@@ -104,13 +104,21 @@ def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate],
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
         return itself, []
     try:
-        found = candidates(path)[::-1]
+        listed_checkpoints = candidates(path)[::-1]
     except NOTHING_TO_SHOW:
         raise
     except (ZckptError, OSError):  # it is read as one, and says what is wrong
         return itself, []
-    there = [each for each in found if os.path.isdir(each.where) or os.path.isfile(each.where)]
-    return (there, [each for each in found if each not in there]) if there else (itself, [])
+    there = [
+        each
+        for each in listed_checkpoints
+        if os.path.isdir(each.where) or os.path.isfile(each.where)
+    ]
+    return (
+        (there, [each for each in listed_checkpoints if each not in there])
+        if there
+        else (itself, [])
+    )
 
 
 def _document(
@@ -120,83 +128,83 @@ def _document(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    with what_is_there(candidate.path, source, api.read) as found:
-        if found.manifest is None:
-            return _not_read(found, candidate)
-        document = _begun(found, candidate)
-        lines = [*faults.of_files(found)]
+    with what_is_there(candidate.path, source, api.read) as checkpoint:
+        if checkpoint.manifest is None:
+            return _not_read(checkpoint, candidate)
+        document = _begun(checkpoint, candidate)
+        lines = [*faults.of_files(checkpoint)]
         try:
-            with unchanged(found.manifest.files.fingerprints):
-                document |= _read(found, copying, begin, lines)
+            with unchanged(checkpoint.manifest.files.fingerprints):
+                document |= _read(checkpoint, copying, begin, lines)
         except NO_FAULT:
             raise
         except (ZckptError, OSError) as error:
             lines.append(line_of(notice_of(error), kind="unreadable"))
-            document |= _metadata_sections(found)
+            document |= _metadata_sections(checkpoint)
         if against is not None:
-            document |= _against(found, against, source, copying, begin, lines)
-        document["faults"] = faults.section(found, lines)
-        document["next"] = next_steps.section(found, candidate, document["faults"])
+            document |= _against(checkpoint, against, source, copying, begin, lines)
+        document["faults"] = faults.section(checkpoint, lines)
+        document["next"] = next_steps.section(checkpoint, candidate, document["faults"])
         return document
 
 
-def _not_read(found: Found, candidate: Candidate) -> Report:
+def _not_read(checkpoint: Found, candidate: Candidate) -> Report:
     """The document of a checkpoint of which nothing could be read but the names of files."""
-    wrong = faults.section(found, ())
-    return _begun(found, candidate) | {
+    wrong = faults.section(checkpoint, ())
+    return _begun(checkpoint, candidate) | {
         "faults": wrong,
-        "next": next_steps.section(found, candidate, wrong),
-        "map": byte_map.files_alone(found),
+        "next": next_steps.section(checkpoint, candidate, wrong),
+        "map": byte_map.files_alone(checkpoint),
     }
 
 
-def _begun(found: Found, candidate: Candidate) -> Report:
+def _begun(checkpoint: Found, candidate: Candidate) -> Report:
     """What every document has."""
     return {
         "zckpt": VERSION,
         "command": "report",
-        "path": found.root,
+        "path": checkpoint.root,
         "version": __version__,
-        "line": summary.section(found),
-        "about": summary.about(found, candidate),
+        "line": summary.section(checkpoint),
+        "about": summary.about(checkpoint, candidate),
     }
 
 
-def _metadata_sections(found: Found) -> Report:
+def _metadata_sections(checkpoint: Found) -> Report:
     """The sections for which no tensor is read."""
     return {
-        "tensors": numbers.table(found),
-        "layers": numbers.names(found),
-        "map": byte_map.section(found, ()),
-        "steps": steps.section(found),
+        "tensors": numbers.table(checkpoint),
+        "layers": numbers.names(checkpoint),
+        "map": byte_map.section(checkpoint, ()),
+        "steps": steps.section(checkpoint),
     }
 
 
-def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
+def _read(checkpoint: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
     """The sections for which tensors are read; adds what is wrong to `lines`."""
-    done = measured(found, copying, begin)
+    done = measured(checkpoint, copying, begin)
     lines += done.problems
-    lines += faults.contradictions(found.known)
-    lines += masters.faults(found, done.distances, done.ranges)
+    lines += faults.contradictions(checkpoint.known)
+    lines += masters.faults(checkpoint, done.distances, done.ranges)
     lines += faults.denormal(done.lines.items())
     wrong = sum(each["kind"] == "checksum" for each in done.problems)
-    about = summary.section(found) | {
-        "checked": summary.checked(done.records, wrong, lacks=bool(found.lost)),
+    about = summary.section(checkpoint) | {
+        "checked": summary.checked(done.records, wrong, lacks=bool(checkpoint.lost)),
         "digest": done.digest,
     }
     return {
         "line": about,
-        "tensors": numbers.table(found, done.lines),
-        "layers": numbers.names(found),
-        "numbers": numbers.section(found, done.lines, done.updates),
-        "map": byte_map.section(found, done.problems),
-        "masters": masters.section(found, done.distances),
-        "steps": steps.section(found),
+        "tensors": numbers.table(checkpoint, done.lines),
+        "layers": numbers.names(checkpoint),
+        "numbers": numbers.section(checkpoint, done.lines, done.updates),
+        "map": byte_map.section(checkpoint, done.problems),
+        "masters": masters.section(checkpoint, done.distances),
+        "steps": steps.section(checkpoint),
     }
 
 
 def _against(
-    found: Found,
+    checkpoint: Found,
     against: str,
     source: Mapping[str, Any],
     copying: Copying,
@@ -204,13 +212,18 @@ def _against(
     lines: list[Report],
 ) -> Report:
     """The comparison with another checkpoint; a line if there can be none."""
-    if found.lost or found.stated:
+    if checkpoint.lost or checkpoint.stated:
         message = f"not compared with {against}, because of what is wrong with this one"
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
         return {}
     try:
         differing = api.diff(
-            found.path, against, jobs=copying.jobs, memory=copying.memory, begin=begin, **source
+            checkpoint.path,
+            against,
+            jobs=copying.jobs,
+            memory=copying.memory,
+            begin=begin,
+            **source,
         )
         step = api.read(against, nameless=True).step
     except NO_FAULT:
@@ -220,4 +233,4 @@ def _against(
         named = replace(other, message=f"{against}: {other.message}")
         lines.append(line_of(named, kind="unreadable"))
         return {}
-    return {"against": other_checkpoint.section(found, differing, against, step)}
+    return {"against": other_checkpoint.section(checkpoint, differing, against, step)}

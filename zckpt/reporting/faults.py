@@ -40,9 +40,9 @@ KIND_OF = {
 ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
-def section(found: Found, lines: Iterable[Report]) -> list[Report]:
+def section(checkpoint: Found, lines: Iterable[Report]) -> list[Report]:
     """Each line once, worst first; files by their names below the checkpoint."""
-    every = [_line(found, line) for line in (*found.faults, *lines)]
+    every = [_line(checkpoint, line) for line in (*checkpoint.faults, *lines)]
     unique = {(line["code"], line["message"], line.get("tensor")): line for line in every}
     return ordered(unique.values())
 
@@ -53,29 +53,29 @@ def ordered(lines: Iterable[Report]) -> list[Report]:
     return sorted(full, key=lambda line: ORDER[line["kind"]])
 
 
-def _line(found: Found, line: Report) -> Report:
+def _line(checkpoint: Found, line: Report) -> Report:
     kind = line.get("kind", "impossible")
     file = line.get("file")
-    message = found.real(line["message"])
+    message = checkpoint.real(line["message"])
     if line["code"] not in OF_FILES and kind.lower() not in message.lower():
         message = f"{kind}: {message}"
-    name = found.name(file) if file else None
+    name = checkpoint.name(file) if file else None
     return {"kind": kind, "fault": KINDS[kind], **line, "file": name, "message": message}
 
 
-def of_files(found: Found) -> Iterator[Report]:
+def of_files(checkpoint: Found) -> Iterator[Report]:
     """What its reader warns of, and files that are missing, damaged or of another save."""
-    own = found.judged
-    yield from (line_of(notice, kind="warning") for notice in found.known.notices.warnings)
-    for notice in own.missing:
+    verdict = checkpoint.judged
+    yield from (line_of(notice, kind="warning") for notice in checkpoint.known.notices.warnings)
+    for notice in verdict.missing:
         # the optimizer of a checkpoint that lacks a file was left out by this command
-        is_lost = notice in found.known.notices.lost
-        if is_lost or not (found.faults and notice.code == "optimizer-missing"):
+        is_lost = notice in checkpoint.known.notices.lost
+        if is_lost or not (checkpoint.faults and notice.code == "optimizer-missing"):
             yield line_of(notice, kind="missing")
-    for notice in (*own.damaged, *own.unread):
+    for notice in (*verdict.damaged, *verdict.unread):
         yield line_of(notice, kind="unreadable")
-    yield from (line_of(notice, kind="warning") for notice in own.doubts)
-    for notice in own.of_one_save:
+    yield from (line_of(notice, kind="warning") for notice in verdict.doubts)
+    for notice in verdict.of_one_save:
         yield line_of(notice, kind=KIND_OF.get(notice.code, "impossible"))
 
 
@@ -92,5 +92,5 @@ def denormal(lines: Iterable[tuple[str, Report]]) -> Iterator[Report]:
     for name, line in lines:
         if count := line.get("denormal"):
             message = f"{name} has {count:,} denormal numbers"
-            found = warning("too-small", message, subject=name)
-            yield line_of(found, kind="denormal", tensor=name)
+            notice = warning("too-small", message, subject=name)
+            yield line_of(notice, kind="denormal", tensor=name)

@@ -12,9 +12,9 @@ from ..judging.damaged_source import Found
 from .measuring import Distance, original, place_of
 
 
-def section(found: Found, distances: Mapping[str, Distance]) -> Report | None:
+def section(checkpoint: Found, distances: Mapping[str, Distance]) -> Report | None:
     """The distances by layer."""
-    places = found.places
+    places = checkpoint.places
     rows: dict[int, Report] = {}
     for name, (elements, difference) in distances.items():
         layer = places.row(key_of(name)[0])
@@ -26,7 +26,7 @@ def section(found: Found, distances: Mapping[str, Distance]) -> Report | None:
         row["counts"] = [a + b for a, b in zip(row["counts"], difference.ulps, strict=True)]
         worst = difference.max_ulp or 0
         if worst > row["worst"]:
-            row |= {"worst": worst, "tensor": found.numbers.get(name)}
+            row |= {"worst": worst, "tensor": checkpoint.numbers.get(name)}
     if not rows:
         return None
     return {
@@ -38,7 +38,7 @@ def section(found: Found, distances: Mapping[str, Distance]) -> Report | None:
 
 
 def faults(
-    found: Found,
+    checkpoint: Found,
     distances: Mapping[str, Distance],
     ranges: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Iterator[Report]:
@@ -46,7 +46,7 @@ def faults(
     for name, (elements, difference) in distances.items():
         if not difference.count:
             continue
-        entry = found.known.entries[key_of(name)]
+        entry = checkpoint.known.entries[key_of(name)]
         first = original(difference.first or 0, ranges.get(name))
         file, offset = place_of(entry, first) or (None, None)
         stale = problem(

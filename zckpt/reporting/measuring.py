@@ -117,10 +117,15 @@ class Pass(health.Measuring):
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
     """How Adam updates a parameter; None if something of it is not known."""
-    own, groups = manifest.parameters.get(parameter), manifest.groups
-    if own is None or groups is None or not own.step or OTHERS.search(manifest.optimizer or ""):
+    parameter_facts, groups = manifest.parameters.get(parameter), manifest.groups
+    if (
+        parameter_facts is None
+        or groups is None
+        or not parameter_facts.step
+        or OTHERS.search(manifest.optimizer or "")
+    ):
         return None
-    group = plain_group(groups[own.group]) if own.group is not None else {}
+    group = plain_group(groups[parameter_facts.group]) if parameter_facts.group is not None else {}
     numbers = group.get("betas"), group.get("eps")
     match numbers:
         case [int() | float() as one, int() | float() as two], int() | float() as eps:
@@ -132,7 +137,7 @@ def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule
     slot = LARGEST if group.get("amsgrad") and LARGEST in slots else SECOND
     if group.get("bias_correction") in (False, 0):
         return Rule(eps, 1.0, 1.0, slot)
-    first, second = 1 - one**own.step, 1 - two**own.step
+    first, second = 1 - one**parameter_facts.step, 1 - two**parameter_facts.step
     return Rule(eps, first, second, slot) if first > 0 and second > 0 else None
 
 
@@ -159,10 +164,10 @@ class Measured(Struct, frozen=True):
     digest: str | None
 
 
-def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
+def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measured:
     """One pass over all tensors of a checkpoint, and the rest of the bytes with checksums."""
-    manifest, lost = found.known, found.lost
-    entries, ranges = found.entries, {}
+    manifest, lost = checkpoint.known, checkpoint.lost
+    entries, ranges = checkpoint.entries, {}
     if lost:
         manifest = manifest.replace(
             records=tuple(r for r in manifest.files.records if r.extent.file not in lost)
@@ -174,22 +179,23 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     # tensors of a parameter that have as many elements, of the same ranges, are read together
     together = [
         alike
-        for own in by_key((entry.parameter, entry) for entry in entries).values()
+        for ranges_of_entry in by_key((entry.parameter, entry) for entry in entries).values()
         for alike in by_key(
-            ((each.shape, each.slot == "state", ranges.get(each.name)), each) for each in own
+            ((each.shape, each.slot == "state", ranges.get(each.name)), each)
+            for each in ranges_of_entry
         ).values()
     ]
-    read = {entry.name: entry.numel for entry in entries}
+    numel_by_name = {entry.name: entry.numel for entry in entries}
     done = health.passed(Pass, manifest, together, copying, begin)
     records = finish([done.checker], everything=True)
     far = done.distances  # in the order in which threads ended
-    numbers = [entry for entry in found.entries if entry.dtype in NUMBERS]
+    numbers = [entry for entry in checkpoint.entries if entry.dtype in NUMBERS]
     statistics = {entry.name: done.totals[entry.name].statistics for entry in numbers}
     updates = {name: done.totals[name_of((name, UPDATE))].statistics for name in done.rules}
     return Measured(
         lines={entry.name: statistics[entry.name].report() for entry in numbers},
         updates={name: own.rms for name, own in updates.items() if own.rms is not None},
-        distances={name: (read[name], far[name]) for name in read if name in far},
+        distances={name: (numel_by_name[name], far[name]) for name in numel_by_name if name in far},
         ranges=ranges,
         problems=[
             *health.damaged(manifest, done.checker),

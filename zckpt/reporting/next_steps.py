@@ -36,7 +36,7 @@ class Harm(Struct):
     total: int = 0
 
 
-def section(found: Found, candidate: Candidate, faults: Sequence[Report]) -> Report:
+def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -> Report:
     """What to do, as sentences and commands; without `older`, which `with_older` adds."""
     path = folder_of(candidate)
     report: Report = {
@@ -45,17 +45,17 @@ def section(found: Found, candidate: Candidate, faults: Sequence[Report]) -> Rep
         "lost": [],
         "do": [],
     }
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     if manifest is None:
         return report | {"lost": ["nothing could be read but the names of files"]}
     wrong = any(line["fault"] for line in faults)
-    if not wrong and not found.judged.obstacles:
+    if not wrong and not checkpoint.judged.obstacles:
         return report | {
             "resumes": True,
-            "resume": about.resuming(manifest, found.root, path),
+            "resume": about.resuming(manifest, checkpoint.root, path),
             "other_size": about.at_another_size(manifest, path),
         }
-    lost, left = [*_lost(found, faults)], _left(found, faults)
+    lost, left = [*_lost(checkpoint, faults)], _left(checkpoint, faults)
     steps = []
     if left == COMPLETE:
         stale = any(line["kind"] == "stale" for line in faults)  # masters of other weights
@@ -65,10 +65,10 @@ def section(found: Found, candidate: Candidate, faults: Sequence[Report]) -> Rep
     if any(line["kind"] == "checksum" for line in faults):
         command = f"zckpt mend {quote(path)} DST --dry-run"
         steps.append(_step("see what can be restored", command))
-    missing = [os.path.basename(found.real(each)) for each in found.lost]
+    missing = [os.path.basename(checkpoint.real(each)) for each in checkpoint.lost]
     if missing:
         steps.append(_step(f"put {listed(missing, MOST)} back, if there is a copy", None))
-    if not wrong and found.judged.alone:
+    if not wrong and checkpoint.judged.alone:
         left = ALONE
     return report | {"lost": lost, "left": left, "do": steps}
 
@@ -78,12 +78,12 @@ COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
     """The same with the newest of the `older` ones that is whole; they stand newest first."""
-    for each in older:
+    for candidate in older:
         with suppress(ZckptError, OSError):
-            verdict = judged(each, {})
+            verdict = judged(candidate, {})
             if verdict.manifest is None or verdict.obstacles:
                 continue
-            root, path = verdict.manifest.root, folder_of(each)
+            root, path = verdict.manifest.root, folder_of(candidate)
             line = about.resuming(verdict.manifest, root, path)
             step = _step(f"go on from {os.path.basename(path)}", line)
             return report | {"older": path, "do": [step, *report["do"]]}
@@ -95,11 +95,11 @@ def older_than(candidate: Candidate) -> list[Candidate]:
     folder = os.path.abspath(folder_of(candidate))
     run = candidate.path if candidate.tag else os.path.dirname(folder)
     try:
-        found = candidates(run)
+        checkpoints = candidates(run)
     except (ZckptError, OSError):
         return []
-    places = [os.path.abspath(folder_of(each)) for each in found]
-    return found[places.index(folder) + 1 :] if folder in places else []
+    places = [os.path.abspath(folder_of(each)) for each in checkpoints]
+    return checkpoints[places.index(folder) + 1 :] if folder in places else []
 
 
 def _step(what: str, command: str | None) -> Report:
@@ -109,71 +109,71 @@ def _step(what: str, command: str | None) -> Report:
 # -- what is lost
 
 
-def _lost(found: Found, faults: Sequence[Report]) -> Iterator[str]:
+def _lost(checkpoint: Found, faults: Sequence[Report]) -> Iterator[str]:
     """A phrase for each kind of tensors of which something is lost or damaged."""
-    if _has_weights_alone(found) and any(
+    if _has_weights_alone(checkpoint) and any(
         line["kind"] in ("missing", "unreadable") for line in faults
     ):
         yield f"all {STATE} lost"
     by_layers: dict[tuple[str, ...], list[str]] = {}
-    harms = _harms(found)
+    harms = _harms(checkpoint)
     for kind, harm in harms.items():
         by_layers.setdefault(tuple(harm.layers), []).append(kind)
     for layers, kinds in by_layers.items():
         lost, of = (sum(getattr(harms[kind], key) for kind in kinds) for key in ("lost", "of"))
         part = "" if lost == of else f" ({max(lost / of, 0.001):.1%} of their elements)"
-        yield f"{joined(kinds)} of {_named(found, layers)} lost{part}"
-    for kind, damaged in _damaged(found, faults).items():
-        yield f"{kind} of {_named(found, [*damaged])} damaged"
+        yield f"{joined(kinds)} of {_named(checkpoint, layers)} lost{part}"
+    for kind, damaged in _damaged(checkpoint, faults).items():
+        yield f"{kind} of {_named(checkpoint, [*damaged])} damaged"
 
 
-def _left(found: Found, faults: Sequence[Report]) -> str | None:
-    harm = _harms(found).get(WEIGHTS)
+def _left(checkpoint: Found, faults: Sequence[Report]) -> str | None:
+    harm = _harms(checkpoint).get(WEIGHTS)
     if harm is not None:
         return f"{1 - harm.lost / harm.total:.0%} of the weights left"
-    return None if WEIGHTS in _damaged(found, faults) else COMPLETE
+    return None if WEIGHTS in _damaged(checkpoint, faults) else COMPLETE
 
 
 def _has_weights_alone(found: Found) -> bool:
     return all(_kind(found, entry) == WEIGHTS for entry in found.entries)
 
 
-def _kind(found: Found, entry: Entry) -> str:
+def _kind(checkpoint: Found, entry: Entry) -> str:
     """A master without a weight in 16 bits is the weight."""
     if entry.slot == "param" or (
-        entry.slot == "master" and (entry.parameter, "param") not in found.known.entries
+        entry.slot == "master" and (entry.parameter, "param") not in checkpoint.known.entries
     ):
         return WEIGHTS
     return MASTERS if entry.slot == "master" else STATE
 
 
-def _harms(found: Found) -> Mapping[str, Harm]:
+def _harms(checkpoint: Found) -> Mapping[str, Harm]:
     """What lay in lost files, by the kind of tensors."""
     harms: dict[str, Harm] = {}
-    for entry in found.entries if found.lost else ():
-        rest, _ = kept(entry, found.lost)
-        kind = _kind(found, entry)
+    for entry in checkpoint.entries if checkpoint.lost else ():
+        rest, _ = kept(entry, checkpoint.lost)
+        kind = _kind(checkpoint, entry)
         harm = harms.setdefault(kind, Harm())
         harm.total += entry.numel
         if rest is not entry:
             harm.of += entry.numel
             harm.lost += entry.numel - rest.numel
-            harm.layers[found.places.name(entry.parameter)] = None
+            harm.layers[checkpoint.places.name(entry.parameter)] = None
     return {kind: harm for kind, harm in harms.items() if harm.layers}
 
 
-def _damaged(found: Found, faults: Sequence[Report]) -> Mapping[str, dict[str, Any]]:
+def _damaged(checkpoint: Found, faults: Sequence[Report]) -> Mapping[str, dict[str, Any]]:
     """The layers with damaged values, by the kind of tensors."""
     kinds: dict[str, dict[str, Any]] = {}
     for line in faults:
-        if line["kind"] in DAMAGED and line["tensor"] in found.numbers:
-            entry = found.entries[found.numbers[line["tensor"]]]
-            layers = kinds.setdefault(_kind(found, entry), {})
-            layers[found.places.name(entry.parameter)] = None
+        if line["kind"] in DAMAGED and line["tensor"] in checkpoint.numbers:
+            entry = checkpoint.entries[checkpoint.numbers[line["tensor"]]]
+            layers = kinds.setdefault(_kind(checkpoint, entry), {})
+            layers[checkpoint.places.name(entry.parameter)] = None
     return kinds
 
 
-def _named(found: Found, layers: Sequence[str]) -> str:
-    if len(layers) > 1 and len(layers) == len(set(found.places.names)):
+def _named(checkpoint: Found, layers: Sequence[str]) -> str:
+    if len(layers) > 1 and len(layers) == len(set(checkpoint.places.names)):
         return "all layers"
     return joined([*layers]) if len(layers) <= MOST else listed(layers, MOST)

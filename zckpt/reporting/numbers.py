@@ -14,9 +14,9 @@ NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 """What the table has of a tensor that was measured."""
 
 
-def table(found: Found, lines: Mapping[str, Report] | None = None) -> Report:
+def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Report:
     """The columns of all tensors; with their statistics, if these are known."""
-    entries = found.entries
+    entries = checkpoint.entries
     report: Report = {
         "name": [entry.name for entry in entries],
         "parameter": [entry.parameter for entry in entries],
@@ -26,14 +26,14 @@ def table(found: Found, lines: Mapping[str, Report] | None = None) -> Report:
         "bytes": [entry.length for entry in entries],
     }
     if lines is not None:
-        own = [lines.get(entry.name, {}) for entry in entries]
-        report |= {key: [finite(line.get(key)) for line in own] for key in NUMBERS}
+        statistics = [lines.get(entry.name, {}) for entry in entries]
+        report |= {key: [finite(line.get(key)) for line in statistics] for key in NUMBERS}
     return report
 
 
-def names(found: Found) -> dict[str, str]:
+def names(checkpoint: Found) -> dict[str, str]:
     """The names of layers by their rows, where these are only numbers: `h.0` for 0."""
-    pairs = zip(found.places.rows, found.places.names, strict=True)
+    pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 
 
@@ -43,12 +43,12 @@ def finite(value: Any) -> Any:
     return value if is_number else None
 
 
-def section(found: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
+def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
     """The measures of layers by kinds. A weight is shown as the module has it, else its master."""
-    places = found.places
+    places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}
-    stored = {entry.parameter for entry in found.entries if entry.slot == "param"}
-    for number, entry in enumerate(found.entries):
+    stored = {entry.parameter for entry in checkpoint.entries if entry.slot == "param"}
+    for number, entry in enumerate(checkpoint.entries):
         slot = entry.slot
         if (
             slot == "state"
@@ -66,7 +66,7 @@ def section(found: Found, lines: Mapping[str, Report], updates: Mapping[str, flo
         for slot, cells in by_slot.items()
     ]
     of_updates = [
-        [*places.of[name], finite(rms), found.numbers.get(f"{name}/exp_avg")]
+        [*places.of[name], finite(rms), checkpoint.numbers.get(f"{name}/exp_avg")]
         for name, rms in updates.items()
     ]
     measures.append(("update", "RMS of Adam's update", of_updates))

@@ -88,10 +88,10 @@ def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
         for row, _, value, tensor in measure["cells"] if measure["key"] == key else ():
             if value is None or tensor is None:
                 continue
-            own = sums.setdefault(numbers["rows"][row], [0.0, 0.0])
+            layer_sum = sums.setdefault(numbers["rows"][row], [0.0, 0.0])
             elements = math.prod(table["shape"][tensor])
-            own[0] += value * value * elements
-            own[1] += elements
+            layer_sum[0] += value * value * elements
+            layer_sum[1] += elements
     return {row: own for row, own in sums.items() if own[1]}
 
 
@@ -115,9 +115,9 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
     """What is to be known of the places that checkpoints have in the run: no faults."""
     of_others = {id(each): each.name for each in checkpoints[:-1]}
     return [
-        line_of(note, kind="warning", fault=False, checkpoint=of_others.get(id(each)))
-        for each in checkpoints
-        for note in each.notes
+        line_of(note, kind="warning", fault=False, checkpoint=of_others.get(id(candidate)))
+        for candidate in checkpoints
+        for note in candidate.notes
     ]
 
 
@@ -127,11 +127,11 @@ def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Repo
         (
             problem(
                 "pointer-dangling",
-                f"{run} names {each.name} as its last checkpoint, which is missing",
+                f"{run} names {candidate.name} as its last checkpoint, which is missing",
                 file=run,
             ),
-            each.name,
+            candidate.name,
         )
-        for each in checkpoints
+        for candidate in checkpoints
     ]
     return [line_of(each, kind="missing", fault=True, checkpoint=name) for each, name in lost]

@@ -11,30 +11,35 @@ from ..errors import counted
 from ..judging.damaged_source import Found, file_in
 
 
-def section(found: Found) -> Report:
+def section(checkpoint: Found) -> Report:
     """Places and groups. A counter of an engine is never the optimizer's step: `agrees` is None."""
-    manifest = found.known
+    manifest = checkpoint.known
     owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
     true = manifest.step
     if true is None and owners:
         true = owners.most_common(1)[0][0]
     alone = sum(each.truth for each in manifest.run.steps) == 1
-    stated: list[tuple[str, float | int, bool, int | None]]
-    stated = [(where, step, True, None) for where, step in found.stated]
-    stated += [
-        (each.where, each.step, each.truth, owners.get(each.step) if each.truth and alone else None)
-        for each in manifest.run.steps
-        if not (found.stated and each.truth)
+    places_of_steps: list[tuple[str, float | int, bool, int | None]]
+    places_of_steps = [(where, step, True, None) for where, step in checkpoint.stated]
+    places_of_steps += [
+        (
+            sighting.where,
+            sighting.step,
+            sighting.truth,
+            owners.get(sighting.step) if sighting.truth and alone else None,
+        )
+        for sighting in manifest.run.steps
+        if not (checkpoint.stated and sighting.truth)
     ]
     places = [
         {
-            "file": _named(found, where),
+            "file": _named(checkpoint, where),
             "where": where,
             "step": step,
             "agrees": step == true if is_truth else None,
             "parameters": parameters,
         }
-        for where, step, is_truth, parameters in stated
+        for where, step, is_truth, parameters in places_of_steps
     ]
     groups = [plain_group(group) for group in manifest.groups or ()]
     count = Counter(item.group for item in manifest.parameters.values() if item.trainable)
@@ -59,9 +64,11 @@ def _named(found: Found, where: str) -> str | None:
     return None if path is None else found.name(path)
 
 
-def agreeing(manifest: Manifest, stated: tuple[tuple[str, float | int], ...]) -> str:
+def agreeing(manifest: Manifest, stated_steps: tuple[tuple[str, float | int], ...]) -> str:
     """In how many places which step stands, for a sentence."""
-    steps = [step for _, step in stated] or [each.step for each in manifest.run.steps if each.truth]
+    steps = [step for _, step in stated_steps] or [
+        each.step for each in manifest.run.steps if each.truth
+    ]
     if not steps:
         return "no step is stored"
     counts = Counter(steps).most_common()

@@ -45,36 +45,42 @@ EMPTY: Report = {
 """The line of something of which nothing is known."""
 
 
-def section(found: Found) -> Report:
+def section(checkpoint: Found) -> Report:
     """What the files say by themselves; nothing was read of tensors."""
-    files = [*_files(found)]
+    files = [*_files(checkpoint)]
     report = EMPTY | {
-        "name": os.path.basename(os.path.abspath(found.root)),
+        "name": os.path.basename(os.path.abspath(checkpoint.root)),
         "bytes": sum(map(os.path.getsize, files)),
         "files": len(files),
     }
-    return report if found.manifest is None else report | _known(found.manifest, found)
+    return (
+        report if checkpoint.manifest is None else report | _known(checkpoint.manifest, checkpoint)
+    )
 
 
-def about(found: Found, candidate: Candidate) -> Report:
+def about(checkpoint: Found, candidate: Candidate) -> Report:
     """The name that people know, the date, and what a trainer says: the section `about`."""
     folder = folder_of(candidate)
-    stated = about_folder(folder) if found.manifest is None else about_manifest(found.manifest)
+    facts = (
+        about_folder(folder) if checkpoint.manifest is None else about_manifest(checkpoint.manifest)
+    )
     return {
         "name": os.path.basename(os.path.abspath(folder)),
         "saved": on_disk(folder)["saved"],
-        **to_builtins(stated),
+        **to_builtins(facts),
     }
 
 
-def _files(found: Found) -> Iterable[str]:
+def _files(checkpoint: Found) -> Iterable[str]:
     """The files that are there."""
-    if found.manifest is None:
-        return files_below(found.root)
-    return (path for path in found.manifest.files.paths if found.lost.get(path) != "missing")
+    if checkpoint.manifest is None:
+        return files_below(checkpoint.root)
+    return (
+        path for path in checkpoint.manifest.files.paths if checkpoint.lost.get(path) != "missing"
+    )
 
 
-def _known(manifest: Manifest, found: Found) -> Report:
+def _known(manifest: Manifest, checkpoint: Found) -> Report:
     origin = manifest.run.origin
     program, version, stage = origin.format or manifest.format, origin.version, origin.zero_stage
     engine = f"{ENGINES.get(program, program)}{f' {version}' if version else ''}"
@@ -87,7 +93,7 @@ def _known(manifest: Manifest, found: Found) -> Report:
         "format": manifest.format,
         "sizes": origin.sizes,
         "step": manifest.step,
-        "steps": agreeing(manifest, found.stated),
+        "steps": agreeing(manifest, checkpoint.stated),
         "parameters": sum(prod(item.shape) for item in parameters),
         "trainable": sum(prod(item.shape) for item in parameters if item.trainable),
         "optimizer": manifest.optimizer,

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from ..api import is_url
-from ..core.checkpoint.siblings import BESIDE
+from ..core.checkpoint.siblings import CACHE
 from ..core.storage import marks
 from ..core.storage.checksum import crc32
 from ..core.storage.folder import JOURNAL, Folder, lock
@@ -47,7 +47,7 @@ _held: dict[str, int] = {}  # descriptors that stay open, by path
 def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
     """The folder for this run's other sizes; in a scratch folder each run has its own."""
     if scratch is None:
-        return os.path.join(os.path.abspath(run), BESIDE)
+        return os.path.join(os.path.abspath(run), CACHE)
     if not is_url(run):
         run = os.path.realpath(run)  # it may have several names
     mark = crc32(os.fsencode(run))
@@ -171,18 +171,18 @@ def remove(path: str) -> bool:
         return _remove(above, path)
 
 
-def sweep(folder: str, own: str) -> list[str]:
-    """Removes what jobs have begun that ended, except what `own` goes on with; gives the paths.
+def sweep(folder: str, current: str) -> list[str]:
+    """Removes what jobs have begun that ended, except what `current` goes on with; gives the paths.
 
     Whoever calls it is alone in the folder.
     """
     with opened(folder) as above:
         begun = [os.path.join(folder, name) for name in above.names() if BEGUN.fullmatch(name)]
-        return [path for path in begun if path != f"{own}{PARTIAL}" and _remove(above, path)]
+        return [path for path in begun if path != f"{current}{PARTIAL}" and _remove(above, path)]
 
 
-def tidy(folder: str, own: str, keep: int) -> list[str]:
-    """Removes the oldest directories, so that `keep` stay beside `own`; gives their paths.
+def tidy(folder: str, current: str, keep: int) -> list[str]:
+    """Removes the oldest directories, so that `keep` stay beside `current`; gives their paths.
 
     The oldest is the one that was written first, however far its training was: what was needed last
     may be needed again. All can be made anew, so that this is no order of a run's checkpoints.
@@ -191,7 +191,7 @@ def tidy(folder: str, own: str, keep: int) -> list[str]:
         times = {}
         for name in above.names():
             path = os.path.join(folder, name)
-            if path != own and COMPLETE.fullmatch(name):
+            if path != current and COMPLETE.fullmatch(name):
                 with _of_zckpt(above, path) as directory:
                     if directory is not None:
                         times[path] = directory.itself().st_mtime_ns

@@ -62,39 +62,43 @@ def check(
     the report on the one that `auto_resume` takes. Files that are missing, damaged or of several
     saves are `obstacles`; what says nothing of the checkpoint is raised, as a path that is none.
     """
-    found, older = candidates(path), list[Candidate]()
+    checkpoints, older = candidates(path), list[Candidate]()
     first = alone(path)  # weights, maybe
     if tag is not None:
-        first = chosen(found, tag, path)
-    elif found:
-        first, *older = found
+        first = chosen(checkpoints, tag, path)
+    elif checkpoints:
+        first, *older = checkpoints
     given = {k: v for k, v in reading.items() if v not in (None, (), False)}
-    own = judged(first, given)
-    if isinstance(own.error, NotACheckpoint) and not found:
-        raise no_checkpoint(path, own.error)
+    verdict = judged(first, given)
+    if isinstance(verdict.error, NotACheckpoint) and not checkpoints:
+        raise no_checkpoint(path, verdict.error)
     other = None if like is None else api.read(like, nameless=True)
     question = Question(asked, engine, like, other, given, files)
-    pairs = ((each, judged(each, given)) for each in older if own.obstacles)
+    pairs = ((each, judged(each, given)) for each in older if verdict.obstacles)
     before = next((pair for pair in pairs if not pair[1].obstacles), None)
-    if own.error is not None and before is None and not isinstance(own.error, CONTRADICTIONS):
-        raise own.error
+    if (
+        verdict.error is not None
+        and before is None
+        and not isinstance(verdict.error, CONTRADICTIONS)
+    ):
+        raise verdict.error
     goes_on_from = None if before is None else _report(*before, question)
-    return {**_report(first, own, question), "goes_on_from": goes_on_from}
+    return {**_report(first, verdict, question), "goes_on_from": goes_on_from}
 
 
-def chosen(found: Sequence[Candidate], tag: str, run: str) -> Candidate:
+def chosen(checkpoints: Sequence[Candidate], tag: str, run: str) -> Candidate:
     """The checkpoint of a run that has this name; raises WrongOption if none has it."""
-    for each in found:
-        if tag in (each.tag, each.name):
-            return each
+    for candidate in checkpoints:
+        if tag in (candidate.tag, candidate.name):
+            return candidate
     raise WrongOption(
         "option-names-nothing",
         f"{run} has no checkpoint {tag}",
-        hint=f"it has {listed([each.name for each in found])}",
+        hint=f"it has {listed([each.name for each in checkpoints])}",
     )
 
 
-def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
+def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words:
     """The report on one of a run; little is known of one that cannot be read."""
     report: Words = {
         "zckpt": VERSION,
@@ -103,24 +107,24 @@ def _report(candidate: Candidate, own: Verdict, question: Question) -> Words:
         **dict.fromkeys(("format", "engine", "step")),
         "sizes": {},
         "loads": False,
-        "obstacles": said(own.problems),
+        "obstacles": said(verdict.problems),
         **dict.fromkeys(("fix", "refused")),
         "warnings": said(candidate.notes),
     }
-    manifest, other = own.manifest, question.other
+    manifest, other = verdict.manifest, question.other
     if manifest is None:
         return report
     to = formats.named(question.engine).name if question.engine else manifest.format
     words = _as_in(other, manifest, question.asked.of(manifest), to)
     reasons, notes = _reasons(manifest, other, words, to)
     fixed: Words = {}
-    if reasons and not own.obstacles:  # no conversion finds what is lost
+    if reasons and not verdict.obstacles:  # no conversion finds what is lost
         fixed = _fix(candidate, manifest, to, words, reasons, question)
     if to == manifest.format and (unnamed := to_load(candidate, manifest)):
         reasons.append(problem(MUST_SET, unnamed))
-    reasons = [*own.obstacles, *reasons]
+    reasons = [*verdict.obstacles, *reasons]
     own_notes = [each for each in manifest.notices.warnings if each.code == "unfinished-save"]
-    own_notes += [*own.remarks, *notes, *question.asked.unused(to)]
+    own_notes += [*verdict.remarks, *notes, *question.asked.unused(to)]
     lines = [*candidate.notes, *not_compared(manifest), *own_notes]
     return {
         **report,
@@ -228,6 +232,6 @@ def _tried(
 def _dialect_of(decision: api.Decision) -> str | None:
     """The dialect without which a trainer does not look for the files of a target."""
     options = decision.format.options or ()
-    known = {choice for each in options if each.name == "dialect" for choice in each.choices}
+    dialects = {choice for each in options if each.name == "dialect" for choice in each.choices}
     musts = (each.subject for each in decision.layout.warnings if each.code == MUST_SET)
-    return next((subject for subject in musts if subject in known), None)
+    return next((subject for subject in musts if subject in dialects), None)

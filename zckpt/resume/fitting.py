@@ -52,9 +52,9 @@ class Asked(Struct, frozen=True):
     words: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        known = {*SourceKeywords.__annotations__, *OF_TARGETS, "masters_from_weights"}
-        known -= {"tag", *OF_CONVERSIONS}
-        if unknown := sorted(self.words.keys() - known):
+        known_words = {*SourceKeywords.__annotations__, *OF_TARGETS, "masters_from_weights"}
+        known_words -= {"tag", *OF_CONVERSIONS}
+        if unknown := sorted(self.words.keys() - known_words):
             raise TypeError(f"auto_resume() takes no argument {unknown[0]!r}")
         options_of(of_target(self.words))  # which looks at their values
 
@@ -84,8 +84,8 @@ class Asked(Struct, frozen=True):
 
         Files without ranks of their own fit any sizes, and zckpt's are first written for an engine.
         """
-        others = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
-        words = {} if formats.named(to).is_neutral else others
+        other_words = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
+        words = {} if formats.named(to).is_neutral else other_words
         return [
             warning("option-without-effect", f"{flag} changes nothing here: {why}", subject=flag)
             for flag, why in without_use(to, words).items()
@@ -127,8 +127,8 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
     to = str(origin.format) if to == manifest.format else to
     target = formats.named(to)
     names = () if target.fits_any_dp else GRID  # such files do not say for which ranks they are
-    own = {name: origin.sizes.get(name, 1) for name in names}
-    given = {name: value for name, value in words.items() if own.get(name) != value}
+    sizes_of_source = {name: origin.sizes.get(name, 1) for name in names}
+    given = {name: value for name, value in words.items() if sizes_of_source.get(name) != value}
     if target.fits_any_dp and not (to == manifest.format and origin.dp):
         given.pop("dp", None)
     if "tp" in words and "tp" not in given:  # which alone changes rows
@@ -137,8 +137,8 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
         given.pop("like", None)
     if to == origin.format:
         return Conversion(given)
-    known = {option.name for option in target.options or ()}
-    return Conversion({name: value for name, value in given.items() if name in known}, to)
+    known_options = {option.name for option in target.options or ()}
+    return Conversion({name: value for name, value in given.items() if name in known_options}, to)
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:

@@ -78,16 +78,16 @@ def list_checkpoints(
     reading = {name: value for name, value in source.items() if value not in (None, ())}
     proving = {"jobs": jobs, "memory": memory, "begin": begin} if intact else None
     rows = []
-    found = candidates(run)
-    if not found:  # weights alone are no run's, and may be the path itself
-        own = judged(alone(run), reading)
-        if isinstance(own.error, NotACheckpoint):
-            raise no_checkpoint(run, own.error)
-        found = [] if own.manifest is None else [alone(run)]
-    for each in found[::-1]:
-        was_there = not _is_gone(each.where)
-        row = _row(each, asked, reading, proving)
-        if row["problems"] and was_there and _is_gone(each.where):
+    checkpoints = candidates(run)
+    if not checkpoints:  # weights alone are no run's, and may be the path itself
+        verdict = judged(alone(run), reading)
+        if isinstance(verdict.error, NotACheckpoint):
+            raise no_checkpoint(run, verdict.error)
+        checkpoints = [] if verdict.manifest is None else [alone(run)]
+    for candidate in checkpoints[::-1]:
+        was_there = not _is_gone(candidate.where)
+        row = _row(candidate, asked, reading, proving)
+        if row["problems"] and was_there and _is_gone(candidate.where):
             continue  # the run has removed it meanwhile, as its oldest one
         rows.append(row)
     if not rows:
@@ -172,11 +172,11 @@ def _row(
     if proving is not None:
         try:
             tag = candidate.tag
-            found = damage(api.verify(candidate.path, tag=tag, **reading, **proving))
+            damages = damage(api.verify(candidate.path, tag=tag, **reading, **proving))
         except (ZckptError, OSError) as error:
             return row | _failed(error, "intact", row)
-        more = [notice for notice in found if notice not in verdict.unread]
-        row["intact"] = not (found or verdict.unread)
+        more = [notice for notice in damages if notice not in verdict.unread]
+        row["intact"] = not (damages or verdict.unread)
         row["problems"] = said([*problems, *more])
     return row
 

@@ -97,12 +97,12 @@ def folder_of(candidate: Candidate) -> str:
     return above if formats.is_of_trainer(above) else candidate.where
 
 
-def since(found: Iterable[Candidate], step: float, run: str) -> list[Candidate]:
+def since(checkpoints: Iterable[Candidate], step: float, run: str) -> list[Candidate]:
     """Those that were saved at this step or later, and those whose step nothing says.
 
     Raises WrongOption if all are older.
     """
-    numbers = [(each, formats.number_of(each.where)) for each in found]
+    numbers = [(each, formats.number_of(each.where)) for each in checkpoints]
     kept = [each for each, number in numbers if number is None or number >= step]
     if numbers and not kept:
         last = max(number for _, number in numbers if number is not None)
@@ -129,37 +129,37 @@ def instead_of(path: str, tag: str | None = None) -> str | None:
     `path` is a checkpoint, or a run, of which `tag` or else the newest is meant.
     """
     with suppress(ZckptError, OSError):
-        for each in _others(path, tag):
+        for candidate in _others(path, tag):
             with suppress(ZckptError, OSError):
-                if not judged(each, {}).obstacles:
-                    return each.where
+                if not judged(candidate, {}).obstacles:
+                    return candidate.where
     return None
 
 
 def _others(path: str, tag: str | None) -> list[Candidate]:
     """The other checkpoints of a run, the newest first: those whose names have other numbers."""
-    found = candidates(path)
+    checkpoints = candidates(path)
     if tag is not None:
-        return [each for each in found if tag not in (each.tag, each.name)]
-    if len(found) > 1 or any(each.tag for each in found):
-        return found[1:]
+        return [each for each in checkpoints if tag not in (each.tag, each.name)]
+    if len(checkpoints) > 1 or any(each.tag for each in checkpoints):
+        return checkpoints[1:]
     folder = os.path.abspath(path)
     name = os.path.basename(folder)
     above = os.path.dirname(path.rstrip(os.sep)) or os.curdir
     if _shape(name) == name or os.path.abspath(above) != os.path.dirname(folder):
         return []
-    found = candidates(above)
-    return [each for each in found if each.name != name and _shape(each.name) == _shape(name)]
+    checkpoints = candidates(above)
+    return [each for each in checkpoints if each.name != name and _shape(each.name) == _shape(name)]
 
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
     """What `verify` has found that is wrong with a checkpoint, also what resuming does not read."""
     fields = Notice.__struct_fields__
-    found = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
+    notices = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
     for line in () if accept_weights else report["differences"]:
         message = f"{line['tensor']}: what is stored twice differs"
-        found.append(problem("tensor-differs", message, subject=line["tensor"]))
-    return found
+        notices.append(problem("tensor-differs", message, subject=line["tensor"]))
+    return notices
 
 
 @sources.looks_again
@@ -170,12 +170,12 @@ def candidates(run: str) -> list[Candidate]:
     """
     if sources.status(run) is None:
         return []
-    found = _by_tag(run)
-    there = [each for each in found if sources.is_folder(each.where)]
-    if found and len(there) <= 1 and formats.is_of_trainer(run):  # its folder is a part
+    checkpoints = _by_tag(run)
+    there = [each for each in checkpoints if sources.is_folder(each.where)]
+    if checkpoints and len(there) <= 1 and formats.is_of_trainer(run):  # its folder is a part
         return [alone(run)]
-    if found:
-        return found
+    if checkpoints:
+        return checkpoints
     if _is_one(run, neutral=True) or formats.inside_numbered(run):
         return [alone(run)]
     if not sources.is_folder(run):
@@ -201,24 +201,26 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
             break
     else:
         return []
-    standings = _newest_first(os.path.join(run, tag) for tag in {*tags, *_alike(run, tags)})
+    standings = _newest_first(
+        os.path.join(run, tag) for tag in {*tags, *_tags_of_same_shape(run, tags)}
+    )
     notes = {os.path.relpath(path, run): own for path, own in standings.items()}
     linked = sources.beside(os.path.join(run, LATEST))
     pointed = format.pointer(run) if format.pointer else linked
     if pointed is not None:
         newest = next(iter(notes))
         is_behind = {newest, pointed} <= {*tags} and newest != pointed
-        own = (_set_back(run, pointed, newest),) if is_behind else ()
-        notes = {pointed: own, **_without(notes, pointed)}
+        notes_of_pointed = (_set_back(run, pointed, newest),) if is_behind else ()
+        notes = {pointed: notes_of_pointed, **_without(notes, pointed)}
     return [
         Candidate(
             run,
             tag,
             run if (tag == pointed and not linked) or format.to_load else os.path.join(run, tag),
             tag,
-            own,
+            notes_of_tag,
         )
-        for tag, own in notes.items()
+        for tag, notes_of_tag in notes.items()
     ]
 
 
@@ -257,15 +259,15 @@ def _in_folders(run: str) -> list[Candidate]:
         _refuse_several(run, [tags[0].path for tags in runs])
         if runs:
             return runs[0]
-        found: list[str] = []
+        paths: list[str] = []
         versions: dict[str, str] = {}  # a folder of each run
         for folder, names in inside.items():
             if inside_it := _checkpoints(folder, names):
                 versions[VERSION.sub("", folder)] = folder
-                found += inside_it
+                paths += inside_it
         _refuse_several(run, [*versions.values()])
-        if found:
-            return _ordered(found)
+        if paths:
+            return _ordered(paths)
         level = _paths(inside)[:MOST_FOLDERS]
     return []
 
@@ -276,11 +278,11 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
     Of names that are alike only as many are looked into as it takes to find one.
     """
     by_shape = by_key((_shape(name), name) for name in names)
-    found: list[str] = []
+    alike_names: list[str] = []
     for alike in by_shape.values():
         if any(_is_saved(os.path.join(folder, name)) for name in alike):
-            found += alike
-    return [os.path.join(folder, name) for name in found]
+            alike_names += alike
+    return [os.path.join(folder, name) for name in alike_names]
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
@@ -299,8 +301,8 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
         notes = {pointed: (behind,), **_without(notes, pointed)}
     lacks = _lacking(notes)
     return [
-        Candidate(path, os.path.basename(path), path, notes=(*own, *lacks[path]))
-        for path, own in notes.items()
+        Candidate(path, os.path.basename(path), path, notes=(*notes_of_path, *lacks[path]))
+        for path, notes_of_path in notes.items()
     ]
 
 
@@ -327,9 +329,9 @@ def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
                 subject=role,
                 file=path,
             )
-            for role in sorted(common - own)
+            for role in sorted(common - roles_of_path)
         ]
-        for path, own in roles.items()
+        for path, roles_of_path in roles.items()
     }
 
 
@@ -337,11 +339,11 @@ def _without(notes: dict[str, Notices], name: str) -> dict[str, Notices]:
     return {other: own for other, own in notes.items() if other != name}
 
 
-def _refuse_several(run: str, others: list[str]) -> None:
-    if len(others) > 1:
+def _refuse_several(run: str, runs: list[str]) -> None:
+    if len(runs) > 1:
         raise AmbiguousCheckpoint(
             "several-checkpoints",
-            f"{run} holds several runs: {listed(others)}",
+            f"{run} holds several runs: {listed(runs)}",
             hint="give one of them",
             file=run,
         )
@@ -372,7 +374,7 @@ def _names(folder: str) -> list[str]:
         )
 
 
-def _alike(run: str, tags: Iterable[str]) -> list[str]:
+def _tags_of_same_shape(run: str, tags: Iterable[str]) -> list[str]:
     """Folders whose names differ from those of tags in their numbers alone."""
     shapes = {_shape(tag) for tag in tags if _shape(tag) != tag}
     names = (name for name in _names(run) if sources.is_folder(os.path.join(run, name)))

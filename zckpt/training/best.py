@@ -72,8 +72,10 @@ def chosen(
     Raises NotACheckpoint if there are none, or if the best one is missing.
     """
     with os.scandir(run) as items:
-        found = [item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name)]
-    names = oldest_first(run, found)
+        checkpoint_names = [
+            item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name)
+        ]
+    names = oldest_first(run, checkpoint_names)
     if not names:
         raise NotACheckpoint(
             "not-a-checkpoint",

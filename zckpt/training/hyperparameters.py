@@ -53,8 +53,8 @@ def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> li
     pairs = list(zip(source.groups, options.defaults(len(source.groups)), strict=True))
     unused = {
         key: group[key]
-        for group, own in pairs
-        for key, value in own.items()
+        for group, defaults_of_group in pairs
+        for key, value in defaults_of_group.items()
         if key in group and to_json(group[key]) != to_json(value)
         if all(key in each for each, theirs in pairs if key in theirs)
     }

@@ -40,8 +40,8 @@ class Keys(Struct, frozen=True):
         if number is None:
             return self
         *before, last = self.optimizer
-        own = int(number[0]) if type(last) is int else NUMBER.sub(number[0], last)
-        return replace(self, optimizer=(*before, own))
+        own_key = int(number[0]) if type(last) is int else NUMBER.sub(number[0], last)
+        return replace(self, optimizer=(*before, own_key))
 
 
 NAME = "Lightning"

@@ -138,8 +138,8 @@ CONFIGURATIONS = {"config.json", "adapter_config.json"}
 SCHEDULER_FILE, STEP_SCHEDULER_FILE = "scheduler.pt", "step_scheduler.pt"
 RNG_OF_AUTOMODEL = re.compile(r"rng/rng_(?:global|dp)_rank_\d+\.pt", re.ASCII)
 OF_RUN = frozenset(
-    each.name
-    for each in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, SAMPLER, CUSTOM)
+    need.name
+    for need in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, SAMPLER, CUSTOM)
 )
 """Roles of files that continue a run; weights alone do not need them."""
 
@@ -149,7 +149,8 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
     of_run = [
         item
         for item in manifest.files.siblings
-        if (own := known(ROLES, item.name)) is not None and own.role.name in OF_RUN
+        if (role_of_file := known(ROLES, item.name)) is not None
+        and role_of_file.role.name in OF_RUN
     ]
     if not of_run:
         return manifest

@@ -197,10 +197,10 @@ def _refusal(names: list[str]) -> str:
     """
     running = [name for name in names if runs_programs(name)]
     if not running and ITSELF.name in names:
-        own = [name for name in names if name != ITSELF.name]
+        own_names = [name for name in names if name != ITSELF.name]
         return (
-            f"it has an object that refers to itself ({listed(own, 4)}), and zckpt writes none: "
-            "save plain dictionaries and lists"
+            f"it has an object that refers to itself ({listed(own_names, 4)}), and zckpt writes "
+            "none: save plain dictionaries and lists"
         )
     if not running:
         options = " ".join(f"--allow-object {name}" for name in names[:4])
@@ -219,7 +219,7 @@ def _refusal(names: list[str]) -> str:
 class _Names(Struct, eq=False):
     """Collects the classes and functions that values name; each container is visited once."""
 
-    known: dict[int, frozenset[str]] = field(default_factory=dict)
+    names_by_id: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, value: Any, depth: int = 0) -> frozenset[str]:
         """The names in a value; raises CorruptCheckpoint if nested too deeply or within itself."""
@@ -240,10 +240,12 @@ class _Names(Struct, eq=False):
             raise CorruptCheckpoint(
                 "file-damaged", "state is nested too deeply, or refers to itself"
             )
-        if id(value) not in self.known:
+        if id(value) not in self.names_by_id:
             named = [part for part in parts if type(part) not in PLAIN_TYPES]
-            self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in named))
-        return self.known[id(value)]
+            self.names_by_id[id(value)] = frozenset().union(
+                *(self.of(part, depth + 1) for part in named)
+            )
+        return self.names_by_id[id(value)]
 
 
 class _Filter(Struct, eq=False):

@@ -83,20 +83,20 @@ def keep_other_states(ours: str | None, theirs: str | None) -> bool:
 class Signature(Struct, frozen=True):
     """The states and keys of an optimizer, by which its class is inferred if no file names it.
 
-    A state has all `states`, perhaps some of `others`, and no more. A group has only `keys`, of
-    which it must have those `needed`. Keys that schedulers and programs add are ignored.
+    A state has all `states`, perhaps some of `other_states`, and no more. A group has only `keys`,
+    of which it must have those `needed`. Keys that schedulers and programs add are ignored.
     """
 
     name: str
     states: frozenset[str]
     keys: frozenset[str]
-    others: frozenset[str] = frozenset()
+    other_states: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
 
     def fits(self, states: frozenset[str], group: frozenset[str]) -> bool:
         """Whether a parameter's states and its group's keys belong to this optimizer."""
         return (
-            self.states <= states <= self.states | self.others
+            self.states <= states <= self.states | self.other_states
             and self.needed <= group <= self.keys | OF_PROGRAMS
         )
 
@@ -105,12 +105,12 @@ def _signature(
     name: str,
     states: Iterable[str],
     keys: Iterable[str] = (),
-    others: Iterable[str] = (),
+    other_states: Iterable[str] = (),
     needed: Iterable[str] = (),
 ) -> Signature:
     """A signature with the keys of the known optimizer and the given `keys`."""
     every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
-    return Signature(name, frozenset(states), every, frozenset(others), frozenset(needed))
+    return Signature(name, frozenset(states), every, frozenset(other_states), frozenset(needed))
 
 
 OF_PROGRAMS = frozenset((
@@ -133,9 +133,9 @@ SIGNATURES = (
     # DeepSpeed's CPULion keeps `exp_avg_sq` too (0.19.8, ops/lion/cpu_lion.py)
     _signature("Lion", MOMENTS, needed=("betas",)),
     # DeepSpeed's, Apex's, TransformerEngine's and Megatron's have `bias_correction`
-    _signature("Adam", MOMENTS, ("bias_correction",), others=("max_exp_avg_sq",)),
+    _signature("Adam", MOMENTS, ("bias_correction",), other_states=("max_exp_avg_sq",)),
     _signature("Adadelta", ("square_avg", "acc_delta"), ("lr", "rho", *ADAM, *TORCH)),
-    _signature("RMSprop", ("square_avg",), others=("momentum_buffer", "grad_avg")),
+    _signature("RMSprop", ("square_avg",), other_states=("momentum_buffer", "grad_avg")),
     _signature("Adagrad", ("sum",)),
     _signature("Muon", ("momentum_buffer",), MUON, needed=("ns_steps",)),
     _signature("Muon", ("momentum_buffer",), MUON, needed=("use_muon",)),
@@ -147,8 +147,8 @@ SIGNATURES = (
 
 def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """The hyper-parameters that no Adam has, and that no program adds."""
-    known = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
-    return sorted({str(key) for group in groups for key in group} - known)
+    known_keys = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
+    return sorted({str(key) for group in groups for key in group} - known_keys)
 
 
 LAZY = frozenset(("sgd", "muon"))
@@ -159,8 +159,8 @@ def needed_states(name: str) -> frozenset[str]:
     """The states that an optimizer expects of every parameter with any state."""
     plain = plain_name(name)
     plain = known_optimizer(plain).family or plain
-    known = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
-    return frozenset(key for each in known for key in each.states | each.others)
+    signatures = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
+    return frozenset(key for each in signatures for key in each.states | each.other_states)
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
@@ -212,8 +212,10 @@ def likely_optimizer(source: Manifest) -> str:
     """
     if source.optimizer is not None:
         return plain_name(source.optimizer)
-    own = {"amsgrad", "bias_correction"}  # of torch's Adam; of DeepSpeed's and Apex's
-    is_adam = all("lr" not in group or own & group.keys() for group in source.groups or ())
+    keys_of_others = {"amsgrad", "bias_correction"}  # of torch's Adam; of DeepSpeed's and Apex's
+    is_adam = all(
+        "lr" not in group or keys_of_others & group.keys() for group in source.groups or ()
+    )
     has_states = any(map(is_optimizers, source.slots)) or bool(source.states.of_form("number"))
     return "adamw" if is_adam and not has_states else ""
 

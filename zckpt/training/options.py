@@ -337,12 +337,12 @@ class Keywords(TypedDict, total=False):
 class Options(Struct, frozen=True):
     """The user's options for a conversion: `options[DP]` is the value of `--dp`, or its default.
 
-    `given` are the options that differ from their defaults. `read` collects the names of options
-    that code has looked up. Raises WrongOption for a value that no format accepts.
+    `given` are the options that differ from their defaults. `names_read` collects the names of
+    options that code has looked up. Raises WrongOption for a value that no format accepts.
     """
 
     given: tuple[tuple[Option[Any], Any], ...] = ()
-    read: set[str] = field(default_factory=set)
+    names_read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for option, value in self.given:
@@ -358,7 +358,7 @@ class Options(Struct, frozen=True):
     def __getitem__(self, option: Option[Value]) -> Value:
         for other, value in self.given:
             if other.name == option.name:
-                self.read.add(option.name)
+                self.names_read.add(option.name)
                 result: Value = value
                 return result
         return option.default
@@ -366,7 +366,7 @@ class Options(Struct, frozen=True):
     @property
     def unread(self) -> list[Option[Any]]:
         """The given options that no code has looked up."""
-        return [option for option, _ in self.given if option.name not in self.read]
+        return [option for option, _ in self.given if option.name not in self.names_read]
 
     @property
     def weights_only(self) -> bool:
@@ -421,16 +421,16 @@ def refuse(
     `target` is the target's name in the error, such as `--to dcp`. `understood` are the options of
     its writer. `reasons` state, by an option's name, why it does not apply to the target.
     """
-    known = {option.name: option for option in (*understood, *EVERYWHERE)}
+    known_options = {option.name: option for option in (*understood, *EVERYWHERE)}
     for option, value in options.given:
-        if option.name not in known:
+        if option.name not in known_options:
             reason = reasons.get(option.name) or option.reason
             raise WrongOption(
                 "option-not-applicable",
                 f"{option.flag} does not apply to {target}",
                 hint=f"leave it out: {reason}" if reason else "leave it out",
             )
-        choices = known[option.name].choices
+        choices = known_options[option.name].choices
         if choices and value not in choices:
             raise WrongOption(
                 "option-not-applicable",

@@ -186,16 +186,16 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 
 
 def sightings_of(
-    stated: StatedSteps, believed: StatedSteps
+    statements: StatedSteps, believed: StatedSteps
 ) -> Iterator[tuple[Sighting, Notice | None]]:
     """One line for each distinct step, not for each owner; and a warning if the step is stalled."""
-    is_true = stated.where == believed.where
+    is_true = statements.where == believed.where
     owners = by_key(
-        ((step, stated.kinds[owner], is_true and believed.steps[owner] == step), owner)
-        for owner, step in stated.steps.items()
+        ((step, statements.kinds[owner], is_true and believed.steps[owner] == step), owner)
+        for owner, step in statements.steps.items()
     )
     for (step, kind, truth), names in owners.items():
-        where = f"{stated.where} of {listed(names, 1)}"
+        where = f"{statements.where} of {listed(names, 1)}"
         yield Sighting(where, step, truth), stalled(step, kind, where) if truth else None
 
 
@@ -270,8 +270,8 @@ def never_stepped(manifest: Manifest, digests: Mapping[int, Mapping[Key, int]]) 
         return None
     moments = [
         (digests.get(rank, {}).get(entry.key), entry.length)
-        for rank, own in enumerate(manifest.each)
-        for entry in own.entries.values()
+        for rank, rank_manifest in enumerate(manifest.each)
+        for entry in rank_manifest.entries.values()
         if is_optimizers(entry.slot)
     ]
     if not moments or not all(crc == crc_of_zeros(length) for crc, length in moments):

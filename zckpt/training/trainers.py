@@ -103,15 +103,15 @@ def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], l
 
     And names of other models' files.
     """
-    files, others = [], []
+    files, other_names = [], []
     for item in siblings:
         if not _SCHEDULER.fullmatch(item.name):
             files.append(item)
         elif number_of(item.name) == number:
             files.append(replace(item, name="scheduler.bin"))
         else:
-            others.append(item.name)
-    return files, others
+            other_names.append(item.name)
+    return files, other_names
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
@@ -189,11 +189,11 @@ def without_folder(name: str) -> str:
 
 
 def beside(
-    root: str, own: Collection[str], source: str | None = None
+    root: str, own_paths: Collection[str], source: str | None = None
 ) -> tuple[list[Sibling], list[Notice]]:
     """Files of a directory that are not part of its checkpoint, and notes on omitted ones.
 
-    `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
+    `own_paths` are paths of the checkpoint's files and folders. A folder is copied if it has only
     configuration and tokenizer files (verl's `huggingface`), or a file of each rank (`rng` and
     `dataloader` of NeMo AutoModel 0.7), or is `.hf_metadata`. Other folders are left out, with a
     note. Links are followed inside of the directory `source`, by default `root`.
@@ -203,7 +203,7 @@ def beside(
     with os.scandir(root) as items:
         listed = sorted(items, key=lambda item: item.name)
     for item in listed:
-        if item.path in own:
+        if item.path in own_paths:
             continue
         if siblings.is_closed(item) or not siblings.is_folder(item):
             siblings.add(item.name, item.path)
@@ -222,9 +222,9 @@ def beside(
 
 
 def inside(
-    root: str, folder: str, own: Collection[str], source: str
+    root: str, folder: str, own_paths: Collection[str], source: str
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Files in a folder of the checkpoint that are not `own`, and notes on omitted ones.
+    """Files in a folder of the checkpoint that are not `own_paths`, and notes on omitted ones.
 
     NeMo AutoModel keeps there the model's configuration and tokenizer (in `.hf_metadata`), a second
     copy of the weights (in `consolidated`), and a script that writes this copy and names the
@@ -234,7 +234,7 @@ def inside(
     lines: list[Notice] = []
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        if entry.path in own:
+        if entry.path in own_paths:
             return True
         if name == f"{folder}/{CONSOLIDATED}":
             why = f"{name}/: the weights once more; `zckpt export` writes them"
@@ -255,10 +255,10 @@ def once_more(folder: str, source: str) -> list[Sibling]:
 
     Links are followed inside of the directory `source`.
     """
-    own = os.path.join(folder, CONSOLIDATED)
+    folder_inside = os.path.join(folder, CONSOLIDATED)
     files = SiblingList(source, OPEN_FOLDERS)
-    if sources.is_folder(own) and not sources.is_denied(own):
-        files.add_below(own, root=source)
+    if sources.is_folder(folder_inside) and not sources.is_denied(folder_inside):
+        files.add_below(folder_inside, root=source)
     return files.files
 
 
@@ -268,8 +268,8 @@ def vocabulary(path: str) -> int | None:
         return None
     config = json_of([Sibling("config.json", path, sources.size(path))], "config.json") or {}
     text = config.get("text_config")
-    stated = [each.get("vocab_size") for each in (config, text) if isinstance(each, dict)]
-    return next((size for size in stated if type(size) is int), None)
+    sizes = [each.get("vocab_size") for each in (config, text) if isinstance(each, dict)]
+    return next((size for size in sizes if type(size) is int), None)
 
 
 def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:

@@ -48,12 +48,12 @@ def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
 
     A damaged file states none. Raises OSError.
     """
-    found = [*_of_files(manifest, number_in)]
+    counters = [*_of_files(manifest, number_in)]
     if lightning.is_in(manifest):
         step = manifest.state["client_state"].get("global_step")
         if is_step(step):
-            found.append(Sighting("Lightning, global_step", step, False, LIGHTNING))
-    return found
+            counters.append(Sighting("Lightning, global_step", step, False, LIGHTNING))
+    return counters
 
 
 def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
@@ -159,5 +159,5 @@ def _accumulates(manifest: Manifest) -> bool:
     True unless a file states 1.
     """
     engine = manifest.run.engine
-    stated = engine.config if isinstance(engine, FlatBufferEngine) else {}
-    return stated.get("gradient_accumulation_steps") != 1
+    config = engine.config if isinstance(engine, FlatBufferEngine) else {}
+    return config.get("gradient_accumulation_steps") != 1

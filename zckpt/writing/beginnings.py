@@ -44,13 +44,13 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
     begins = format.functions.begins
     how = "bare" if begins is None or not new else begins(run, options)
     trained = [(own.group or 0, name) for name, own in source.parameters.items() if own.trainable]
-    known = by_key((number, name) for number, name in trained if name not in new)
-    anywhere = [] if how == "group" else [*chain.from_iterable(known.values())]
+    trained_before = by_key((number, name) for number, name in trained if name not in new)
+    anywhere = [] if how == "group" else [*chain.from_iterable(trained_before.values())]
     parameters, entries, rows = dict(source.parameters), dict(source.entries), list[StateRow]()
     of_groups: dict[str, int] = {}
     fresh: list[str] = []
     for number, name in trained:
-        like = next(iter(known.get(number, anywhere)), None)
+        like = next(iter(trained_before.get(number, anywhere)), None)
         if name not in new or how == "bare" or like is None:
             fresh += [name] if name in new else []
             continue
@@ -59,12 +59,12 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
         if begin is None:
             fresh.append(name)
             continue
-        parameters[name], own, numbers = begin
-        entries |= {entry.key: entry for entry in own}
+        parameters[name], zeros, numbers = begin
+        entries |= {entry.key: entry for entry in zeros}
         rows += of_parameters("number", {name: numbers})
         if how == "zeros":
             fresh.append(name)
-        elif own or parameters[name].step is not None:  # plain SGD keeps nothing
+        elif zeros or parameters[name].step is not None:  # plain SGD keeps nothing
             of_groups[name] = number
     return source.replace(
         entries=entries,
@@ -82,7 +82,7 @@ def _beginning(
     None if zckpt does not know how the optimizer begins; raises UnsupportedState with
     `at_groups_step`.
     """
-    own, trained = source.parameters[name], source.parameters[like]
+    new_parameter, trained = source.parameters[name], source.parameters[like]
     slots = [
         entry
         for entry in source.entries.values()
@@ -107,8 +107,8 @@ def _beginning(
     if not at_groups_step:
         step = None if step is None else 0
         numbers = {key: replace(each, value=NUMBERS[key]) for key, each in numbers.items()}
-    zeros = [_zeros(name, entry, own.shape) for entry in slots]
-    return replace(own, step=step, updated=True), zeros, numbers
+    zeros = [_zeros(name, entry, new_parameter.shape) for entry in slots]
+    return replace(new_parameter, step=step, updated=True), zeros, numbers
 
 
 def _zeros(name: str, like: Entry, shape: tuple[int, ...]) -> Entry:
@@ -132,21 +132,21 @@ def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
     """Warnings about the first updates, by the step and the betas of the groups."""
     groups = source.groups or ()
     lines = []
-    for number, own in by_key((number, name) for name, number in names.items()).items():
+    for number, late_names in by_key((number, name) for name, number in names.items()).items():
         step = next(
-            each.step
-            for each in source.parameters.values()
-            if each.trainable and each.updated and (each.group or 0) == number
+            parameter.step
+            for parameter in source.parameters.values()
+            if parameter.trainable and parameter.updated and (parameter.group or 0) == number
         )
         message = (
-            f"the source did not train {listed(own, 4)}: the target keeps one step for group "
-            f"{number}, so that {'it begins' if len(own) == 1 else 'they begin'} with zero moments "
-            f"at step {step}"
+            f"the source did not train {listed(late_names, 4)}: the target keeps one step for "
+            f"group {number}, so that {'it begins' if len(late_names) == 1 else 'they begin'} with "
+            f"zero moments at step {step}"
         )
         betas = groups[number].get("betas")
         if isinstance(betas, (list, tuple)) and len(betas) == 2:
             message += _larger(*map(float, betas))
-        lines.append(warning("begins-late", message, subject=own[0]))
+        lines.append(warning("begins-late", message, subject=late_names[0]))
     return lines
 
 

@@ -137,8 +137,10 @@ def decide(
     if format.options is None:
         raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
     resumes = format.is_resumed and not options.weights_only
-    own = verdict.of(manifest)
-    manifest = manifest.replace(warnings=(*manifest.notices.warnings, *own.warnings(resumes)))
+    verdict_of_source = verdict.of(manifest)
+    manifest = manifest.replace(
+        warnings=(*manifest.notices.warnings, *verdict_of_source.warnings(resumes))
+    )
     if options.weights_only and format.family == "torch":  # other formats write a fresh optimizer
         manifest = needs.for_weights_alone(manifest)
     if manifest.notices.buffers_named:  # when it was read
@@ -165,7 +167,7 @@ def decide(
     if format.is_resumed and not (format.is_neutral or layout.in_one_file or options.weights_only):
         refuse_averages(source)
     effects.refuse_unread(options)
-    is_loaded = format.is_neutral or not (resumes and own.problems)
+    is_loaded = format.is_neutral or not (resumes and verdict_of_source.problems)
     about = format, options, dropped, bool(parts), is_loaded
     return Decision(manifest, named, grouped, source, layout, *about)
 
@@ -196,8 +198,8 @@ def shells_of(decision: Decision) -> Callable[[str], Manifest]:
 def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
     """Reads the tensors that `write` reads before its first byte; raises as `write` does."""
     accepted = decision.options[ACCEPT_WEIGHTS]
-    found = check_tensors(decision.manifest, reading.replicas, accepted)
-    return [*found, *(decision.layout.check() if decision.layout.check is not None else ())]
+    warnings = check_tensors(decision.manifest, reading.replicas, accepted)
+    return [*warnings, *(decision.layout.check() if decision.layout.check is not None else ())]
 
 
 def write(
@@ -259,13 +261,13 @@ def write(
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
         unchecked = _without_copied(manifest, layout, layout.source or source)
-        found = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], rounding)
-        report["warnings"] += said(found)
+        findings = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], rounding)
+        report["warnings"] += said(findings)
         if layout.check is not None:
             report["warnings"] += said(layout.check())
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
-        own = running.continues, before, sharing, running.above, running.begins_anew
-        stage = staging.Staging(target, run, chunk, *own)
+        arguments = running.continues, before, sharing, running.above, running.begins_anew
+        stage = staging.Staging(target, run, chunk, *arguments)
         lines = report["warnings"]
         try:
             outcome = _filled(stage, format, source, layout, size, running, lines, rounding)
@@ -292,9 +294,11 @@ def write(
 def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Manifest:
     """Drops the records of sibling files that a copy of `source` checks on its way."""
     copied = {sibling.path for _, sibling in layout.siblings}
-    known = {record.extent for record in source.files.records if record.extent.file in copied}
-    kept = (record for record in manifest.files.records if record.extent not in known)
-    return manifest.replace(records=tuple(kept)) if known else manifest
+    copied_extents = {
+        record.extent for record in source.files.records if record.extent.file in copied
+    }
+    kept = (record for record in manifest.files.records if record.extent not in copied_extents)
+    return manifest.replace(records=tuple(kept)) if copied_extents else manifest
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
@@ -403,8 +407,10 @@ def _identity(
         "--follow-links": reading.follow_links or None,
         "--tp-rules": reading.tp_rules,
     }
-    stated = {flag: value for flag, value in flags.items() if value is not None}
-    return Identity(__version__, source, json.loads(json.dumps(stated, default=repr)), dict(files))
+    given_flags = {flag: value for flag, value in flags.items() if value is not None}
+    return Identity(
+        __version__, source, json.loads(json.dumps(given_flags, default=repr)), dict(files)
+    )
 
 
 def _since(started: float) -> float:

@@ -42,8 +42,10 @@ def are_numbered(manifest: Manifest) -> bool:
     """Whether there are several numbered models, each with the optimizer of its number or none."""
     roots = list(manifest.roots.items())
     return len(roots) > 1 and all(
-        name == numbered("model", number) and {*map(number_of, own)} <= {number} and len(own) < 2
-        for number, (name, own) in enumerate(roots)
+        name == numbered("model", number)
+        and {*map(number_of, optimizers)} <= {number}
+        and len(optimizers) < 2
+        for number, (name, optimizers) in enumerate(roots)
     )
 
 
@@ -70,7 +72,7 @@ def parts_of(
         )
     parts: list[Manifest] = []
     for name in manifest.roots:
-        own = replace(
+        reading_of_part = replace(
             reading,
             format=manifest.format,
             tag=None,
@@ -79,7 +81,7 @@ def parts_of(
             weights_only=options.weights_only,
         )
         try:
-            part = read(manifest.root, own)
+            part = read(manifest.root, reading_of_part)
         except MissingData as error:
             raise MissingData(
                 "names-needed",
@@ -154,10 +156,10 @@ def _joined(
     of_source: Callable[[Manifest], Sequence[Notice]],
 ) -> list[Notice]:
     """The reader's notices about all models, and the writer's about each."""
-    own = [
+    lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")
         for name, part, said in zip(whole.roots, parts, lines, strict=True)
         for line in said
         if line not in of_source(part)
     ]
-    return list(dict.fromkeys((*of_source(whole), *own)))
+    return list(dict.fromkeys((*of_source(whole), *lines_of_writer)))

@@ -113,12 +113,14 @@ class _RunsGroups:
     def _owners(self) -> dict[str, str]:
         """Maps every weight of the run to the source's name; raises MissingData if they differ."""
         named, run = self.named, self.run
-        known = {name: name for name in (*named.parameters, *named.buffers)} | named.owners
+        names_of_weights = {
+            name: name for name in (*named.parameters, *named.buffers)
+        } | named.owners
         second = by_key((first, alias) for alias, first in run.owners.items())
         owners: dict[str, str] = {}
         for name in (*run.parameters, *run.buffers):
-            spellings = [each for each in (name, *second.get(name, ())) if each in known]
-            owners |= {name: known[spellings[0]]} if spellings else {}
+            spellings = [each for each in (name, *second.get(name, ())) if each in names_of_weights]
+            owners |= {name: names_of_weights[spellings[0]]} if spellings else {}
         lost = [name for name in run.parameters if name not in owners]
         strangers = [name for name in named.parameters if name not in owners.values()]
         sides = {"only the run has": lost, "only the source has": strangers}
@@ -202,19 +204,21 @@ class _RunsGroups:
             self.warnings.append(warning("state-dropped", message, subject=gone[0]))
         order = [*members, *(name for name in before if name not in members)]
         parameters = {name: self._parameter(name) for name in order}
-        own = _without_states_of(named, frozenset(gone))
-        own = own.replace(
+        result = _without_states_of(named, frozenset(gone))
+        result = result.replace(
             parameters=parameters,
             buffers=tuple(name for name in named.buffers if name not in members),
-            state=self._state(own.state),
+            state=self._state(result.state),
             engine=self._engine(),
             pipeline=self._pipeline(),
         )
         groups = tuple(self._group(number) for number in range(len(self.origins)))
-        own = regrouped(own, groups, members, self.origins)
-        own, unreached = with_schedulers(own, lambda each: schedulers.with_rates(each, groups))
+        result = regrouped(result, groups, members, self.origins)
+        result, unreached = with_schedulers(
+            result, lambda each: schedulers.with_rates(each, groups)
+        )
         self.warnings += about_files(unreached)
-        return own.replace(warnings=(*own.notices.warnings, *self.warnings)), dropped
+        return result.replace(warnings=(*result.notices.warnings, *self.warnings)), dropped
 
     def _parameter(self, name: str) -> Parameter:
         """The parameter as the run trains it. It has no step if the source did not train it."""
@@ -236,12 +240,12 @@ class _RunsGroups:
         before = (self.named.groups or ({},))[self.origins[number]]
         if "lr" not in group or not _has_scheduler(self.named):
             return group
-        base, own, rate = (
-            number_of(each)
-            for each in (group.get("initial_lr"), before.get("initial_lr"), before.get("lr"))
+        base, base_before, rate = (
+            number_of(value)
+            for value in (group.get("initial_lr"), before.get("initial_lr"), before.get("lr"))
         )
-        if base is not None and own and rate is not None:
-            scheduled = rate if base == own else base * (rate / own)
+        if base is not None and base_before and rate is not None:
+            scheduled = rate if base == base_before else base * (rate / base_before)
             if scheduled != number_of(group["lr"]):
                 message = (
                     f"lr of group {number} is {scheduled:g}: the run's initial_lr ({base:g}) at "
@@ -265,9 +269,9 @@ class _RunsGroups:
 
     def _pipeline(self) -> Any:
         """The run's stages, which list the trained parameters, if the source has as many stages."""
-        own, its = self.named.run.pipeline, self.run.run.pipeline
-        fits = own and its and len(own.parameters) == len(its.parameters)
-        return its.renamed(self.owners) if fits and its else own
+        stages, its = self.named.run.pipeline, self.run.run.pipeline
+        fits = stages and its and len(stages.parameters) == len(its.parameters)
+        return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The source's state, in which the optimizer lists further parameters as in the run."""
@@ -318,9 +322,9 @@ def _without_states_of(manifest: Manifest, names: frozenset[str]) -> Manifest:
     gone = {
         tensor
         for state in states.states_of(manifest).values()
-        for name, own in state.tensors.items()
+        for name, tensors in state.tensors.items()
         if name in names
-        for tensor in own
+        for tensor in tensors
     }
     return replace(
         manifest,

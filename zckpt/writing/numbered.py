@@ -58,9 +58,11 @@ def in_its_folder(
     files = [(item.name, item) for item in around]
     is_same = format.name == source.run.origin.format and options[DIALECT] is None
     if not is_same or format.pointer is not None:
-        own = {name for name, _ in layout.siblings} | {shell.name for shell in layout.shells()}
-        kept = [pair for pair in files if pair[0] not in own]
-        taken = [item for name, item in files if name in own]
+        own_names = {name for name, _ in layout.siblings} | {
+            shell.name for shell in layout.shells()
+        }
+        kept = [pair for pair in files if pair[0] not in own_names]
+        taken = [item for name, item in files if name in own_names]
         lost = [
             note("file-omitted", f"{item.name}: the target has its own", file=item.path)
             for item in taken
@@ -84,13 +86,13 @@ def in_its_folder(
         unnamed = [warning("program-must-set", message, file=target)]
 
     unchanged: Callable[[], Iterator[Shell]] = layout.shells
-    read, loading = layout.read_back or format.read_shells, layout.loading
+    reader_of_shells, loading = layout.read_back or format.read_shells, layout.loading
     return replace(
         layout,
         shells=shells,
         siblings=[*((below(name), item) for name, item in layout.siblings), *files],
         loading=lambda path: loading(os.path.join(path, inside)),
         warnings=[*layout.warnings, *unnamed],
-        read_back=lambda path: read(os.path.join(path, inside)),
+        read_back=lambda path: reader_of_shells(os.path.join(path, inside)),
         inside=inside,
     )

@@ -50,9 +50,9 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
     if strangers := [key for key in shared if not any(key in group for group in every)]:
         raise _no_such(strangers[0], manifest)
 
-    def changed(own: Manifest) -> Manifest:
+    def changed(rank_manifest: Manifest) -> Manifest:
         groups = []
-        for number, group in enumerate(own.groups or ()):
+        for number, group in enumerate(rank_manifest.groups or ()):
             values = {key: value for key, value in shared.items() if key in group}
             for key, value in by_group.get(number, {}).items():
                 if key not in group:
@@ -62,7 +62,7 @@ def with_values(manifest: Manifest, options: Options) -> Manifest:
                 values.setdefault("initial_lr", values["lr"])
             new = {key: of_form(key, group[key], value) for key, value in values.items()}
             groups.append({**group, **new})
-        return replace(own, groups=tuple(groups)) if groups else own
+        return replace(rank_manifest, groups=tuple(groups)) if groups else rank_manifest
 
     result = manifest.with_each(changed) if manifest.ranks else changed(manifest)
     return _with_rates(result, options) if _sets(by_group, "lr") else result
@@ -113,7 +113,7 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
     """Warnings about schedulers that set rates and keep none where a checkpoint has them."""
-    own, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
+    first_rank, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):
         config = dict(engine.config)
     name, params = (nested(config, "scheduler", key) for key in ("type", "params"))
@@ -122,9 +122,11 @@ def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
         where = listed([f"scheduler.params.{key}" for key in keys] or ["scheduler.params"])
         message = f"after the first update {name} of the ds_config sets lr: change {where} there"
         return [warning("program-must-set", message, subject="lr")]
-    states, scheduler = schedulers_of(own), own.state.get("lr_scheduler")
+    states, scheduler = schedulers_of(first_rank), first_rank.state.get("lr_scheduler")
     opaque = scheduler is not None and not isinstance(scheduler, dict)
-    others = [key for key in OTHER_RATES if any(key in group for group in own.groups or ())]
+    other_rates = [
+        key for key in OTHER_RATES if any(key in group for group in first_rank.groups or ())
+    ]
     lists = [key for key in schedulers.MAXIMA if any(key in state for state in states)]
     lines = []
     if opaque or not all(map(schedulers.keeps_rates, states)):
@@ -132,9 +134,9 @@ def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
             "the state of the scheduler keeps no base rates: after the first update it sets lr as "
             "the program builds it, so change the rate there too"
         )
-    if others:
-        flags = " ".join(f"{SET_GROUP.flag} {key}=..." for key in others)
-        lines.append(f"the scheduler goes by {listed(others)} of the groups too: {flags}")
+    if other_rates:
+        flags = " ".join(f"{SET_GROUP.flag} {key}=..." for key in other_rates)
+        lines.append(f"the scheduler goes by {listed(other_rates)} of the groups too: {flags}")
     if lists:
         lines.append(f"the scheduler goes by {listed(lists)} too, which its state keeps unchanged")
     return [warning("program-must-set", line, subject="lr") for line in lines]

@@ -45,8 +45,8 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
     if not (keys or options.weights_only):
         return []
     option = WEIGHTS_ONLY if options.weights_only else DROP_STATE
-    known = states.states_of(manifest)
-    return [_line(known[key], option.flag) for key in dict.fromkeys(keys or known)]
+    known_states = states.states_of(manifest)
+    return [_line(known_states[key], option.flag) for key in dict.fromkeys(keys or known_states)]
 
 
 def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
@@ -78,9 +78,9 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 def _numbers(manifest: Manifest) -> dict[str, Any]:
     """Numbers of no parameter; those in the optimizer's `state` have keys such as `state.n`."""
     numbers: dict[str, Any] = {}
-    for own in manifest.each:
-        numbers |= own.states.numbers("beside")
-        among = own.states.numbers("among").items()
+    for rank in manifest.each:
+        numbers |= rank.states.numbers("beside")
+        among = rank.states.numbers("among").items()
         numbers |= {f"state.{key}": value for key, value in among}
     return numbers
 
@@ -111,10 +111,10 @@ class Keeping(Struct, frozen=True):
         It raises UnsupportedState. It raises UnsupportedCheckpoint for a hole in an entry, which
         would stay empty.
         """
-        read = layout.read_back or self.format.read_shells
+        reader_of_shells = layout.read_back or self.format.read_shells
 
         def read_and_check(folder: str) -> Manifest:
-            shells = read(folder)
+            shells = reader_of_shells(folder)
             covering.refuse_holes(shells, self.format.name)
             if shells.groups is not None:
                 self._keep_groups()
@@ -244,8 +244,8 @@ class Keeping(Struct, frozen=True):
             for state in lost
         )
         sentences = [
-            states.in_words(own) + (f" ({reason})" if reason else "")
-            for reason, own in reasons.items()
+            states.in_words(states_of_reason) + (f" ({reason})" if reason else "")
+            for reason, states_of_reason in reasons.items()
         ]
         keys = [state.key for state in lost]
         drop = " ".join(f"{DROP_STATE.flag} {quote(key)}" for key in keys)
@@ -265,8 +265,8 @@ class Keeping(Struct, frozen=True):
     def _classes(self, keys: Iterable[str]) -> list[str]:
         """The classes and functions named in the values of states that the user may admit."""
         rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
-        own = [row.value for row in rows if row.key in keys]
-        return objects.admissible(own, formats.engine_objects())
+        values = [row.value for row in rows if row.key in keys]
+        return objects.admissible(values, formats.engine_objects())
 
 
 def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:

@@ -66,13 +66,13 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     if names is not None and not _is_in_order(manifest):
         shorter = plain_names(names) if is_plain and not options[RENAME] else {}
         given = [shorter.get(name, name) for name in names]
-        known = names_of(manifest)
+        known_names = names_of(manifest)
         # if all names are spelled differently, they are those that the user wants
-        as_saved = {} if set(given).isdisjoint(known) else respelled(given, known)
+        as_saved = {} if set(given).isdisjoint(known_names) else respelled(given, known_names)
         names = [as_saved.get(name, name) for name in given]
         # files of layers keep the names in them
-        own = manifest if manifest.ranks else called_as(manifest, names)
-        manifest = in_order_of(own, names)
+        named = manifest if manifest.ranks else called_as(manifest, names)
+        manifest = in_order_of(named, names)
     is_tied = options[TIE] and not manifest.ranks
     return ties.with_ties(manifest, options[TIE]) if is_tied else manifest
 
@@ -135,13 +135,13 @@ def laid_out(
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
     layout = in_its_folder(layout, source, format, target, options)
-    known = (*manifest.notices.omitted, *layout.omitted)
-    own = [line for line in admitted.notices.omitted if line not in known]
+    known_lines = (*manifest.notices.omitted, *layout.omitted)
+    new_lines = [line for line in admitted.notices.omitted if line not in known_lines]
     # a folder for inference lacks many other files of a run, which are not listed
     weights = [line for line in manifest.notices.omitted if line.code == "weights-omitted"]
     layout = replace(
         layout,
-        omitted=[*dict.fromkeys((*layout.omitted, *weights, *own))],
+        omitted=[*dict.fromkeys((*layout.omitted, *weights, *new_lines))],
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout

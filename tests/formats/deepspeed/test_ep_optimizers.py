@@ -369,5 +369,5 @@ def test_states_of_other_shapes_of_all_ep_ranks(run: Path, tmp_path: Path) -> No
     zckpt.reshard(run, tmp_path / "other", ep=4)
     manifest = zckpt.read(tmp_path / "other")
     trained = {name for name, parameter in manifest.parameters.items() if parameter.trainable}
-    assert manifest.states.others.keys() == trained
+    assert manifest.states.other_values.keys() == trained
     assert zckpt.verify(tmp_path / "other", run)["equal"]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import zckpt
 from zckpt import errors
 from zckpt.core.checkpoint.optimizer_states import states_in
-from zckpt.formats.deepspeed_states.estimates import stated
+from zckpt.formats.deepspeed_states.estimates import stated_estimates
 
 from ...conftest import ROOT, Result
 from ...engines import deepspeed
@@ -133,4 +133,4 @@ def test_real_ranks_go_on_with_their_own(stage: int, tmp_path: Path, zckpt: Prog
 def test_a_damaged_record(record: Any, run: Path) -> None:
     source = zckpt.read(run)
     with pytest.raises((errors.CorruptCheckpoint, ValueError), match="by_rank"):
-        stated(replace(source, states=states_in({"by_rank": record})))
+        stated_estimates(replace(source, states=states_in({"by_rank": record})))

@@ -13,7 +13,7 @@ from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptErro
 from zckpt.formats.deepspeed.files import GridFiles
 from zckpt.formats.deepspeed.ranks import check_grid
 from zckpt.formats.deepspeed_states.directories import TagDirectory
-from zckpt.formats.deepspeed_states.states import EngineStates, Found
+from zckpt.formats.deepspeed_states.states import EngineStates, ModuleOverrides
 
 DIRECTORY = TagDirectory("/run/tag", "tag", "/run")
 
@@ -57,11 +57,11 @@ def test_the_module_is_what_the_file_says() -> None:
 def test_what_was_found_counts_also_if_it_is_nothing() -> None:
     """Each by itself; the model file's own words stay as they are."""
     stated = rank(0, "a", **STATED)
-    own = replace(stated, found=Found(module={}, buffer_names=(), second_names={}))
+    own = replace(stated, overrides=ModuleOverrides(module={}, buffer_names=(), second_names={}))
     assert (own.module, own.buffer_names, own.second_names) == ({}, (), {})
     assert own.param_shapes() == [{"a": (2,)}]
     shapes = [{"e": (4,)}, {"f": (5, 6)}]
-    own = replace(stated, found=Found(frozen_shapes={}, shapes=shapes))
+    own = replace(stated, overrides=ModuleOverrides(frozen_shapes={}, shapes=shapes))
     assert (own.frozen_shapes, own.param_shapes()) == ({}, shapes)
     assert own.module is STATED["module"]
     assert own.model == stated.model

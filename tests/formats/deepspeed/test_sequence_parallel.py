@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, GridPlace
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -175,7 +175,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], said: str, tmp_path: P
 def test_sequence_ranks_beside_other_ranks() -> None:
     """Of a target of two tensor ranks: no release of DeepSpeed has files of both."""
     source = zckpt.read(OLD_1 / "run")
-    apart = replace(source, place=Place(0, Grid(1, 2)))
+    apart = replace(source, place=GridPlace(0, Grid(1, 2)))
     assert TargetEngine(apart, options_of({"dp": 2})).sp == 1
     with pytest.raises(WrongOption, match="does not go with pipelines, tensor ranks"):
         TargetEngine(apart, options_of({"dp": 2, "sp": 2}))

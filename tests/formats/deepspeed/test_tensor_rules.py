@@ -14,7 +14,7 @@ import torch
 from zckpt.core.checkpoint.placement import Sliced
 from zckpt.core.checkpoint.slicing import joined
 from zckpt.core.storage.fragments import Extent, solid
-from zckpt.formats.deepspeed.gather.tensor import Cut, stated
+from zckpt.formats.deepspeed.gather.tensor import Cut, stated_rules
 from zckpt.naming.tensor_rules import decide
 from zckpt.naming.universal_info import UniversalInfo
 
@@ -130,7 +130,7 @@ def test_info_means_what_the_engine_makes_of_it(what: str, tmp_path: Path) -> No
         assert (found.shape[0], found.vocabulary) == (8, 7)
         whole = whole[:7]
     assert torch.equal(whole.reshape(expected.shape), expected)
-    cut = stated(info).explicit(NAME, shapes) or Cut.along(shapes, 0)
+    cut = stated_rules(info).explicit(NAME, shapes) or Cut.along(shapes, 0)
     assert cut.shape == found.shape
     for copy in range(len(cut.copies)):
         gathered = gathered_of(cut, slices, copy).reshape(-1)[: expected.numel()]
@@ -161,7 +161,7 @@ def test_affine_maps_of_the_engine() -> None:
         assert found.shape == (12, 10)
         for copy in range(found.slicing.copies):
             assert torch.equal(whole_of(found, shards, copy), full), what
-        cut = stated(info).explicit(NAME, shapes)
+        cut = stated_rules(info).explicit(NAME, shapes)
         assert cut is not None
         assert len(cut.copies) == found.slicing.copies
         for copy in range(len(cut.copies)):

@@ -50,7 +50,7 @@ class Saved:
     def tensor(self, values: Tensor) -> Any:
         names = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
         tensor = self.storages.tensor(names[values.dtype], tuple(values.shape))
-        self.storages.known[tensor.storage.key] = values.contiguous().numpy().tobytes()
+        self.storages.values_by_key[tensor.storage.key] = values.contiguous().numpy().tobytes()
         return tensor
 
     def dtensor(self, local: Tensor, shape: Sequence[int], mesh: Foreign, *placed: Any) -> Foreign:
@@ -145,7 +145,7 @@ def of_old(storages: Storages, sizes: Sequence[int]) -> Foreign:
 def _ranks(storages: Storages, sizes: Sequence[int]) -> Any:
     tensor = storages.tensor("I32", tuple(sizes))
     count = int(torch.tensor(sizes).prod())
-    storages.known[tensor.storage.key] = struct.pack(f"<{count}i", *range(count))
+    storages.values_by_key[tensor.storage.key] = struct.pack(f"<{count}i", *range(count))
     return tensor
 
 

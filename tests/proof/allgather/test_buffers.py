@@ -59,7 +59,7 @@ def test_every_process_has_as_many_rows(size: int, rows: int, bytes_of_each: int
     for rank in range(size):
         slot = BucketBuffers(world(rank, size), 100, 7)
         assert slot.rows(THREE_ROWS) == rows
-        read, part = slot.own(THREE_ROWS)
+        read, part = slot.own_rows(THREE_ROWS)
         assert read is part
         assert bounds(part, slot.gathered) == (rank * bytes_of_each, (rank + 1) * bytes_of_each)
         assert (len(slot.other), slot.near_other is slot.other) == (7, True)
@@ -70,14 +70,14 @@ def test_rows_that_are_sent_from_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "all_gather", lambda *_: None)
     slot = BucketBuffers(world(1, 2, META, META), 100, 7)
     assert slot.near is slot.gathered
-    read, part = slot.own(THREE_ROWS)
+    read, part = slot.own_rows(THREE_ROWS)
     assert (read.device, part.device, slot.gathered.device) == (CPU, META, META)
     assert len(read) == len(part) == 32
     assert read._base is not None
     assert len(read._base) == 50
     assert slot.gathered.dtype == torch.uint8
     slot.gathered = slot.near = torch.zeros(100, dtype=torch.uint8)  # memory that can be read
-    slot.own(THREE_ROWS)[0][:] = 7
+    slot.own_rows(THREE_ROWS)[0][:] = 7
     slot.move(THREE_ROWS, 0)
     assert slot.gathered.tolist() == [*[0] * 32, *[7] * 32, *[0] * 36]
 
@@ -86,7 +86,7 @@ def test_rows_that_are_gathered_beside_a_device() -> None:
     """gloo gathers on the processor's side; what it has gathered is copied to the device."""
     slot = BucketBuffers(world(1, 2, META, CPU), 100, 7)
     assert (slot.gathered.device, slot.near.device) == (CPU, META)
-    assert slot.own(THREE_ROWS)[0].device == CPU
+    assert slot.own_rows(THREE_ROWS)[0].device == CPU
     slot = BucketBuffers(world(0, 1, CPU, SAME), 100, 7)
     slot.gathered[:] = torch.arange(100)
     slot.near[:] = 255

@@ -48,15 +48,15 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
             )
 
 
-def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> None:
+def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None) -> None:
     """Raises InconsistentCheckpoint if every file states one step, and the files differ.
 
-    `stated` has paths of files, each with a step that it states for a parameter. If a file states
-    several steps, the parameters were not updated equally often, as if layers were unfrozen late.
-    Then steps show nothing. Any `policy` allows different steps.
+    `steps_in_files` has paths of files, each with a step that it states for a parameter. If a file
+    states several steps, the parameters were not updated equally often, as if layers were unfrozen
+    late. Then steps show nothing. Any `policy` allows different steps.
     """
     by_file: dict[str, set[Step]] = {}
-    for file, step in stated:
+    for file, step in steps_in_files:
         by_file.setdefault(file, set()).add(step)
     several = any(len(steps) > 1 for steps in by_file.values())
     if policy is not None or several or len(set().union(*by_file.values())) <= 1:

@@ -69,8 +69,8 @@ def numpy_type(dtype: str) -> np.dtype[Any]:
 
     if dtype not in NUMBERS:
         raise KeyError(dtype)
-    own: Any = {"BF16": ml_dtypes.bfloat16, "BOOL": np.uint8}
-    result: np.dtype[Any] = np.dtype(own.get(dtype, TORCH_NAMES[dtype]))
+    numpy_types: Any = {"BF16": ml_dtypes.bfloat16, "BOOL": np.uint8}
+    result: np.dtype[Any] = np.dtype(numpy_types.get(dtype, TORCH_NAMES[dtype]))
     return result
 
 

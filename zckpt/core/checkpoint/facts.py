@@ -137,12 +137,12 @@ class StateDictEngine(Struct, frozen=True):
 
         `group_step` is the type of a step that only groups keep; None if the states keep the step.
         """
-        required, others = self.__struct_fields__[:9], ("storage", "bare", "file", "ordered")
+        required, optional = self.__struct_fields__[:9], ("storage", "bare", "file", "ordered")
         return {
             **_document(self, required),
             "group_step": group_step,
             **({"dialect": self.dialect} if self.whole else {}),
-            **_document(self, others),
+            **_document(self, optional),
         }
 
     @classmethod
@@ -218,9 +218,9 @@ class StepPlace(Struct, frozen=True):
     @classmethod
     def of_state(cls, optimizer: Mapping[str, Any]) -> "StepPlace | None":
         """The place that `state.optimizer` of a manifest states; None if it states none."""
-        if not (stated := _dictionary(optimizer, "step")):
+        if not (value := _dictionary(optimizer, "step")):
             return None
-        place = _record(cls, {"in": "state", "type": "F32", **stated})
+        place = _record(cls, {"in": "state", "type": "F32", **value})
         return replace(place, stale=optimizer.get("group_step"))
 
 
@@ -288,9 +288,9 @@ class TensorParallel(Struct, frozen=True):
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "TensorParallel":
         """The inverse of `to_state`; raises ValueError for values of other types."""
-        stated = _record(_Rules, state)
-        placements = {name: from_text(text) for name, text in stated.rules.items()}
-        return cls(placements, stated.vocabulary)
+        rules = _record(_Rules, state)
+        placements = {name: from_text(text) for name, text in rules.rules.items()}
+        return cls(placements, rules.vocabulary)
 
 
 class _Rules(Struct, frozen=True):
@@ -366,19 +366,19 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
     """
     rest = dict(state)
     keys = ("engine", "pipeline", "tensor_parallel")
-    stated, stages, slices = (_dictionary(rest, key) for key in keys)
+    engine_state, stages, slices = (_dictionary(rest, key) for key in keys)
     for key in keys:
         rest.pop(key, None)
     engine: Engine | None = None
-    if "model" in stated:
-        engine = StateDictEngine.of_state(stated)
-    elif stated.keys() & {"config", "elastic"}:
-        engine = FlatBufferEngine.of_state(stated)
-    elif stated:
-        engine = NamedWeightsEngine.of_state(stated)
+    if "model" in engine_state:
+        engine = StateDictEngine.of_state(engine_state)
+    elif engine_state.keys() & {"config", "elastic"}:
+        engine = FlatBufferEngine.of_state(engine_state)
+    elif engine_state:
+        engine = NamedWeightsEngine.of_state(engine_state)
     optimizer = _dictionary(rest, "optimizer")
     place = StepPlace.of_state(optimizer)
-    kind = stated.get("group_step")
+    kind = engine_state.get("group_step")
     if place is None and isinstance(engine, StateDictEngine) and kind is not None:
         place = _record(StepPlace, {"in": "group", "type": kind})
     apart = {"step", "group_step", *KEYS}
@@ -399,12 +399,12 @@ def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, A
     Optional fields with their default are left out.
     """
     document = {}
-    for each in fields(record):
-        value = getattr(record, each.name)
-        is_usual = value == each.default or (value is None and not each.required)
-        if not is_usual and (names is None or each.name in names):
+    for item in fields(record):
+        value = getattr(record, item.name)
+        is_usual = value == item.default or (value is None and not item.required)
+        if not is_usual and (names is None or item.name in names):
             as_list = isinstance(value, tuple)
-            document[each.encode_name] = to_builtins(list(value)) if as_list else value
+            document[item.encode_name] = to_builtins(list(value)) if as_list else value
     return document
 
 
@@ -423,8 +423,8 @@ BLANK = {
 def _record(kind: type[T], document: Mapping[str, Any]) -> T:
     """The inverse of `_document`; a missing or null field gets its default, or an empty value."""
     nothing = dict.fromkeys(each.encode_name for each in fields(kind) if each.required)
-    stated = {key: value for key, value in document.items() if value is not None}
-    return convert({**nothing, **BLANK, "ordered": None, **stated}, kind)
+    given = {key: value for key, value in document.items() if value is not None}
+    return convert({**nothing, **BLANK, "ordered": None, **given}, kind)
 
 
 def _dictionary(state: Mapping[str, Any], key: str) -> dict[Any, Any]:

@@ -15,7 +15,7 @@ class Grid(Struct, frozen=True):
     staged: bool = False
 
 
-class Place(Struct, frozen=True):
+class GridPlace(Struct, frozen=True):
     """The model rank `number` of a grid; `buffers` are the names that its own file states.
 
     `tied` maps the numbers of tied layers' files to the keys of these layers; None if only tensor

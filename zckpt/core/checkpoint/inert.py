@@ -478,8 +478,8 @@ def _integer(text: Any) -> int:
 
 def _scalar(parts: Any) -> Scalar:
     value, dtype, *shapes = _list(parts)
-    known = isinstance(dtype, str) and (dtype in SIZES or dtype in PYTHON_NUMBERS)
-    if not known or type(value) not in (bool, int, float) or len(shapes) > 1:
+    has_known_type = isinstance(dtype, str) and (dtype in SIZES or dtype in PYTHON_NUMBERS)
+    if not has_known_type or type(value) not in (bool, int, float) or len(shapes) > 1:
         raise TypeError("not a number")
     shape = tuple(_list(shapes[0])) if shapes else ()
     if any(size != 1 for size in shape):

@@ -38,13 +38,13 @@ def places_of(parameters: Iterable[str]) -> Places:
     from all names. A name without a number is in the row of its first part: `norm` for
     `model.norm.weight`. If there are several stacks, their names are part of the rows.
     """
-    found = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
-    stacks = list(dict.fromkeys(match["stack"] or "" for match in found.values() if match))
+    matches = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
+    stacks = list(dict.fromkeys(match["stack"] or "" for match in matches.values() if match))
     outer = stacks[0].rpartition(".")[0] if len(stacks) == 1 else ""
-    first = next((place for place, match in enumerate(found.values()) if match), 0)
+    first = next((place for place, match in enumerate(matches.values()) if match), 0)
     kinds: dict[str, tuple[str, str]] = {}
     order: dict[str, tuple[int, ...]] = {}
-    for place, (name, match) in enumerate(found.items()):
+    for place, (name, match) in enumerate(matches.items()):
         if match:
             stack, number = match["stack"] or "", match["number"]
             row = number if len(stacks) == 1 else f"{stack}.{number}".lstrip(".")

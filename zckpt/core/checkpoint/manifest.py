@@ -18,7 +18,7 @@ from ..storage.fragments import Extent, Record
 from .dtypes import NUMBERS
 from .entries import Entry, Key
 from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
-from .grid import Place
+from .grid import GridPlace
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 from .mended import Mended
 from .optimizer_states import KEYS, StateRow, States, states_in, with_states
@@ -82,12 +82,12 @@ def parameters_from_json(
     """The inverse of `parameters_to_json`; raises one of MALFORMED for other documents."""
     parameters, numbers = {}, list[StateRow]()
     for name, item in document.items():
-        stated = convert(item, _Stated)
-        for key, scalar in stated.scalars.items():
+        item_record = convert(item, _Stated)
+        for key, scalar in item_record.scalars.items():
             numbers.append(StateRow(key, "number", (name,), _scalar_from_json(scalar)))
-        step = step_from_json(stated.step)
+        step = step_from_json(item_record.step)
         parameters[name] = Parameter(
-            stated.shape, stated.trainable, stated.group, step, stated.aliases
+            item_record.shape, item_record.trainable, item_record.group, step, item_record.aliases
         )
     return parameters, numbers
 
@@ -307,7 +307,7 @@ class Manifest(Struct, frozen=True):
     """
     replicas: tuple[Entry, ...] = ()
     """Replicas of entries in the same files. Writers fill them too."""
-    place: Place | None = None
+    place: GridPlace | None = None
     """The place of this model rank, if it is not joined with others."""
     ranks: "tuple[Manifest, ...]" = ()
     """The model ranks, if they are not joined.
@@ -327,13 +327,13 @@ class Manifest(Struct, frozen=True):
 
     def replace(self, **changes: Any) -> "Manifest":
         """Replaces fields of the manifest or of its parts; all fields have different names."""
-        own = {name: changes.pop(name) for name in self.__struct_fields__ if name in changes}
+        own_fields = {name: changes.pop(name) for name in self.__struct_fields__ if name in changes}
         for name in ("run", "files", "notices"):
-            part = own.get(name, getattr(self, name))
+            part = own_fields.get(name, getattr(self, name))
             of_part = {key: changes.pop(key) for key in part.__struct_fields__ if key in changes}
             if of_part:
-                own[name] = replace(part, **of_part)
-        return replace(self, **own, **changes)
+                own_fields[name] = replace(part, **of_part)
+        return replace(self, **own_fields, **changes)
 
     @property
     def where(self) -> str:
@@ -423,14 +423,14 @@ class Manifest(Struct, frozen=True):
 
 
 def fitting_roots(
-    roots: Iterable[str], known: Mapping[str, Parameter], model: Mapping[str, Parameter]
+    roots: Iterable[str], parameters: Mapping[str, Parameter], model: Mapping[str, Parameter]
 ) -> list[str]:
-    """The prefixes of those models in `known` that have the names and shapes of `model`."""
+    """The prefixes of those models in `parameters` that have the names and shapes of `model`."""
     return [
         root
         for root in roots
         if all(
-            f"{root}.{name}" in known and known[f"{root}.{name}"].shape == item.shape
+            f"{root}.{name}" in parameters and parameters[f"{root}.{name}"].shape == item.shape
             for name, item in model.items()
         )
     ]

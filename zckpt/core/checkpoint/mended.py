@@ -109,13 +109,13 @@ def beside(root: str) -> tuple[Mended, ...]:
 def warnings(mended: Iterable[Mended], where: str) -> list[Notice]:
     """The warnings about a mended checkpoint that every command gives."""
     kinds: Mapping[str, list[Mended]] = {"": [], "chance": [], "made-up": []}
-    for each in mended:
-        kinds[each.by if each.by in kinds else ""].append(each)
+    for record in mended:
+        kinds[record.by if record.by in kinds else ""].append(record)
     lines = []
-    for kind, own in kinds.items():
-        if own:
-            names = [*dict.fromkeys(each.tensor or each.file for each in own)]
-            count = counted(len(own), "record")
+    for kind, records in kinds.items():
+        if records:
+            names = [*dict.fromkeys(each.tensor or each.file for each in records)]
+            count = counted(len(records), "record")
             message = (
                 f"zckpt mend has {HOW[kind].format(f'{count} of {where}')}: {listed(names, 4)}"
             )

@@ -94,7 +94,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         entries = rank.entries.values()
         shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
         scalars = rank.states.scalars
-        others = by_key(
+        other_states = by_key(
             (name, str(row.key))
             for row in rank.states.of_form("other", "unsupported")  # these are in the files too
             for name in row.parameters
@@ -102,12 +102,12 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         for name, parameter in rank.parameters.items():
             if not parameter.trainable or not prod(parameter.shape):
                 continue
-            own = tuple(shaped.get(name, ()))
-            keys = (*own, *scalars.get(name, ()), *others.get(name, ()))
+            shaped_keys = tuple(shaped.get(name, ()))
+            keys = (*shaped_keys, *scalars.get(name, ()), *other_states.get(name, ()))
             if own_steps and parameter.step is not None:
                 keys += (STEP,)
             title, axes = rank.titled(name), len(parameter.shape)
-            states = _States(title, axes, frozenset(keys), frozenset(own))
+            states = _States(title, axes, frozenset(keys), frozenset(shaped_keys))
             groups.setdefault(parameter.group, []).append(states)
     yield from groups.values()
 

@@ -92,7 +92,7 @@ class States(Struct, frozen=True, dict=True):
         return self._by_parameter("number")
 
     @cached_property
-    def others(self) -> dict[str, dict[Any, Any]]:
+    def other_values(self) -> dict[str, dict[Any, Any]]:
         """The values that are neither slots nor numbers, by parameter and key."""
         return self._by_parameter("other")
 
@@ -166,8 +166,8 @@ def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[S
     """Makes rows of values that are given by parameter and key."""
     return [
         StateRow(key, form, (name,), value)
-        for name, own in values.items()
-        for key, value in own.items()
+        for name, states_of_parameter in values.items()
+        for key, value in states_of_parameter.items()
     ]
 
 
@@ -176,8 +176,8 @@ def unsupported(
 ) -> StateRow:
     """A state that is only compared; `tensors` are those in its inert value."""
     content = json.dumps(to_json(value), sort_keys=True)
-    own = tuple(parameters)
-    return StateRow(str(key), "unsupported", own, content, reason, tensors=tuple(tensors))
+    names = tuple(parameters)
+    return StateRow(str(key), "unsupported", names, content, reason, tensors=tuple(tensors))
 
 
 def estimates(groups: Sequence[Mapping[Any, Any]]) -> list[StateRow]:
@@ -207,13 +207,13 @@ def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[s
             "dp": part.dp,
             "parameters": list(parameters),
             "starts": list(part.starts),
-            "states": own,
+            "states": states_of_part,
         }
-        for (part, parameters), own in parts.items()
+        for (part, parameters), states_of_part in parts.items()
         if part is not None
     ]
     values = {
-        OTHER: states.others,
+        OTHER: states.other_values,
         PARTITIONS: partitions,
         AMONG: states.numbers("among"),
         BESIDE: states.numbers("beside"),
@@ -252,14 +252,14 @@ def states_in(optimizer: Mapping[Any, Any]) -> States:
 
     Raises ValueError if they have another form.
     """
-    known = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
-    stated = convert(known, _Stated)
-    rows = of_parameters("other", stated.other)
-    for part in stated.partitions:
+    with_values = {key: optimizer[key] for key in KEYS if optimizer.get(key) is not None}
+    record = convert(with_values, _Stated)
+    rows = of_parameters("other", record.other)
+    for part in record.partitions:
         rows += _of_part(part)
-    rows += [StateRow(key, "among", value=value) for key, value in stated.among.items()]
-    rows += [StateRow(key, "beside", value=value) for key, value in stated.beside.items()]
-    rows += estimates(stated.by_rank)
+    rows += [StateRow(key, "among", value=value) for key, value in record.among.items()]
+    rows += [StateRow(key, "beside", value=value) for key, value in record.beside.items()]
+    rows += estimates(record.by_rank)
     return States(tuple(rows))
 
 

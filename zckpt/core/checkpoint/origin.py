@@ -55,7 +55,7 @@ class Origin(Struct, frozen=True):
     """The subfolder of a numbered folder that holds it: `actor` of `global_step_3`."""
     nulls: frozenset[str] = OF_ANY_ENGINE
     """The names of the None fields that the JSON has as null; it lacks the other None fields."""
-    others: Mapping[str, Any] = field(default_factory=dict)
+    other_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the JSON, which zckpt does not interpret."""
 
     @property
@@ -78,16 +78,18 @@ class Origin(Struct, frozen=True):
             for name in STATED
             if (value := getattr(self, name)) is not None or name in self.nulls
         }
-        return {**document, **self.others}
+        return {**document, **self.other_fields}
 
     @classmethod
     def of_json(cls, document: Any) -> "Origin":
         """The inverse of `to_json`; raises ValueError for values of other types."""
-        stated = convert(document, dict[str, Any])
-        known = {name: stated.pop(name) for name in STATED if name in stated}
-        nulls = [name for name, value in known.items() if value is None or name in OF_ANY_ENGINE]
-        return replace(convert(known, cls), nulls=frozenset(nulls), others=stated)
+        values = convert(document, dict[str, Any])
+        fields_given = {name: values.pop(name) for name in STATED if name in values}
+        nulls = [
+            name for name, value in fields_given.items() if value is None or name in OF_ANY_ENGINE
+        ]
+        return replace(convert(fields_given, cls), nulls=frozenset(nulls), other_fields=values)
 
 
-STATED = tuple(name for name in Origin.__struct_fields__ if name not in ("nulls", "others"))
+STATED = tuple(name for name in Origin.__struct_fields__ if name not in ("nulls", "other_fields"))
 """The keys of the JSON, in its order."""

@@ -109,10 +109,10 @@ class Placement(Struct, frozen=True):
         `says` begins the message of InconsistentCheckpoint, which is raised for shapes that do not
         fit.
         """
-        known = _known(shapes, says)
-        if len(set(known)) > 1:
-            raise _misfit(f"{says}, whose shapes differ: {_on_ranks(known)}")
-        return Sliced(known[0], slicing.replicated(known[0], len(known)), self)
+        all_shapes = _known(shapes, says)
+        if len(set(all_shapes)) > 1:
+            raise _misfit(f"{says}, whose shapes differ: {_on_ranks(all_shapes)}")
+        return Sliced(all_shapes[0], slicing.replicated(all_shapes[0], len(all_shapes)), self)
 
 
 class Replicated(Placement, frozen=True):
@@ -176,14 +176,14 @@ class Cut(Placement, frozen=True):
         return (self.axis, self.equal) != (1, 1)
 
     def sliced(self, shapes: Shapes, says: str) -> Sliced:
-        known, axis = _known(shapes, says), self.axis
-        first = known[0]
+        all_shapes, axis = _known(shapes, says), self.axis
+        first = all_shapes[0]
         if axis >= len(first):
             raise _misfit(f"{says}, which has the shape {list(first)}")
-        others = {(shape[:axis], shape[axis + 1 :]) for shape in known}
-        if len(others) > 1 or len({len(shape) for shape in known}) > 1:
-            raise _misfit(f"{says}, whose shapes differ: {_on_ranks(known)}")
-        lengths = [shape[axis] for shape in known]
+        other_axes = {(shape[:axis], shape[axis + 1 :]) for shape in all_shapes}
+        if len(other_axes) > 1 or len({len(shape) for shape in all_shapes}) > 1:
+            raise _misfit(f"{says}, whose shapes differ: {_on_ranks(all_shapes)}")
+        lengths = [shape[axis] for shape in all_shapes]
         before, behind, widths = first[:axis], first[axis + 1 :], self._widths(lengths, says)
         pieces = slicing.cut(prod(before), prod(behind), widths)
         return Sliced((*before, sum(lengths), *behind), pieces, self)
@@ -264,11 +264,11 @@ def from_text(text: str) -> Placement:
 
 
 def _known(shapes: Shapes, says: str) -> list[tuple[int, ...]]:
-    known = [shape for shape in shapes if shape is not None]
-    if len(known) < len(shapes):
+    all_shapes = [shape for shape in shapes if shape is not None]
+    if len(all_shapes) < len(shapes):
         lacking = [*shapes].index(None)
         raise _misfit(f"{says}: tensor rank {lacking} does not have this parameter")
-    return known
+    return all_shapes
 
 
 def _misfit(message: str) -> InconsistentCheckpoint:

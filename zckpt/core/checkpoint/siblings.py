@@ -30,7 +30,7 @@ FOLDER = "a link to a folder"
 SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
-BESIDE = ".zckpt"
+CACHE = ".zckpt"
 """The folder of a run in which zckpt keeps checkpoints for other numbers of ranks.
 
 It belongs to no checkpoint.
@@ -177,11 +177,13 @@ class SiblingList(Struct, eq=False):
         """
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
-        own = path[path.rfind(os.sep) + 1 :]  # os.path.basename is slow, and files may be 50,000
+        file_name = path[
+            path.rfind(os.sep) + 1 :
+        ]  # os.path.basename is slow, and files may be 50,000
         is_folder = stat.S_ISDIR(status.st_mode)
-        if own in ((BESIDE,) if is_folder else (UNFINISHED, MENDED)):
+        if file_name in ((CACHE,) if is_folder else (UNFINISHED, MENDED)):
             return
-        reason = HIDDEN if own.startswith(".") and own not in self.listed else ""
+        reason = HIDDEN if file_name.startswith(".") and file_name not in self.listed else ""
         if not reason and stat.S_ISLNK(status.st_mode):
             reason = OUT if self.is_out(path) else ""
             status = status if reason else sources.status(real_path(path))

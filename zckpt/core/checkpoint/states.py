@@ -109,8 +109,8 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     def add(key: str, name: str, tensors: Sequence[Key], form: str, reason: str = "") -> None:
         state = states.get(key)
         if state is None or state.form != form:
-            known = {} if state is None or state.form == "none" else state.tensors
-            state = states[key] = State(key, known, form, reason)
+            tensors_before = {} if state is None or state.form == "none" else state.tensors
+            state = states[key] = State(key, tensors_before, form, reason)
         state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
 
     for name in manifest.parameters:
@@ -138,16 +138,24 @@ def entries_in(value: Any) -> list[Key]:
     return [(name, "state") for name in tensors_in(value)]
 
 
-def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
+def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
     """The states of several ranks.
 
     If a state is None on some ranks, only the others supply tensors.
     """
     united = {}
-    for key, own in by_key((state.key, state) for states in each for state in states).items():
-        own.sort(key=lambda state: FORMS.index(state.form))
-        held = own if own[-1].form == "none" else [s for s in own if s.form != "none"]
-        united[key] = replace(own[-1], tensors={n: t for s in held for n, t in s.tensors.items()})
+    for key, states_of_key in by_key(
+        (state.key, state) for states in states_of_ranks for state in states
+    ).items():
+        states_of_key.sort(key=lambda state: FORMS.index(state.form))
+        held = (
+            states_of_key
+            if states_of_key[-1].form == "none"
+            else [s for s in states_of_key if s.form != "none"]
+        )
+        united[key] = replace(
+            states_of_key[-1], tensors={n: t for s in held for n, t in s.tensors.items()}
+        )
     return united
 
 
@@ -207,19 +215,21 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
     if ours and ours == theirs:
         return [*_united(map(missing_in, source.ranks, target.ranks)).values()]
     kept = states_of(target)
-    known: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     lacking = []
     for key, state in states_of(source).items():
         there = kept.get(key)
-        own = {} if there is None or there.form == "unsupported" else there.tensors
-        if state.tensors.keys() <= own.keys():
+        target_tensors = {} if there is None or there.form == "unsupported" else there.tensors
+        if state.tensors.keys() <= target_tensors.keys():
             continue
-        known = known or {n: n for own in target.each for n in own.parameters} | target.owners
-        names = {known.get(name, name) for name in own}
+        new_names = (
+            new_names or {n: n for own in target.each for n in own.parameters} | target.owners
+        )
+        names = {new_names.get(name, name) for name in target_tensors}
         missing = {
             name: tensors
             for name, tensors in state.tensors.items()
-            if (known[name] not in names if name in known else not own)
+            if (new_names[name] not in names if name in new_names else not target_tensors)
         }
         if missing:
             lacking.append(replace(state, tensors=missing))
@@ -235,11 +245,11 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
         return []
     axes = {
         name: len(parameter.shape)
-        for own in source.each
-        for name, parameter in own.parameters.items()
-        if own.groups
+        for rank in source.each
+        for name, parameter in rank.parameters.items()
+        if rank.groups
         and parameter.group is not None
-        and not FACTORING.isdisjoint(own.groups[parameter.group])
+        and not FACTORING.isdisjoint(rank.groups[parameter.group])
     }
     unfit = []
     for key, state in states_of(source).items():
@@ -254,8 +264,8 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
     if not names:
         return manifest
     parameters = {
-        name: replace(own, trainable=False, group=None, updated=True) if name in names else own
-        for name, own in manifest.parameters.items()
+        name: replace(item, trainable=False, group=None, updated=True) if name in names else item
+        for name, item in manifest.parameters.items()
     }
     return replace(manifest, parameters=parameters)
 
@@ -268,8 +278,8 @@ def of_numbers(source: Manifest, target: Manifest) -> list[State]:
     if not has_texts_alone(source) or has_texts_alone(target):
         return []
     states = states_of(source)
-    others = source.states.of_form("other")
-    doubtful = {str(row.key) for row in others if any(in_doubt(row.value, str(row.key)))}
+    other_rows = source.states.of_form("other")
+    doubtful = {str(row.key) for row in other_rows if any(in_doubt(row.value, str(row.key)))}
     return [replace(states[key], reason=OF_NUMBERS) for key in states if key in doubtful]
 
 
@@ -292,8 +302,8 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
     tensors = {
         tensor
         for key in gone & states.keys()
-        for own in states[key].tensors.values()
-        for tensor in own
+        for tensors_of_parameter in states[key].tensors.values()
+        for tensor in tensors_of_parameter
     }
     return replace(
         manifest.with_each(lambda rank: without(rank, keys)),
@@ -308,13 +318,13 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
     """Raises WrongOption for a key of which no manifest has a state."""
     if not keys:
         return
-    known = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))
+    all_keys = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))
     for key in keys:
-        if key not in known:
+        if key not in all_keys:
             raise WrongOption(
                 "option-names-nothing",
                 f"--drop-state {key}: the optimizer has no state of this name",
-                hint=f"its states are {listed(known)}" if known else "leave it out",
+                hint=f"its states are {listed(all_keys)}" if all_keys else "leave it out",
             )
 
 

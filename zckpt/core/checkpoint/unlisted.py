@@ -34,21 +34,21 @@ def unlisted(manifest: Manifest) -> list[Notice]:
     if manifest.groups is None and not any(map(is_optimizers, slots)):
         return []
     trained = {name for rank in ranks for name, p in rank.parameters.items() if p.trainable}
-    others = [
+    frozen = [
         name
         for name in dict.fromkeys(name for rank in ranks for name in rank.parameters)
         if name not in trained
     ]
-    if not others:
+    if not frozen:
         return []
-    what = "the other one is" if len(others) == 1 else f"the other {len(others)} are"
+    what = "the other one is" if len(frozen) == 1 else f"the other {len(frozen)} are"
     message = (
-        f"the optimizer lists {len(trained)} of {counted(len(trained) + len(others), 'weight')}: "
-        f"{what} taken for frozen ({listed(others, MANY)})"
+        f"the optimizer lists {len(trained)} of {counted(len(trained) + len(frozen), 'weight')}: "
+        f"{what} taken for frozen ({listed(frozen, MANY)})"
     )
     if _may_be_share(manifest):
         message += f". {LOST[0].upper()}{LOST[1:]}"
-    return [warning("frozen-inferred", message, subject=others[0])]
+    return [warning("frozen-inferred", message, subject=frozen[0])]
 
 
 def _may_be_share(manifest: Manifest) -> bool:

@@ -103,21 +103,21 @@ def agreement(master: Entry, weight: Entry) -> str | None:
     return "rounded" if is_rounded(master.dtype, weight.dtype) else None
 
 
-def counterpart(entry: Entry, others: Weight, own: Weight) -> tuple[Entry, str] | None:
+def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
     """The tensor of another checkpoint that a weight must equal, and how, as in `agreement`.
 
-    This is called if the other side has no entry of the same slot and type. `own` is the weight
+    This is called if the other side has no entry of the same slot and type. `weight` is the weight
     that `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from
     them. A master, or a `param` without a master, may be what the other's `param` was rounded from.
     An fp32 master may be rounded from a `param` of fp64.
     """
-    for other in (others.master, others.param):
+    for other in (other_weight.master, other_weight.param):
         how = None if other is None else agreement(other, entry)
         is_known = how == "bits" or entry.slot == "param"
         if other and how and (is_known or (other.slot, other.dtype) == FP64):
             return other, how
-    stands_alone = entry.slot == "master" or own.master is None
-    narrow = others.param
+    stands_alone = entry.slot == "master" or weight.master is None
+    narrow = other_weight.param
     if stands_alone and narrow is not None and narrow.dtype not in WIDE:
         how = agreement(entry, narrow)
         return None if how is None else (narrow, how)

@@ -103,8 +103,8 @@ class _Comparison(Struct, eq=False, dict=True):
         a, b = self.manifests
         sides = [a] if b is a else [a, b]
         self.checkers = [
-            RecordChecker(each.files.records, collect=True, fingerprints=each.files.fingerprints)
-            for each in sides
+            RecordChecker(side.files.records, collect=True, fingerprints=side.files.fingerprints)
+            for side in sides
         ]
         self.covers: dict[int, Cover] = {}
         # by the entry's identity: the first match that reads it, which counts its bytes
@@ -132,7 +132,7 @@ class _Comparison(Struct, eq=False, dict=True):
             *(files_seen(item.root, item.files.fingerprints) for item in self.manifests),
         ]
 
-    def found(self) -> Any:
+    def findings(self) -> Any:
         """The CRC-32s of tensors and of records, in an order that is the same in all processes."""
         return {
             "tensors": [cover.parts() for cover in self.covers.values()],
@@ -141,16 +141,16 @@ class _Comparison(Struct, eq=False, dict=True):
             "bytes": self.bytes,
         }
 
-    def take(self, found: Any) -> None:
-        for cover, parts in zip(self.covers.values(), found["tensors"], strict=True):
+    def take(self, report: Any) -> None:
+        for cover, parts in zip(self.covers.values(), report["tensors"], strict=True):
             for part in parts:
                 cover.add(*part)
-        for checker, passed in zip(self.checkers, found["records"], strict=True):
+        for checker, passed in zip(self.checkers, report["records"], strict=True):
             for part in passed:
                 checker.passed_before(*part)
-        for number, values in found["differences"]:
+        for number, values in report["differences"]:
             self.differences.setdefault(number, Difference()).add(Difference(*values))
-        self.bytes += found["bytes"]
+        self.bytes += report["bytes"]
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
         """Lists of parts that fill the buffers one after the other.
@@ -218,18 +218,18 @@ class _Comparison(Struct, eq=False, dict=True):
         reader.read(requests, view)
         return _Side(view, requests)
 
-    def _hash(self, side: _Side, known: Mapping[int, int]) -> dict[int, int]:
+    def _hash(self, side: _Side, crcs_of_equal: Mapping[int, int]) -> dict[int, int]:
         """Adds the CRC-32s of one side's tensors; those of records were added as they were read.
 
-        Returns the CRC-32s by the position of the elements in the buffer. `known` holds the CRC-32s
-        of the other side, if its bytes are equal.
+        Returns the CRC-32s by the position of the elements in the buffer. `crcs_of_equal` holds the
+        CRC-32s of the other side, if its bytes are equal.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:
             if not item.check:
                 continue
             size = SIZES[item.entry.dtype]
-            crc = known.get(item.at // size)
+            crc = crcs_of_equal.get(item.at // size)
             if crc is None:
                 crc = crc32(side.view[item.at : item.end])
             with self.lock:
@@ -344,8 +344,10 @@ def compare(
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
     if a is not b:  # the elements of both sides should fit into the processor's cache
         chunk = max(1 << 20, chunk // 2)
-    read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
-    progress = begin(sum(entry.length for entry in read)) if begin else None
+    entries_read = [
+        entry for item in matches if item.is_read for entry in (item.a, item.b) if entry
+    ]
+    progress = begin(sum(entry.length for entry in entries_read)) if begin else None
 
     def begun(chunk_of_all: int) -> _Comparison:
         jobs = max(1, copying.jobs * chunk // chunk_of_all)

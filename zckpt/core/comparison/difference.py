@@ -59,8 +59,8 @@ class Difference(Struct, eq=False):
         self.bb += other.bb
         self.squares += other.squares
         for power, count in other.changes.items():
-            own = int(power)  # JSON has text keys
-            self.changes[own] = self.changes.get(own, 0) + count
+            own_power = int(power)  # JSON has text keys
+            self.changes[own_power] = self.changes.get(own_power, 0) + count
         self.ulps = [ours + theirs for ours, theirs in zip(self.ulps, other.ulps, strict=True)]
         self.nans = (self.nans[0] + other.nans[0], self.nans[1] + other.nans[1])
 
@@ -112,24 +112,24 @@ def _measure(
 
     difference = Difference()
     values = [numbers(view, dtype) for view, dtype in zip(views, dtypes, strict=True)]
-    known = all(side is not None for side in values)
+    are_numbers = all(side is not None for side in values)
     if dtypes[0] == dtypes[1]:
         bits: list[Any] = [np.frombuffer(view, f"u{SIZES[dtypes[0]]}") for view in views]
         unequal = bits[0] != bits[1]
-        if rounded and known:
+        if rounded and are_numbers:
             unequal &= ~(np.isnan(values[0]) & np.isnan(values[1]))
     else:
-        assert known, f"{dtypes} have no values to compare"
+        assert are_numbers, f"{dtypes} have no values to compare"
         unequal = (values[0] != values[1]) & ~(np.isnan(values[0]) & np.isnan(values[1]))
     places = np.flatnonzero(unequal)
     with np.errstate(invalid="ignore", over="ignore"):
-        if known:
+        if are_numbers:
             difference.dot = float(np.dot(values[0], values[1]))
             difference.aa, difference.bb = (float(np.dot(side, side)) for side in values)
         if not len(places):
             return difference
         difference.count, difference.first = len(places), start + int(places[0])
-        if known:
+        if are_numbers:
             ours, theirs = (side[places] for side in values)
             difference.a, difference.b = float(ours[0]), float(theirs[0])
             # integers are exact beyond 2**53 too

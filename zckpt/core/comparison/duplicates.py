@@ -79,8 +79,8 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     """
     tensors = by_key(
         (file, entry)
-        for own in (manifest.each if pairs else ())
-        for entry in own.entries.values()
+        for rank in (manifest.each if pairs else ())
+        for entry in rank.entries.values()
         for file in {fragment.extent.file for fragment in entry.fragments}
     )
     alone = {file: one for file, (one, *others) in tensors.items() if not others}

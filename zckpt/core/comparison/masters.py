@@ -92,37 +92,38 @@ def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
     compared = [*_compared(manifest, elements)]
     results = results_of(manifest, [each.match for each in compared])
     return [
-        (each.own, result)
-        for each, result in zip(compared, results, strict=True)
-        if result.differs and each.has_no_other(manifest)
+        (item.rank, result)
+        for item, result in zip(compared, results, strict=True)
+        if result.differs and item.has_no_other(manifest)
     ]
 
 
 class _Compared(Struct, frozen=True):
-    """A master of the manifest `own`, and the weights of which it must round to at least one.
+    """A master of the manifest `rank`, and the weights of which it must round to at least one.
 
-    `match` has the first weight, `others` the rest. `whole` is True if all elements are compared.
+    `match` has the first weight, `other_matches` the rest. `whole` is True if all elements are
+    compared.
     """
 
-    own: Manifest
+    rank: Manifest
     match: Match
-    others: Sequence[Match]
+    other_matches: Sequence[Match]
     whole: bool
 
     def has_no_other(self, manifest: Manifest) -> bool:
-        """Whether the master also differs from all weights in `others`."""
-        return all(other.differs for other in results_of(manifest, self.others))
+        """Whether the master also differs from all weights in `other_matches`."""
+        return all(other.differs for other in results_of(manifest, self.other_matches))
 
 
 def _compared(manifest: Manifest, elements: str) -> Iterator[_Compared]:
-    for own in manifest.each:
-        for master, weights in _masters(own):
+    for rank in manifest.each:
+        for master, weights in _masters(rank):
             matches = _matches(master, weights)
             # other checks compare whole copies
-            whole = elements == ALL and own.entries.get(master.key) is master
+            whole = elements == ALL and rank.entries.get(master.key) is master
             if matches:
-                first, *others = matches if whole else map(beginning, matches)
-                yield _Compared(own, first, others, whole)
+                first, *other_matches = matches if whole else map(beginning, matches)
+                yield _Compared(rank, first, other_matches, whole)
 
 
 class Rounding:
@@ -168,7 +169,7 @@ class Rounding:
     def _wrong(
         self, differing: Mapping[int, int], copies: bool = False
     ) -> list[tuple[Manifest, Result]]:
-        known = {
+        results_by_id = {
             id(self._wholes[number]): Result(
                 self.matches[number], (None, None), Difference(1, first)
             )
@@ -176,11 +177,13 @@ class Rounding:
         }
         rest = [each for each in self._compared if copies and not each.whole]
         results = results_of(self._manifest, [each.match for each in rest])
-        known |= {id(own): each for own, each in zip(rest, results, strict=True) if each.differs}
+        results_by_id |= {
+            id(own): each for own, each in zip(rest, results, strict=True) if each.differs
+        }
         return [
-            (each.own, known[id(each)])
-            for each in self._compared
-            if id(each) in known and each.has_no_other(self._manifest)
+            (item.rank, results_by_id[id(item)])
+            for item in self._compared
+            if id(item) in results_by_id and item.has_no_other(self._manifest)
         ]
 
 
@@ -193,11 +196,11 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
     """
     tensors = (*manifest.entries.values(), *manifest.replicas)
     weights = _of_slot("param", (*tensors, *manifest.files.sibling_weights))
-    for name, (first, *others) in _of_slot("master", tensors).items():
+    for name, (first, *further) in _of_slot("master", tensors).items():
         copies = weights.get(name, [])
         yield first, copies[:1] if (name, "param") in manifest.entries else copies
-        if len(copies) > len(others):
-            yield from ((other, copies) for other in others)
+        if len(copies) > len(further):
+            yield from ((other, copies) for other in further)
 
 
 def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -260,8 +263,8 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
     parts: list[Fragment] = []
     first = 0
     for start, stop in ranges:
-        own = fragments.part(start, stop, size)
-        parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in own]
+        runs = fragments.part(start, stop, size)
+        parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in runs]
         first += stop - start
     return Entry(*entry.key, entry.dtype, (first,), Runs(parts))
 

@@ -91,18 +91,18 @@ def compare_copies(manifest: Manifest, chosen: str | None, hints: Hints) -> list
                 warning(
                     "copies-differ",
                     f"the {ranks.words}' copies of {name} differ; {taken} is taken: "
-                    f"{listed(own, 3)}",
+                    f"{listed(lines_of_copies, 3)}",
                     subject=name,
                 )
-                for name, own in lines.items()
+                for name, lines_of_copies in lines.items()
             ]
             continue
-        name, own = next(iter(lines.items()))
+        name, lines_of_copies = next(iter(lines.items()))
         differ = (
             f"{ranks.words} hold different copies of {counted(len(lines), 'parameter')} "
             f"({listed(list(lines), 4)})"
         )
-        example = f"{name}: {listed(own, 3)}"
+        example = f"{name}: {listed(lines_of_copies, 3)}"
         if chosen is None:
             message = f"{manifest.root}: {differ}: {example}"
             raise InconsistentCheckpoint("copies-differ", message, hint=hints[axis], subject=name)
@@ -159,11 +159,11 @@ def compare_apart(manifest: Manifest) -> list[Notice]:
     return [
         warning(
             "copies-differ",
-            f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(own)), 4)} differ, and "
-            f"each {axis} keeps its own",
-            subject=own[0],
+            f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(names_on_axis)), 4)} "
+            f"differ, and each {axis} keeps its own",
+            subject=names_on_axis[0],
         )
-        for axis, own in names.items()
+        for axis, names_on_axis in names.items()
     ]
 
 
@@ -183,9 +183,9 @@ def averaged(manifest: Manifest) -> Manifest:
             copies.setdefault(copy.key, [taken]).append(copy)
     entries = {}
     for key, entry in manifest.entries.items():
-        own = copies.get(key, [])
-        of_masters = copies.get((entry.parameter, "master"), own)
-        entries[key] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
+        of_key = copies.get(key, [])
+        of_masters = copies.get((entry.parameter, "master"), of_key)
+        entries[key] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else of_key))
     return replace(manifest, entries=entries)
 
 
@@ -254,14 +254,14 @@ def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
     """
     moments: dict[str, list[list[Entry]]] = {}
     for key, entry in ranks[0].entries.items():
-        each = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []
-        known = [item for item in each if item is not None]
-        if len(known) == len(ranks) and len({item.shape for item in known}) == 1:
-            moments.setdefault(entry.parameter, []).append(known)
+        entries = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []
+        present = [item for item in entries if item is not None]
+        if len(present) == len(ranks) and len({item.shape for item in present}) == 1:
+            moments.setdefault(entry.parameter, []).append(present)
     return moments
 
 
 def _are_equal(slices: Sequence[Entry]) -> bool:
     """Whether all slices begin with the same numbers, and these are not all zero."""
-    first, *others = (head(entry, SAMPLE) for entry in slices)
-    return any(first) and all(first == other for other in others)
+    first, *rest = (head(entry, SAMPLE) for entry in slices)
+    return any(first) and all(first == other for other in rest)

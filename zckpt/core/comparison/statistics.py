@@ -67,8 +67,10 @@ class Statistics(Struct, eq=False):
         for key in COUNTS:
             setattr(self, key, getattr(self, key) + getattr(other, key))
         if other.histogram is not None:
-            own = self.histogram
-            self.histogram = other.histogram if own is None else own + other.histogram
+            own_histogram = self.histogram
+            self.histogram = (
+                other.histogram if own_histogram is None else own_histogram + other.histogram
+            )
 
     @property
     def inf(self) -> int:

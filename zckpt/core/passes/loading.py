@@ -42,8 +42,8 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
     entry = entries.get(key) or entries.get((owners.get(parameter, parameter), slot))
     if entry is not None:
         return entry
-    known = {owners.get(each, each) for each in (name, parameter)} - {""}
-    near = [each.name for each in entries.values() if each.parameter in known]
+    names = {owners.get(each, each) for each in (name, parameter)} - {""}
+    near = [each.name for each in entries.values() if each.parameter in names]
     near = near or get_close_matches(name, map(name_of, entries), 5)
     raise WrongOption(
         "option-names-nothing",

@@ -209,12 +209,12 @@ class ElementReader(Struct, eq=False, dict=True):
             part = first.flats[rank].part(begin * size, (begin + width) * size)
             self._read(part, into, batch[0].check and (rank in counted or batch[0].is_whole))
         stride = width * size
-        for item, own in zip(batch, needed, strict=True):
+        for item, ranks_of_item in zip(batch, needed, strict=True):
             slices = _slices(item)
             length = slices.width * size
-            row = (own.start - ranks.start) * stride + (slices.offset - begin) * size
+            row = (ranks_of_item.start - ranks.start) * stride + (slices.offset - begin) * size
             # only a part of the first and of the last slice may be wanted
-            skipped = (item.start - own.start * slices.width) * size
+            skipped = (item.start - ranks_of_item.start * slices.width) * size
             at, end = item.at, item.at + (item.stop - item.start) * size
             stop = min(at + length - skipped, end)
             view[at:stop] = scratch[row + skipped : row + skipped + stop - at]

@@ -84,11 +84,11 @@ def join(source: Manifest, target: Manifest, from_masters: bool) -> list[Pair]:
     weight; with `from_masters`, all weights are cast from their masters. Raises MissingData.
     """
     pairs = []
-    for rank, (own, its) in enumerate(zip(source.each, target.each, strict=True)):
-        owners = own.owners
+    for rank, (rank_manifest, its) in enumerate(zip(source.each, target.each, strict=True)):
+        owners = rank_manifest.owners
         for entry in (*its.entries.values(), *its.replicas):
             name = owners.get(entry.parameter, entry.parameter)
-            pairs.append(Pair(_source_of(entry, name, own, from_masters), entry, rank))
+            pairs.append(Pair(_source_of(entry, name, rank_manifest, from_masters), entry, rank))
     return pairs
 
 
@@ -172,8 +172,8 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
     """
     names = _names_in(a, b)
     ours, theirs = a.entries, _renamed(b, a, names)
-    found = (_counterpart(entry, theirs, ours) for entry in ours.values())
-    matches = [item for item in found if item is not None]
+    all_matches = (_counterpart(entry, theirs, ours) for entry in ours.values())
+    matches = [item for item in all_matches if item is not None]
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
     owners = {alias: names.get(first, first) for alias, first in b.owners.items()} | names
     for entry in (*ours.values(), *theirs.values()):  # one side may store a tied weight twice
@@ -224,25 +224,25 @@ def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
 def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
     """The entries of `b`, in which a tied weight has its name in `a`, if `b` stores it once."""
     entries: dict[Key, Entry] = {}
-    for own, entry in b.entries.items():
+    for key_of_b, entry in b.entries.items():
         key = names.get(entry.parameter, entry.parameter), entry.slot
-        known = entry.parameter in a.parameters or key in b.entries or key in entries
-        entries[own if known else key] = entry
+        is_taken = entry.parameter in a.parameters or key in b.entries or key in entries
+        entries[key_of_b if is_taken else key] = entry
     return entries
 
 
 def _counterpart(
-    entry: Entry, others: Mapping[Key, Entry], own: Mapping[Key, Entry]
+    entry: Entry, other_side: Mapping[Key, Entry], own_side: Mapping[Key, Entry]
 ) -> Match | None:
     """Matches `entry` with the same tensor of the other side, else with its rounding partner."""
-    same = others.get(entry.key)
+    same = other_side.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
-    weight = weight_of(own, entry.parameter)
+    weight = weight_of(own_side, entry.parameter)
     if entry.slot in WEIGHTS:
-        known = counterpart(entry, weight_of(others, entry.parameter), weight)
-        if known is not None:
-            return Match(entry, *known)
+        other_weight = counterpart(entry, weight_of(other_side, entry.parameter), weight)
+        if other_weight is not None:
+            return Match(entry, *other_weight)
     has_master = weight.master is not None and weight.master.dtype in WIDE
     if same is None or (entry.slot == "param" and has_master):
         return None
@@ -271,8 +271,15 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
 
     def pieces_of(file: str) -> list[TargetPiece]:
         pieces = [
-            TargetPiece(each.extent.offset, each.start, each.stop, pair, each.count, each.stride)
-            for pair, each in listed.get(file, ())
+            TargetPiece(
+                fragment.extent.offset,
+                fragment.start,
+                fragment.stop,
+                pair,
+                fragment.count,
+                fragment.stride,
+            )
+            for pair, fragment in listed.get(file, ())
         ]
         for flats, rank in slices_in.get(file, ()):
             pieces += [

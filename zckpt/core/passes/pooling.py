@@ -26,7 +26,7 @@ class Pass(Protocol):
         """A description of the tasks, which must be equal in all processes."""
         ...
 
-    def found(self) -> Any:
+    def findings(self) -> Any:
         """The results of this process."""
         ...
 

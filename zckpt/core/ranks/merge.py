@@ -110,8 +110,8 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
     """
     name, (parameter, slot) = name_of(key), key
     cut = table.cuts.get(parameter)
-    known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
-    if len(dtypes := {entry.dtype for entry in known}) > 1:
+    entries = [entry for own in zip_longest(*held) for entry in own if entry is not None]
+    if len(dtypes := {entry.dtype for entry in entries}) > 1:
         raise InconsistentCheckpoint(
             "ranks-disagree",
             f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}",
@@ -119,26 +119,26 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
             subject=name,
         )
     if cut is None:
-        if len({entry.shape for entry in known}) > 1:
+        if len({entry.shape for entry in entries}) > 1:
             message = f"{root}: the copies of {name} have other shapes"
             raise InconsistentCheckpoint("ranks-disagree", message)
-        return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
-    for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
-        if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
+        return [entries[0], *(replace(each, axis=each.axis or table.word) for each in entries[1:])]
+    for rank, (of_rank, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
+        if ({entry.numel for entry in of_rank} or {0}) != {prod(shape)}:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
                 f"{root}: {table.word} {rank} lacks {name}, or has it in another size",
                 file=root,
                 subject=name,
             )
-    size, wholes = SIZES[known[0].dtype], []
+    size, wholes = SIZES[entries[0].dtype], []
     for copy in range(min(len(own) for own in held if own)):
         slices = [own[copy].fragments if own else None for own in held]
         axis = next(own[copy].axis for own in held if own)
         for holder in range(cut.slicing.copies):
             fragments = slicing.joined(cut.slicing, slices, size, holder)
             of_copy = axis or (table.word if holder else "")
-            wholes.append(Entry(*key, known[0].dtype, cut.shape, fragments, axis=of_copy))
+            wholes.append(Entry(*key, entries[0].dtype, cut.shape, fragments, axis=of_copy))
     return wholes if cut.placement.agree(slot in WEIGHTS) else wholes[:1]
 
 
@@ -151,8 +151,11 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
     for number, rank in enumerate(every):
         for entry in chain(rank.entries.values(), rank.replicas):
             if entry.slot == "state" and not entry.parameter.startswith(f"{OF_OTHERS}."):
-                own = first.entries.get(entry.key)
-                if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
+                first_entry = first.entries.get(entry.key)
+                if first_entry is None or (first_entry.dtype, first_entry.shape) != (
+                    entry.dtype,
+                    entry.shape,
+                ):
                     continue
             held.setdefault(entry.key, [[] for _ in every])[number].append(entry)
     return held
@@ -178,9 +181,9 @@ def _parameters(
         cut = table.cuts.get(name)
         shape = copies[0][0].shape if cut is None else cut.shape
         wholes = [
-            (replace(each, shape=each.shape if cut is None else shape), scalars)
-            for each, scalars in copies
-            if 0 in shape or 0 not in each.shape  # no optimizer owns an empty slice
+            (replace(item, shape=item.shape if cut is None else shape), scalars)
+            for item, scalars in copies
+            if 0 in shape or 0 not in item.shape  # no optimizer owns an empty slice
         ]
         if any(each != wholes[0] for each in wholes):
             raise InconsistentCheckpoint(
@@ -208,19 +211,19 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
         return list(ranks), None
     renumbered = []
     for manifest in ranks:
-        own = [to_json(group) for group in manifest.groups or ()]
-        places = _places(own, every)
+        own_groups = [to_json(group) for group in manifest.groups or ()]
+        places = _places(own_groups, every)
         if -1 in places:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
                 f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
                 "ranks",
             )
-        if places != [len(every) - 1 - n for n in _places(own[::-1], every[::-1])][::-1]:
+        if places != [len(every) - 1 - n for n in _places(own_groups[::-1], every[::-1])][::-1]:
             raise UnsupportedCheckpoint(
                 "grid-unsupported",
-                f"{manifest.root}: a stage of the pipeline has {len(own)} of {len(groups)} groups, "
-                "and their hyper-parameters do not tell which",
+                f"{manifest.root}: a stage of the pipeline has {len(own_groups)} of "
+                f"{len(groups)} groups, and their hyper-parameters do not tell which",
                 hint="give each group of the optimizer other hyper-parameters, such as a name",
                 file=manifest.root,
             )
@@ -246,7 +249,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
     if ranks differ and `policy` does not decide. With the policy `keep`, only the steps of one
     parameter must agree.
     """
-    stated: dict[str | int | None, dict[Step, str]] = {}
+    steps_by_key: dict[str | int | None, dict[Step, str]] = {}
     groups: dict[str, int | None] = {}
     counts_each: set[int | None] = set()
     for rank in ranks:
@@ -256,12 +259,12 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
                 groups[name] = item.group
                 of_group.setdefault(item.group, set()).add(item.step)
                 for key in (name, item.group):
-                    stated.setdefault(key, {}).setdefault(item.step, f"{name}, {file}")
+                    steps_by_key.setdefault(key, {}).setdefault(item.step, f"{name}, {file}")
         counts_each |= {group for group, steps in of_group.items() if len(steps) > 1}
     alone = {*groups.values()} if policy == KEEP else counts_each
     agreed = {
         key: agree([(where, step) for step, where in places.items()], policy)
-        for key, places in stated.items()
+        for key, places in steps_by_key.items()
         if key not in alone
     }
     steps = {name: agreed[name if group in alone else group] for name, group in groups.items()}
@@ -319,13 +322,13 @@ def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
 
     The tensors of an unread state are named after their rank, so names of two ranks never collide.
     """
-    others = {name: own for rank in ranks for name, own in rank.states.others.items()}
-    rows = of_parameters("other", others)
+    values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
+    rows = of_parameters("other", values_by_name)
     for number, rank in enumerate(ranks):
         for row in rank.states.of_form("unsupported"):
             rank_word = f"{word} {number}"
-            own = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in row.tensors)
-            rows.append(replace(row, tensors=tuple(own)))
+            tensors = (replace(e, parameter=f"{rank_word}: {e.parameter}") for e in row.tensors)
+            rows.append(replace(row, tensors=tuple(tensors)))
     return rows
 
 
@@ -345,8 +348,8 @@ def _of_optimizer(manifest: Manifest) -> object:
     """
     kept = manifest.states.of_form("partition", "estimate")
     state = with_states(manifest.state, States(tuple(kept)), len(manifest.groups or ()))
-    own = state.get("optimizer") or {}
-    return to_json({key: value for key, value in own.items() if key != "members"})
+    optimizer = state.get("optimizer") or {}
+    return to_json({key: value for key, value in optimizer.items() if key != "members"})
 
 
 def _of_first(ranks: Sequence[Manifest]) -> States:
@@ -354,12 +357,12 @@ def _of_first(ranks: Sequence[Manifest]) -> States:
     rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
     gone: list[StateRow] = []
     for form in OF_NO_PARAMETER:
-        stated = [rank.states.numbers(form) for rank in ranks]
-        for key in dict.fromkeys(chain.from_iterable(stated)):
-            values = [own.get(key) for own in stated]
+        numbers_of_ranks = [rank.states.numbers(form) for rank in ranks]
+        for key in dict.fromkeys(chain.from_iterable(numbers_of_ranks)):
+            values = [own.get(key) for own in numbers_of_ranks]
             if not all(alike(value, values[0]) for value in values):
                 gone.append(unsupported(key, (NO_PARAMETER,), REASONS[form], values, ()))
-            elif key in stated[0]:
+            elif key in numbers_of_ranks[0]:
                 rows.append(StateRow(key, form, value=values[0]))
     return States((*rows, *gone))
 
@@ -378,11 +381,11 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
     first = {key: to_json(ranks[0].state.get(key)) for key in keys}
     lines: set[str] = set()
     for other in ranks[1:]:
-        stated = {key: to_json(other.state.get(key)) for key in keys}
-        if own := {key: value for key, value in stated.items() if value != first[key]}:
+        of_other = {key: to_json(other.state.get(key)) for key in keys}
+        if differing_values := {k: value for k, value in of_other.items() if value != first[k]}:
             name = os.path.basename(_file_of(other))
-            differing[name] = {**own, **differing.get(name, {})}
-        lines |= {key for key in ranks[0].files.rank_keys if key in own}
+            differing[name] = {**differing_values, **differing.get(name, {})}
+        lines |= {key for key in ranks[0].files.rank_keys if key in differing_values}
         ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
         for key in ours.keys() | theirs.keys():
             value = theirs.get(key)

@@ -52,7 +52,7 @@ class Partitioned(Struct, frozen=True):
         """The number of elements in a rank's part."""
         return self.ranks[rank].length // SIZES[self.dtype]
 
-    def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+    def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """The part of the element range [start, stop) that lies within a rank's part."""
         return start, min(stop, self.length(rank))
 
@@ -109,7 +109,7 @@ class Joined(Struct, frozen=True):
         """The number of elements in a rank's part."""
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
-    def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+    def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """The part of the element range [start, stop) that lies within a rank's part."""
         return start, min(stop, self.length(rank))
 

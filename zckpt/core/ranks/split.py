@@ -34,14 +34,14 @@ def part(whole: Manifest, row: Row) -> Manifest:
     """
     names, shapes = {*row.names}, row.shapes
     parameters = {
-        name: replace(own, shape=shapes.get(name, own.shape))
+        name: replace(item, shape=shapes.get(name, item.shape))
         for name in row.names
-        if (own := whole.parameters.get(name)) is not None
+        if (item := whole.parameters.get(name)) is not None
     }
     empty = [
         name
-        for name, own in parameters.items()
-        if 0 in own.shape and 0 not in whole.parameters[name].shape
+        for name, item in parameters.items()
+        if 0 in item.shape and 0 not in whole.parameters[name].shape
     ]
     parameters |= {n: Parameter(parameters[n].shape, trainable=False) for n in empty}
     trained = {name: name for name in parameters if name not in empty}

@@ -25,16 +25,16 @@ def crc_of_zeros(length: int) -> int:
     return combine(0xFFFFFFFF, 0xFFFFFFFF, length)
 
 
-def flipped_bit(stated: int, actual: int, length: int) -> tuple[int, int] | None:
+def flipped_bit(stated_crc: int, actual: int, length: int) -> tuple[int, int] | None:
     """The one flipped bit that explains a wrong CRC-32 of `length` bytes: its byte, and its bit.
 
     Bit 0 is the lowest. None if no single bit explains it, or more than one.
     """
-    bits = flipped_bits(stated, actual, length)
+    bits = flipped_bits(stated_crc, actual, length)
     return bits[0] if len(bits) == 1 else None
 
 
-def flipped_bits(stated: int, actual: int, length: int) -> list[tuple[int, int]]:
+def flipped_bits(stated_crc: int, actual: int, length: int) -> list[tuple[int, int]]:
     """All single bits that explain a wrong CRC-32 of `length` bytes, in their order.
 
     A CRC is linear. If one bit is flipped, the two CRCs differ by a power of x that gives the bit's
@@ -50,7 +50,7 @@ def flipped_bits(stated: int, actual: int, length: int) -> list[tuple[int, int]]
     for distance in range(steps):
         listed[power] = blocks * steps + distance
         power = power >> 1 ^ (_LAST_BIT if power & 1 else 0)
-    moved, positions = stated ^ actual, set()
+    moved, positions = stated_crc ^ actual, set()
     for block in range(blocks + 1):
         if moved in listed:
             positions.add(bits - 1 - (listed[moved] - block * steps))

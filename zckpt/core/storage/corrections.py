@@ -44,11 +44,13 @@ def corrected(corrections: Iterable[Correction]) -> Iterator[None]:
     """
     by_file = by_key((each.file, each) for each in corrections)
     with ExitStack() as stack:
-        for path, own in by_file.items():
+        for path, corrections_of_file in by_file.items():
             number = sources.open_file(path)
             stack.callback(sources.close, number)
             below = byte_sources.of(number)
-            fingerprint = byte_sources.register(path, _Corrected(number, below, own))
+            fingerprint = byte_sources.register(
+                path, _Corrected(number, below, corrections_of_file)
+            )
             stack.callback(_end, fingerprint, below)
         yield
 
@@ -85,9 +87,9 @@ class _Corrected:
         return count
 
     def _correct(self, view: memoryview, offset: int) -> None:
-        for each in self._own:
-            start = max(each.offset, offset)
-            stop = min(each.offset + len(each.after), offset + len(view))
+        for correction in self._own:
+            start = max(correction.offset, offset)
+            stop = min(correction.offset + len(correction.after), offset + len(view))
             if start < stop:
-                part = each.after[start - each.offset : stop - each.offset]
+                part = correction.after[start - correction.offset : stop - correction.offset]
                 view[start - offset : stop - offset] = part

@@ -51,8 +51,8 @@ def numbered(name: str, number: int) -> str:
 
 def number_of(name: str) -> int:
     """The number in such a name: 1 for `model_1` and `optimizer_1.bin`, 0 for the first model."""
-    found = counted(name.partition(".")[0], "")
-    return found[1] if found else 0
+    stem_and_number = counted(name.partition(".")[0], "")
+    return stem_and_number[1] if stem_and_number else 0
 
 
 MOST_FOLDERS = 4

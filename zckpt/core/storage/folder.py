@@ -3,8 +3,8 @@
 A `Folder` stays open, and everything below it is opened from its descriptor, name by name. No link
 is followed, and it does not matter where the folder's path leads in the meantime.
 
-In an owned folder (`own`) everything must also be ours: a directory, or a regular file with one
-name. Its owner must be the one that our new files get there. That need not be the user of this
+In an owned folder (`own_folder`) everything must also be ours: a directory, or a regular file with
+one name. Its owner must be the one that our new files get there. That need not be the user of this
 process, since network filesystems map users (root squash). So `own` creates a file and looks at its
 owner.
 """
@@ -93,7 +93,7 @@ class Folder(Struct, eq=False):
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         return cls(path, os.open(path, flags))
 
-    def own(self, path: str) -> Folder:
+    def own_folder(self, path: str) -> Folder:
         """Opens a directory below that is ours, and in which everything must be ours."""
         try:
             folder = self.inner(path)

@@ -67,17 +67,17 @@ class Record(Struct, frozen=True):
     """
 
     extent: Extent
-    stated: int | Planned | None
+    stated_crc: int | Planned | None
 
     @property
     def crc(self) -> int | None:
-        stated = self.stated
+        stated = self.stated_crc
         return stated if stated is None or type(stated) is int else stated()  # type: ignore[operator]
 
     @property
     def is_unopened(self) -> bool:
         """Whether the record was planned, and its CRC-32 was not read yet."""
-        return callable(self.stated) and not self.stated.is_open
+        return callable(self.stated_crc) and not self.stated_crc.is_open
 
 
 class Fragment(Struct, frozen=True):

@@ -158,18 +158,23 @@ def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | Non
     Lower ranks are preferred: the last rank's file may have more padding, so files of ranks before
     the lost one are more alike.
     """
-    own = known(roles, lost)
-    found = []
+    lost_file = known(roles, lost)
+    candidates = []
     for path in paths:
         other = known(roles, path)
-        if own is None or other is None or not own.is_like(other) or own.axes != other.axes:
+        if (
+            lost_file is None
+            or other is None
+            or not lost_file.is_like(other)
+            or lost_file.axes != other.axes
+        ):
             continue
-        pairs = enumerate(zip(own.numbers, other.numbers, strict=True))
+        pairs = enumerate(zip(lost_file.numbers, other.numbers, strict=True))
         apart = [(place, mine, theirs) for place, (mine, theirs) in pairs if mine != theirs]
-        if len(apart) == 1 and own.axes[apart[0][0]] != own.role.fixed:
+        if len(apart) == 1 and lost_file.axes[apart[0][0]] != lost_file.role.fixed:
             place, mine, theirs = apart[0]
-            found.append(((place, theirs > mine, abs(theirs - mine)), path))
-    return min(found)[1] if found else None
+            candidates.append(((place, theirs > mine, abs(theirs - mine)), path))
+    return min(candidates)[1] if candidates else None
 
 
 # -- files that are missing
@@ -200,8 +205,14 @@ def gaps(
     axes = known((role,), example).axes  # type: ignore[union-attr]
     paths = [(numbers, role.named(example, numbers)) for numbers in missing]
     return [
-        Row(role.name, os.path.basename(path), path, tuple(zip(axes, own, strict=True)), "missing")
-        for own, path in paths
+        Row(
+            role.name,
+            os.path.basename(path),
+            path,
+            tuple(zip(axes, file_numbers, strict=True)),
+            "missing",
+        )
+        for file_numbers, path in paths
     ]
 
 
@@ -258,13 +269,13 @@ NAME_MAX = 255
 class SavedName(Struct, frozen=True):
     """The parsed name of a rank's file, and the parsed name under which it was saved.
 
-    `stated` is None if the file states no name of the same form, and not the name of a file beside
-    it.
+    `saved_name` is None if the file states no name of the same form, and not the name of a file
+    beside it.
     """
 
     row: Row
-    own: Known
-    stated: Known | None
+    parsed_name: Known
+    saved_name: Known | None
 
     @property
     def is_other(self) -> bool:
@@ -272,10 +283,12 @@ class SavedName(Struct, frozen=True):
 
         An axis that only one of the two names has is not compared.
         """
-        if self.stated is None:
+        if self.saved_name is None:
             return False
-        pairs = ((number, self.stated.at(axis)) for axis, number in self.own.rank)
-        return not self.own.is_like(self.stated) or any(b not in (None, a) for a, b in pairs)
+        pairs = ((number, self.saved_name.at(axis)) for axis, number in self.parsed_name.rank)
+        return not self.parsed_name.is_like(self.saved_name) or any(
+            b not in (None, a) for a, b in pairs
+        )
 
 
 def saved_names(
@@ -290,17 +303,17 @@ def saved_names(
     names = []
     for path, folder in folders.items():
         name = os.path.basename(path)
-        if (own := known(roles, name)) is None:
+        if (named_file := known(roles, name)) is None:
             continue
         is_stated = folder is not None and not sources.is_stand_in(path)
         saved_as = f"{folder}{os.path.splitext(name)[1]}" if is_stated else None
         if saved_as is not None and len(saved_as) > NAME_MAX:
             saved_as = None  # no file has had this name
-        stated = known(roles, saved_as) if saved_as else None
-        if stated is not None and not own.is_like(stated) and folder not in stems:
-            stated = None
-        row = Row(own.role.name, name, path, own.rank, saved_as=saved_as)
-        names.append(SavedName(row, own, stated))
+        saved_file = known(roles, saved_as) if saved_as else None
+        if saved_file is not None and not named_file.is_like(saved_file) and folder not in stems:
+            saved_file = None
+        row = Row(named_file.role.name, name, path, named_file.rank, saved_as=saved_as)
+        names.append(SavedName(row, named_file, saved_file))
     return names
 
 
@@ -322,7 +335,7 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:
     """A notice about rank files that state no name, which `refuse_others` cannot check."""
-    count = sum(name.stated is None for name in names)
+    count = sum(name.saved_name is None for name in names)
     if not count:
         return []
     return [

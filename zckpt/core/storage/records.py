@@ -32,8 +32,8 @@ class RecordCounts(Struct):
 
     def report(self) -> dict[str, int]:
         """The counts as the reports of all commands print them."""
-        own = {"checked": self.checked, "unchecked": self.unchecked}
-        return own | {"without_checksum": self.bare}
+        counts = {"checked": self.checked, "unchecked": self.unchecked}
+        return counts | {"without_checksum": self.bare}
 
 
 class Damage(Struct, frozen=True):
@@ -100,8 +100,8 @@ class RecordChecker:
         for number, record in enumerate(self._records):
             extent = record.extent
             if extent.length:
-                own = extent.offset, extent.length, number
-                in_files.setdefault(extent.file, []).append(own)
+                record_place = extent.offset, extent.length, number
+                in_files.setdefault(extent.file, []).append(record_place)
         for file, in_file in in_files.items():
             in_file.sort()
             # two records with the same bytes are one
@@ -125,14 +125,14 @@ class RecordChecker:
         end, needed = offset + len(data), None
         for number in self._within(file, offset, end):  # one read may pass over several records
             record = self._records[number]
-            begin, stated = record.extent.offset, record.crc
+            begin, stated_crc = record.extent.offset, record.crc
             start, stop = max(offset, begin), min(end, begin + record.extent.length)
             part = data[start - offset : stop - offset]
-            crc = crc32(part) if stated is not None else 0
+            crc = crc32(part) if stated_crc is not None else 0
             self.passed_before(number, start - begin, stop - begin, crc)
             if log is not None:
                 log.append((number, start - begin, stop - begin, crc))
-            if len(part) == len(data) and stated is not None:
+            if len(part) == len(data) and stated_crc is not None:
                 needed = crc
         return needed
 
@@ -215,19 +215,19 @@ class RecordChecker:
                 gaps, padding = [(0, record.extent.length)], None
             missing = sum(stop - start for start, stop in gaps)
             completed = everything or number in self._required
-            stated, completes = (
+            has_crc, completes = (
                 record.crc is not None,
                 completed or missing <= max(cover.seen, LITTLE),
             )
-            for start, stop in gaps if stated and completes else ():
+            for start, stop in gaps if has_crc and completes else ():
                 self._pass_range(reader, buffer.view, record, (start, stop), padding)
-            self._count(stated, completes)
+            self._count(has_crc, completes)
 
-    def _count(self, stated: bool, is_whole: bool) -> None:
-        """Counts a record; `stated` says whether it has a checksum."""
-        self.counts.checked += stated and is_whole
-        self.counts.unchecked += not (stated and is_whole)
-        self.counts.bare += not stated
+    def _count(self, has_crc: bool, is_whole: bool) -> None:
+        """Counts a record; `has_crc` says whether it has a checksum."""
+        self.counts.checked += has_crc and is_whole
+        self.counts.unchecked += not (has_crc and is_whole)
+        self.counts.bare += not has_crc
 
     def _pass_range(
         self,

@@ -103,8 +103,8 @@ def watching() -> Iterator[Watch]:
 
 
 @contextmanager
-def unchanged(*read: Fingerprints) -> Iterator[None]:
-    """Raises SourceChanged at the end of the block if a file changed since it was `read`.
+def unchanged(*fingerprints_read: Fingerprints) -> Iterator[None]:
+    """Raises SourceChanged at the end of the block if a file changed since it was read.
 
     If the block raises an error and a file changed, SourceChanged replaces that error: the bytes of
     a file that changed do not fit together.
@@ -112,10 +112,10 @@ def unchanged(*read: Fingerprints) -> Iterator[None]:
     try:
         yield
     except ZckptError as error:
-        for fingerprints in read:
+        for fingerprints in fingerprints_read:
             _blame_change(fingerprints, error)
         raise
-    for fingerprints in read:
+    for fingerprints in fingerprints_read:
         for path, first in fingerprints.items():
             _check(path, first, status(path))
 
@@ -243,8 +243,8 @@ def opened(path: str) -> Iterator[BinaryIO]:
     try:
         number = open_file(path)
         where = byte_sources.of(number)
-        own = os.fdopen(number, "rb") if where is None else byte_sources.content(number, where)
-        with own as file:
+        stream = os.fdopen(number, "rb") if where is None else byte_sources.content(number, where)
+        with stream as file:
             yield file
     except io.UnsupportedOperation as error:  # Python asks for the position, and hides the errno
         raise OSError(errno.EIO, os.strerror(errno.EIO), path) from error
@@ -394,13 +394,13 @@ def names_but_of_files(folder: str) -> list[str]:
 
 
 def _listing(folder: str) -> list[tuple[str, bool]]:
-    known = _listings.get()
-    if known is not None and folder in known:
-        return known[folder]
+    listings = _listings.get()
+    if listings is not None and folder in listings:
+        return listings[folder]
     with os.scandir(folder) as entries:
         listing = [(entry.name, entry.is_file(follow_symlinks=False)) for entry in entries]
-    if known is not None:
-        known[folder] = listing
+    if listings is not None:
+        listings[folder] = listing
     return listing
 
 

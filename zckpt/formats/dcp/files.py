@@ -140,8 +140,8 @@ def adapter_of(folder: str) -> str:
 def is_of_optimizer(folder: str) -> bool:
     """Whether a folder of a checkpoint contains optimizer items only."""
     name = os.path.basename(folder)
-    found = PARTS.fullmatch(name)
-    return name in OPTIMIZERS or (found is not None and found[1] in OPTIMIZERS)
+    match = PARTS.fullmatch(name)
+    return name in OPTIMIZERS or (match is not None and match[1] in OPTIMIZERS)
 
 
 def whole_of(folder: str) -> str | None:
@@ -150,8 +150,8 @@ def whole_of(folder: str) -> str | None:
     None if there is none.
     """
     above = os.path.dirname(os.path.abspath(folder))
-    others = folders(above)
-    is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, others)
+    sibling_folders = folders(above)
+    is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, sibling_folders)
     return os.path.dirname(folder.rstrip(os.sep)) or "." if is_part else None
 
 
@@ -162,11 +162,11 @@ def missing(folders: Sequence[str]) -> list[Notice]:
     return [
         warning(
             "missing-file",
-            f"{stem}_{max(own)} is there, and {stem}_{number} is not: it may be lost",
+            f"{stem}_{max(numbers_of_stem)} is there, and {stem}_{number} is not: it may be lost",
             subject=f"{stem}_{number}",
         )
-        for stem, own in numbers.items()
-        for number in sorted({*range(max(own))}.difference(own))
+        for stem, numbers_of_stem in numbers.items()
+        for number in sorted({*range(max(numbers_of_stem))}.difference(numbers_of_stem))
     ]
 
 

@@ -53,19 +53,19 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
             tree[MODEL] = _hugging_face(folder) if adapter is None else adapter
             continue
         name = os.path.basename(folder)
-        own = (name,) if name in (MODEL, *OPTIMIZERS) and folder != root else ()
+        front = (name,) if name in (MODEL, *OPTIMIZERS) and folder != root else ()
         table, files = read_table(folder), ItemFiles()
         for key, item in table.items.items():
-            place = (*own, *place_in(folder, table.paths.get(key) or (key,)))
+            place = (*front, *place_in(folder, table.paths.get(key) or (key,)))
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:
                 is_asked = _tells_names(place) or _is_state(place)
                 value = files.torch_file(table.location(key)).value if is_asked else None
                 _put(tree, place, value)
-        stated = table.others.get("zckpt")
-        if isinstance(stated, dict):  # zckpt wrote the directory, and stated the names
-            numbers = stated.get("numbers") or numbers
+        record = table.others.get("zckpt")
+        if isinstance(record, dict):  # zckpt wrote the directory, and stated the names
+            numbers = record.get("numbers") or numbers
     return gather.partitions(tree, numbers)
 
 

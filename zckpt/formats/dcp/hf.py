@@ -146,11 +146,15 @@ def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
             state: dict[str, dict[str, Leaf]] = {}
             for name, (owner, _, key) in zip(states, places, strict=True):
                 state.setdefault(owner, {})[key] = tensors[name]
-            own = {name: tensors[name] for name in weights if not name.startswith(front)}
-            model = {name.removeprefix(front): tensors[name] for name in weights if name not in own}
+            other_weights = {name: tensors[name] for name in weights if not name.startswith(front)}
+            model = {
+                name.removeprefix(front): tensors[name]
+                for name in weights
+                if name not in other_weights
+            }
             optimizer = {"state": state, "param_groups": [{"params": list(owners)}]}
             return {
-                **(own | _at(front, model)),
+                **(other_weights | _at(front, model)),
                 **_at(root.removesuffix("state."), optimizer),
             }
     return dict(tensors)

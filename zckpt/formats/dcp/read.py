@@ -129,15 +129,15 @@ def _read(path: str, root: str, parts: list[str], reading: Reading) -> Manifest:
             hf.require_last(parts[0], saved.tree[own_key(parts[0])], saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         if saved.folders and len(models) > 1:
-            saved.models, saved.stated = models, None  # each model has its own stated facts
+            saved.models, saved.record = models, None  # each model has its own stated facts
         if shards:
             saved.storage = RANKS
             weights = hf.read(shards, saved)
             hf.require_last(root, weights, saved)
             saved.tree |= hf.state_dicts(weights)
         rest = read_rest(root, saved) if root in parts else ()
-        own = [*parts, *shards, *own_files(root, parts), *rest]
-        lists = [beside(root, own, path)]
+        engine_files = [*parts, *shards, *own_files(root, parts), *rest]
+        lists = [beside(root, engine_files, path)]
         if is_pair(saved.folders):
             for folder in parts:
                 files = {*saved.files, *own_files(folder, [folder])}
@@ -198,10 +198,10 @@ class _FolderReader:
         if not saved.origin.version:
             saved.origin = replace(saved.origin, version=table.others.get("version"))
         saved.files += table.files
-        stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
-        if stated is not None:
-            saved.stated = saved.stated_of[place_in(table.folder, (MODEL,))] = stated
-            self.names = stated["names"] if with_names else {}
+        record = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
+        if record is not None:
+            saved.record = saved.stated_of[place_in(table.folder, (MODEL,))] = record
+            self.names = record["names"] if with_names else {}
         room = MAX_LIST
         front = self._front()
         in_order = [key for key in paths if key in table.items]
@@ -213,8 +213,8 @@ class _FolderReader:
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
-            if is_pair(saved.folders) and (known := nested(saved.tree, *path)) is not None:
-                if not _are_equal(value, known):
+            if is_pair(saved.folders) and (earlier_value := nested(saved.tree, *path)) is not None:
+                if not _are_equal(value, earlier_value):
                     name = os.path.relpath(table.folder, saved.root)
                     message = f"{name}: {dotted(path)}, which {MODEL}/ has otherwise"
                     saved.omitted.append(note("state-omitted", message, subject=dotted(path)))
@@ -305,11 +305,11 @@ class _FolderReader:
 
     def _is_mixed(self) -> bool:
         """Whether files state different steps under one key, which shows two mixed saves."""
-        stated: dict[TreePath, set[Any]] = {}
+        steps_by_path: dict[TreePath, set[Any]] = {}
         for item in self.saved.steps if self.saved.different else ():
             number = item.value.number() if isinstance(item.value, Leaf) else item.value
-            stated.setdefault(item.path, set()).add(step_of(number))
-        return any(len(steps - {None}) > 1 for steps in stated.values())
+            steps_by_path.setdefault(item.path, set()).add(step_of(number))
+        return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
         """Notes a tensor whose copies differ between ranks that saved without coordination.
@@ -466,10 +466,10 @@ def _no_number() -> Any:
     raise CorruptCheckpoint("file-damaged", "a number is expected, but the tensor has no elements")
 
 
-def _are_equal(value: Any, known: Any) -> bool:
+def _are_equal(value: Any, earlier_value: Any) -> bool:
     """Whether two folders of a checkpoint have the same number or text under a key."""
     values = [
-        each.number() if isinstance(each, Leaf) and not each.shape else each
-        for each in (value, known)
+        item.number() if isinstance(item, Leaf) and not item.shape else item
+        for item in (value, earlier_value)
     ]
     return type(values[0]) in (*PLAIN, Scalar) and values[0] == values[1]

@@ -39,7 +39,7 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
     if file is None or not isinstance(file.value, dict):
         return []
     name = os.path.basename(file.path)
-    values = leaves(file, file.value, iter((saved.stated or {}).get("names", {}).get(name, ())))
+    values = leaves(file, file.value, iter((saved.record or {}).get("names", {}).get(name, ())))
     saved.omitted += [
         note("state-omitted", f"{name}: {key}, which is an item", subject=str(key), file=file.path)
         for key in values
@@ -64,9 +64,9 @@ def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | Non
         return keys.file
     if not lightning.is_in(source) or source.format == "dcp":
         return None
-    own = lightning.SHARDED.numbered_as(keys.optimizer)
-    dicts.model, dicts.optimizer = own.model, own.optimizer
-    return own.file
+    keys_of_lightning = lightning.SHARDED.numbered_as(keys.optimizer)
+    dicts.model, dicts.optimizer = keys_of_lightning.model, keys_of_lightning.optimizer
+    return keys_of_lightning.file
 
 
 def rest_shell(name: str, source: Manifest, dicts: StateDicts) -> Shell:

@@ -82,8 +82,8 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
     def loading(path: str) -> str:
-        own = MODEL if MODEL in writer.parts else next(iter(writer.parts))
-        folder = os.path.join(path, own) if own else path
+        folder_name = MODEL if MODEL in writer.parts else next(iter(writer.parts))
+        folder = os.path.join(path, folder_name) if folder_name else path
         file = literal(os.path.join(folder, PEFT_FILE))
         if writer.storage == ADAPTER:
             return f"safetensors.torch.load_file({file})"
@@ -198,10 +198,10 @@ class DcpWriter(Struct, eq=False, dict=True):
                 self.warnings.append(trainers.not_loaded(".metadata", ["accelerate"]))
             return {"": [pair for pair in dicts.items() if not self._is_rest(pair[0])]}
         of_trainer = program == TRANSFORMERS
-        if of_trainer and (others := peft.other_adapters(self.source.parameters)):
+        if of_trainer and (adapters := peft.other_adapters(self.source.parameters)):
             raise UnsupportedCheckpoint(
                 "target-unsupported",
-                f"the source has the adapter {', '.join(others)}: in accelerate's folders zckpt "
+                f"the source has the adapter {', '.join(adapters)}: in accelerate's folders zckpt "
                 f"writes only an adapter called {peft.ADAPTER}",
                 hint="choose --to deepspeed, or --to gathered --dialect safetensors",
             )
@@ -242,8 +242,8 @@ class DcpWriter(Struct, eq=False, dict=True):
         """Whether a value belongs in `meta.pt`: it is in no state dict, and the target has the
         file.
         """
-        own = (self.dicts.model, self.dicts.optimizer)
-        return self.rest is not None and not any(path[: len(each)] == each for each in own)
+        roots = (self.dicts.model, self.dicts.optimizer)
+        return self.rest is not None and not any(path[: len(each)] == each for each in roots)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
         """Items by folder (`model` and `optim`), under the same keys as in the source.
@@ -253,10 +253,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         Without an optimizer, the target is the content of the model's folder.
         """
         dicts = self.dicts
-        others = sorted(
+        folders_in_order = sorted(
             folders, key=lambda name: (name == MODEL, (own_key(name),) != dicts.optimizer)
         )
-        roots = {dicts.model: MODEL, dicts.optimizer: others[0]}
+        roots = {dicts.model: MODEL, dicts.optimizer: folders_in_order[0]}
         full = {name for root, name in roots.items() if root == (own_key(name),)}
         full |= {MODEL} if self.storage else set()
         parts: dict[str, list[PathValue]] = {}
@@ -284,8 +284,8 @@ class DcpWriter(Struct, eq=False, dict=True):
 
         PEFT's file is written only beside an optimizer: alone it is no directory of this format.
         """
-        own = self.dicts.keys.storage if self.options[DIALECT] is None else None
-        return None if own == ADAPTER and not self.dicts.optimizes else own
+        storage_before = self.dicts.keys.storage if self.options[DIALECT] is None else None
+        return None if storage_before == ADAPTER and not self.dicts.optimizes else storage_before
 
     def shells(self) -> Iterator[Shell]:
         """Yields every file, one at a time; a folder's `.metadata` comes last."""
@@ -324,8 +324,8 @@ class DcpWriter(Struct, eq=False, dict=True):
         for path, value in sorted(values, key=lambda pair: self._is_cut(pair[1])):
             for rank, item in self._items(dotted(path), value):
                 of_ranks[rank].append(item)
-        for rank, own in enumerate(of_ranks):
-            for number, items in enumerate(in_files(own, self.options.file_size)):
+        for rank, items_of_rank in enumerate(of_ranks):
+            for number, items in enumerate(in_files(items_of_rank, self.options.file_size)):
                 file, placed = item_file(f"__{rank}_{number}.distcp", items)
                 saved += placed
                 yield file
@@ -351,9 +351,9 @@ class DcpWriter(Struct, eq=False, dict=True):
     def _boxes_of(self, tensor: BlankTensor) -> Iterator[tuple[int, ItemBox]]:
         """Yields the boxes of rows of a tensor, each with the rank that saves it."""
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
-        own = max(1, -(-count // self.world))
+        rows_of_rank = max(1, -(-count // self.world))
         for start in range(0, max(1, count), rows):
-            yield start // own, _box(tensor.shape, start, rows)
+            yield start // rows_of_rank, _box(tensor.shape, start, rows)
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
         """A rank's rows of a tensor; None if it saves none, or if a neighbor saves them."""
@@ -380,9 +380,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         """The number of rows in a piece: one rank's rows, or several neighbors' if small."""
         if not tensor.shape or not prod(tensor.shape):
             return tensor.shape[0] or 1 if tensor.shape else 1
-        own = -(-tensor.shape[0] // self.world)
+        rows_of_rank = -(-tensor.shape[0] // self.world)
         length = prod(tensor.shape[1:]) * SIZES[tensor.dtype]
-        return own * max(1, -(-SMALL // (own * length)))
+        return rows_of_rank * max(1, -(-SMALL // (rows_of_rank * length)))
 
     def _describe(self, values: Sequence[PathValue], saved: Sequence[SavedItem]) -> Foreign:
         """The content of `.metadata`."""
@@ -407,13 +407,13 @@ class DcpWriter(Struct, eq=False, dict=True):
                 names[key] = inside
         if self.rest and (inside := list(tensor_names(rest_values(self.source, self.dicts)))):
             names[self.rest] = inside
-        stated = {
+        record = {
             **self.dicts.unsaid(),
             "names": names,
             "numbers": list(self.dicts.numbers),  # the optimizer's parameters, in its order
         }
         locations = [(each.key, each.location) for each in saved]
-        return metadata(items, paths, locations, zckpt=stated)
+        return metadata(items, paths, locations, zckpt=record)
 
 
 def _box(shape: tuple[int, ...], start: int, rows: int) -> ItemBox:

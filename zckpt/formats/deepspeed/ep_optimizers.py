@@ -48,7 +48,7 @@ from ..deepspeed_states.experts import (
 )
 from ..deepspeed_states.manifest import manifest_of
 from ..deepspeed_states.of_files import extra_states_of
-from ..deepspeed_states.states import EngineStates, Found, dictionary, open_files
+from ..deepspeed_states.states import EngineStates, ModuleOverrides, dictionary, open_files
 from ..deepspeed_states.tensors import ManifestTensors, is_extra
 from ..reading import Reading
 from .files import RankFiles
@@ -71,19 +71,23 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
         refuse(directory, "AutoEP in ZeRO stage 0", AUTO_EP_READ)
     opened = open_files(files.of_ep, files.parsed)
     optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
-    ranks = [states_with(directory, file, model, *each, Found()) for each in optimizers]
+    ranks = [states_with(directory, file, model, *each, ModuleOverrides()) for each in optimizers]
     of_layers = files_by_layer(ranks[0], files)
-    first = replace(ranks[0], found=Found(second_names=_second_names(ranks[0], of_layers)))
+    first = replace(
+        ranks[0], overrides=ModuleOverrides(second_names=_second_names(ranks[0], of_layers))
+    )
     layers = _layers(first, of_layers, reading)
     _check_files(ranks, layers)
     whole = with_tensors(first, of_layers, layers)
     experts = Experts(first, whole, layers, ExpertRanks.of_config(first.dp, first.config))
-    found = replace(whole.found, module={})  # no rank has the module alone
-    ranks = [replace(each, found=found, apart=whole.apart) for each in ranks]
+    named_experts = replace(whole.overrides, module={})  # no rank has the module alone
+    ranks = [replace(each, overrides=named_experts, apart=whole.apart) for each in ranks]
     wholes = _named(ranks, experts, reading)
-    own = model.get("optimizer")
-    if isinstance(own, dict) and own:
-        states = states_with(directory, file, model, file, own, wholes[0].states.found)
+    dense_optimizer = model.get("optimizer")
+    if isinstance(dense_optimizer, dict) and dense_optimizer:
+        states = states_with(
+            directory, file, model, file, dense_optimizer, wholes[0].states.overrides
+        )
         wholes.append(replace(wholes[0], states=states))
     return _joined(wholes, experts, reading.step_policy)
 
@@ -138,13 +142,13 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
             file=path,
         )
     groups = [[str(group.get("name")) for group in each.bases[0]["param_groups"]] for each in ranks]
-    for each, names in zip(ranks, groups, strict=True):
+    for states_of_rank, names in zip(ranks, groups, strict=True):
         if names != groups[0] and sorted(names) == sorted(groups[0]):
             raise UnsupportedCheckpoint(
                 "engine-fault",
-                f"{each.optimizers[0].path} {HASHED_GROUPS.message}",
+                f"{states_of_rank.optimizers[0].path} {HASHED_GROUPS.message}",
                 hint=HASHED_GROUPS.hint,
-                file=each.optimizers[0].path,
+                file=states_of_rank.optimizers[0].path,
             )
     optimizers = [each.optimizers[0] for each in ranks]
     check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)
@@ -161,13 +165,15 @@ def _named(
     wholes: list[WholeOptimizer] = []
     for number, rank in enumerate(ranks):
         of_layer = experts.places.in_layers(layers, number)
-        own = {name: weight for name, weight in weights.items() if layers.is_held(name, of_layer)}
+        weights_of_rank = {
+            name: weight for name, weight in weights.items() if layers.is_held(name, of_layer)
+        }
         if not wholes:
-            first, shown = _of_first(rank, own, reading.param_names)
+            first, shown = _of_first(rank, weights_of_rank, reading.param_names)
         called = partial(layers.named_in, of_layer=of_layer)
         members = [[None if n is None else called(n) for n in group] for group in first]
         names = Named(members, [*map(called, shown)])
-        wholes.append(with_names(rank, names, shapes_of(own)))
+        wholes.append(with_names(rank, names, shapes_of(weights_of_rank)))
     return wholes
 
 
@@ -178,7 +184,7 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
     zckpt wrote. Weights with a single element, or with all elements equal, do not count: they may
     be equal by chance.
     """
-    stated = bool(ranks.listed_shapes)
+    lists_shapes = bool(ranks.listed_shapes)
     buffers = {*ranks.buffer_names}
     owners: dict[str, str] = {}
     experts = [(layer.files[0], layer.files[0].value) for layer in files]
@@ -188,7 +194,11 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
             if name in buffers or is_extra(name, tensor) or tensor.dtype not in FLOATS:
                 continue
             keys: list[object] = [(tensor.place, tensor.shape, tensor.strides)]
-            if not stated and (crc := file.crc(tensor)[1]) is not None and _varies(file, tensor):
+            if (
+                not lists_shapes
+                and (crc := file.crc(tensor)[1]) is not None
+                and _varies(file, tensor)
+            ):
                 keys.append((crc, tensor.dtype, tensor.shape))
             owner = next((seen[key] for key in keys if key in seen), None)
             if owner is not None and tensor.numel:
@@ -220,11 +230,13 @@ def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] 
     inferred: list[str] = []
     for of_experts in sorted({*kinds}):
         places = [place for place, kind in enumerate(kinds) if kind == of_experts]
-        own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
+        weights_of_kind = {
+            n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts
+        }
         groups = [asked.groups[place] for place in places]
-        found = named(replace(asked, groups=groups, weights=own))
-        members |= zip(places, found.members, strict=True)
-        inferred += found.inferred
+        names_of_kind = named(replace(asked, groups=groups, weights=weights_of_kind))
+        members |= zip(places, names_of_kind.members, strict=True)
+        inferred += names_of_kind.inferred
     return Named([members[place] for place in range(len(kinds))], inferred)
 
 
@@ -238,15 +250,15 @@ def _joined(
 
     The last optimizer may be a copy of the first one, from the model file.
     """
-    first, *others = wholes
+    first, *other_ranks = wholes
     states, slots = first.states, kept(first, step_policy)
-    found = replace(experts.whole.found, shapes=states.found.shapes)
-    whole = replace(experts.whole, found=found)
-    own = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
-    own = own.replace(inferred=tuple(first.inferred), zero_padding=True)
-    ranks = [own, *(_beside(own, each, step_policy) for each in others)]
+    with_shapes = replace(experts.whole.overrides, shapes=states.overrides.shapes)
+    whole = replace(experts.whole, overrides=with_shapes)
+    whole_manifest = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
+    whole_manifest = whole_manifest.replace(inferred=tuple(first.inferred), zero_padding=True)
+    ranks = [whole_manifest, *(_beside(whole_manifest, each, step_policy) for each in other_ranks)]
     trained = {name for rank in ranks for name in rank.parameters}
-    beside = _of_module(own, whole, trained)
+    beside = _of_module(whole_manifest, whole, trained)
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
     manifest, inferred = with_members(manifest, first.members), manifest.notices.inferred
     if not inferred:
@@ -284,18 +296,18 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         tensors.add_trainable(buffer)
     tensors.add_aliases()
     both = first.parameters.keys() & tensors.parameters.keys()
-    own, theirs = (
+    of_first, theirs = (
         {(entry.parameter, entry.slot) for entry in entries.values() if entry.parameter in both}
         for entries in (first.entries, tensors.entries)
     )
-    if odd := sorted(own ^ theirs):
+    if odd := sorted(of_first ^ theirs):
         raise InconsistentCheckpoint(
             "mixed-saves",
             f"{whole.file.path}: its copy of {odd[0][0]} has other states than ep rank 0's",
             hint="files of different saves seem to be mixed",
             file=whole.file.path,
         )
-    others = tensors.others(slots)
+    other_states = tensors.other_rows(slots)
     return first.replace(
         entries=tensors.entries,
         parameters=tensors.parameters,
@@ -305,6 +317,6 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         inferred=tuple(whole.inferred),
         states=first.states.without_form("number", "other", "unsupported")
         + tensors.numbers
-        + others
+        + other_states
         + States(tuple(extra_states_of(states))).of_form("unsupported"),
     )

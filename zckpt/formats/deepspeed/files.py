@@ -59,7 +59,7 @@ from ..deepspeed_states.experts import refuse_folded
 from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
 from ..paths import pointing
 from . import sequence_ranks
-from .sequence_ranks import Found
+from .sequence_ranks import FilesByRole
 
 COUNTERS = "global_steps", "global_samples"
 """Keys of a model file, which follow each other; the first one counts the updates (0.19.8)."""
@@ -168,14 +168,14 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     UnsupportedCheckpoint for NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some
     stages have experts.
     """
-    found = files_in(directory, os.listdir(directory.path))
-    layers, has_experts = found[LAYER], bool(found[EXPERT])
-    of_ranks = (*found[MODEL], *found[MODEL_3], *found[OPTIMIZER])
+    files = files_in(directory, os.listdir(directory.path))
+    layers, has_experts = files[LAYER], bool(files[EXPERT])
+    of_ranks = (*files[MODEL], *files[MODEL_3], *files[OPTIMIZER])
     if has_experts and any(place[-1] for place in of_ranks):
         # AutoEP beside AutoTP spreads experts over all model ranks, so no expert file is missing
-        for file in open_files([*found[MODEL].values()][:1], Parsed()):
+        for file in open_files([*files[MODEL].values()][:1], Parsed()):
             refuse_folded(directory, dictionary(file, file.value))
-    ranks = rank_files(directory, found, Parsed())
+    ranks = rank_files(directory, files, Parsed())
     if written is not None:
         return GridFiles(ranks, {}, written)
     if has_experts and layers:
@@ -183,7 +183,7 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     tp = len(ranks)
     if layers:
         numbers, tp = sorted({layer for layer, _ in layers}), 1 + max(tp for _, tp in layers)
-        need_files(directory, LAYER, found, ((each, n) for each in numbers for n in range(tp)))
+        need_files(directory, LAYER, files, ((each, n) for each in numbers for n in range(tp)))
     elif has_experts and tp > 1:  # pipeline stages have different parameters
         names = _parameters(ranks)
         alike = names.count(names[0])
@@ -206,7 +206,7 @@ def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
     return [{*chain.from_iterable(own)} for own in shapes]
 
 
-def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
+def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
     """The checkpoint's files among the names of the directory, by role; all must be of one run.
 
     Raises InconsistentCheckpoint. Raises UnsupportedCheckpoint if the names show NVMe offload, or
@@ -217,13 +217,13 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
         refuse(directory, "mixture-of-experts layers of an old release")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
-    found: dict[Role, dict[Numbers, str]] = {role: {} for role in ROLES}
+    files: dict[Role, dict[Numbers, str]] = {role: {} for role in ROLES}
     for name in names:
-        if (own := known(ROLES, name)) is None:
+        if (recognized := known(ROLES, name)) is None:
             continue
         path = os.path.join(directory.path, name)
         # mp_rank_01 and mp_rank_001 have the same number
-        if (other := found[own.role].setdefault(own.numbers, path)) != path:
+        if (other := files[recognized.role].setdefault(recognized.numbers, path)) != path:
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{path} has the same number as {os.path.basename(other)}",
@@ -231,12 +231,12 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
                 "layer_08",
                 file=path,
             )
-    are_bf16 = {os.path.basename(path).startswith(BF16) for path in found[OPTIMIZER].values()}
+    are_bf16 = {os.path.basename(path).startswith(BF16) for path in files[OPTIMIZER].values()}
     with_experts = "stage 0 with experts (expp_rank_0)"
     for one, other, is_mixed in (
         ("bf16", "another type", len(are_bf16) > 1),
-        ("stage 3", "stage 1 or 2", found[MODEL] and found[MODEL_3]),
-        (with_experts, "another stage", found[OPTIMIZER] and found[OF_EP]),
+        ("stage 3", "stage 1 or 2", files[MODEL] and files[MODEL_3]),
+        (with_experts, "another stage", files[OPTIMIZER] and files[OF_EP]),
     ):
         if is_mixed:
             raise InconsistentCheckpoint(
@@ -245,15 +245,15 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
                 hint="keep only the files of one save",
                 file=directory.path,
             )
-    return found
+    return files
 
 
-def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[RankFiles]:
+def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) -> list[RankFiles]:
     """The files of each model rank; raises IncompleteCheckpoint if the names show a missing one.
 
     Sequence-parallel ranks are no model ranks: their files are joined as data-parallel ranks.
     """
-    if not (found[MODEL] or found[MODEL_3]):
+    if not (by_role[MODEL] or by_role[MODEL_3]):
         raise IncompleteCheckpoint(
             "missing-file",
             f"{directory.path} holds no model states",
@@ -261,21 +261,21 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
             [os.path.join(directory.path, "mp_rank_00_model_states.pt")],
             file=directory.path,
         )
-    of_data_ranks = (*found[MODEL_3], *found[OPTIMIZER])
+    of_data_ranks = (*by_role[MODEL_3], *by_role[OPTIMIZER])
     data_ranks = range(1 + max((rank for rank, _ in of_data_ranks), default=0))
-    if (sp := sequence_ranks.of_names(found)) > 1:
+    if (sp := sequence_ranks.of_names(by_role)) > 1:
         for kind in (MODEL_3, OPTIMIZER):
-            need_files(directory, kind, found, ((n, n % sp) for n in data_ranks))
-        found = sequence_ranks.as_data_ranks(found)
-    of_data_ranks = (*found[MODEL_3], *found[OPTIMIZER])
-    model_ranks = range(1 + max(place[-1] for place in (*found[MODEL], *of_data_ranks)))
-    ep_ranks = range(1 + max((rank for rank, _ in found[OF_EP]), default=0))
-    need_files(directory, MODEL, found, ((number,) for number in model_ranks))
+            need_files(directory, kind, by_role, ((n, n % sp) for n in data_ranks))
+        by_role = sequence_ranks.as_data_ranks(by_role)
+    of_data_ranks = (*by_role[MODEL_3], *by_role[OPTIMIZER])
+    model_ranks = range(1 + max(place[-1] for place in (*by_role[MODEL], *of_data_ranks)))
+    ep_ranks = range(1 + max((rank for rank, _ in by_role[OF_EP]), default=0))
+    need_files(directory, MODEL, by_role, ((number,) for number in model_ranks))
     for kind, ranks in ((MODEL_3, data_ranks), (OPTIMIZER, data_ranks), (OF_EP, ep_ranks)):
-        need_files(directory, kind, found, ((n, number) for number in model_ranks for n in ranks))
+        need_files(directory, kind, by_role, ((n, number) for number in model_ranks for n in ranks))
     by_rank = {
         kind: by_key((place[-1], (place[:-1], path)) for place, path in sorted(files.items()))
-        for kind, files in found.items()
+        for kind, files in by_role.items()
     }
 
     def paths(number: int, *kinds: Role) -> list[str]:
@@ -291,11 +291,11 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
 
 
 def need_files(
-    directory: TagDirectory, role: Role, found: Found, wanted: Iterable[Numbers]
+    directory: TagDirectory, role: Role, files: FilesByRole, wanted: Iterable[Numbers]
 ) -> None:
     """Raises IncompleteCheckpoint if some, but not all, wanted files of this role are missing."""
-    if found[role]:
-        refuse_gaps(directory.path, gaps(role, found[role], wanted))
+    if files[role]:
+        refuse_gaps(directory.path, gaps(role, files[role], wanted))
 
 
 def without_pointer(directory: TagDirectory) -> list[Notice]:

@@ -35,7 +35,7 @@ from ..deepspeed_states.states import (
 )
 
 MOST_IN_SEQUENCE = 64  # largest factor to try when the files may be of some of the ranks only
-BESIDE = "base_optimizer_state_step"  # elastic files have this key instead of groups
+GROUP_STEP = "base_optimizer_state_step"  # elastic files have this key instead of groups
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
 """Maps a group's place and parameters to its flat buffers: their ranks and parameters."""
 
@@ -154,7 +154,7 @@ class _RankedBuffer(Struct, dict=True):
         """
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
-        own: dict[Any, Sequence[Any]] = {}
+        partition_values: dict[Any, Sequence[Any]] = {}
         kept = self._values("step", is_number=True)
         counted = [self.ranks.number(rank, each) for rank, each in enumerate(kept)]
         is_step = all(each is None or steps.step_of(each) is not None for each in counted)
@@ -163,19 +163,29 @@ class _RankedBuffer(Struct, dict=True):
                 continue
             values = self._values(key, is_number=key in numbers)
             if not isinstance(key, str):  # a key that is a number cannot name a slot
-                own[key] = values
+                partition_values[key] = values
             elif key not in numbers and (slot := self._slot(key, values)):
                 slots.append(slot)
             elif (scalar := self.ranks.scalar(values)) is not None:
                 scalars[key] = scalar
             elif any(value is not None for value in values):
-                own[key] = values
+                partition_values[key] = values
         sightings, place, warnings = self._steps(group, kept, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
         shapes, files = in_user_order(self.shapes, self.ranks), self.ranks.optimizers
         starts = {name: start for name, (start, _) in self.spans.items()}
         return FlatBuffer(
-            group, shapes, slots, step, place, scalars, sightings, warnings, own, starts, files
+            group,
+            shapes,
+            slots,
+            step,
+            place,
+            scalars,
+            sightings,
+            warnings,
+            partition_values,
+            starts,
+            files,
         )
 
     def _values(self, key: Any, is_number: bool) -> list[Any]:
@@ -245,11 +255,11 @@ class _RankedBuffer(Struct, dict=True):
         copies: list[tuple[str, Fragments]] = []
         for rank, (file, value) in enumerate(zip(self.ranks.optimizers, values, strict=True)):
             spans = self.spans.items()
-            own = {name: n for name, (start, n) in spans if group.owns(rank, start, start + n)}
-            *starts, numel = accumulate(own.values(), initial=0)
+            numels = {name: n for name, (start, n) in spans if group.owns(rank, start, start + n)}
+            *starts, numel = accumulate(numels.values(), initial=0)
             if numel != (value.numel if isinstance(value, Tensor) else 0):
                 return None
-            for (name, count), start in zip(own.items(), starts, strict=True):
+            for (name, count), start in zip(numels.items(), starts, strict=True):
                 part = solid(count, file.extent(value.part(start, start + count)))
                 if fragments.setdefault(name, part) is not part:
                     copies.append((name, part))
@@ -271,12 +281,12 @@ class _RankedBuffer(Struct, dict=True):
         places = {
             f"state of flat group {self.place}": ("state", kept),
             f"param_groups[{group}]": ("group", [g.get("step") for g in self.ranks.groups(group)]),
-            BESIDE: ("group", [state.get(BESIDE) for state in self.ranks.states]),
+            GROUP_STEP: ("group", [state.get(GROUP_STEP) for state in self.ranks.states]),
         }
-        stated = {what: self._stated(what, *about) for what, about in places.items()}
-        truth = steps.believed(*stated.values())
+        statements = {what: self._stated(what, *about) for what, about in places.items()}
+        truth = steps.believed(*statements.values())
         sightings: list[Sighting] = []
-        for what, item in stated.items():
+        for what, item in statements.items():
             step = agreement.agree([*item.steps.items()], policy if item is truth else "max")
             if step is not None:
                 sightings.append(Sighting(what, step, item is truth))
@@ -291,13 +301,15 @@ class _RankedBuffer(Struct, dict=True):
 
     def _stated(self, what: str, where: str, values: Sequence[Any]) -> steps.StatedSteps:
         """The steps that the ranks state in one place; raises if only some ranks state a step."""
-        stated = steps.StatedSteps(where)
+        statement = steps.StatedSteps(where)
         for rank, value in enumerate(values):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
-            stated.add(f"{self.ranks.name_of(rank)}: {what}", self.ranks.number(rank, value), shape)
-        if 0 < len(stated.steps) < self.ranks.dp:
+            statement.add(
+                f"{self.ranks.name_of(rank)}: {what}", self.ranks.number(rank, value), shape
+            )
+        if 0 < len(statement.steps) < self.ranks.dp:
             raise _contradiction(self.ranks, f"only some ranks hold a step: {what}")
-        return stated
+        return statement
 
 
 def _is_empty(value: Any) -> bool:

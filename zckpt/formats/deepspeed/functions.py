@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.checkpoint.facts import layers_of
-from ...core.checkpoint.grid import Grid, Place
+from ...core.checkpoint.grid import Grid, GridPlace
 from ...core.checkpoint.manifest import Manifest
 from ...core.comparison.replicas import averaged, check_slices
 from ...errors import Notice, problem
@@ -42,17 +42,17 @@ OF_ENGINES = {
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
     """Every difference between the files and the run that these options describe."""
-    own, new = _engine_of(source, Options()), _engine_of(source, options)
-    pairs = _pairs(own, new)
+    engine, new = _engine_of(source, Options()), _engine_of(source, options)
+    pairs = _pairs(engine, new)
     if is_other_optimizer(new, source):
-        pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
+        pairs["optimizer"] = engine.optimizer or source.optimizer, new.optimizer
     names = OLDER_NAMES if new.has_older_names else LATER_NAMES
     pairs["names of files"] = source.run.origin.dialect or LATER_NAMES, names
     ep = max((layer.ep for layer in layers_of(source.run.engine)), default=1)
     grid = source.run.origin
     for name, option, size in (("tp", TP, grid.tp), ("pp", PP, grid.pp), ("ep", EP, ep)):
         pairs[name] = size or 1, options[option] or size or 1
-    if not (own.whole and new.whole and ep == 1):
+    if not (engine.whole and new.whole and ep == 1):
         pairs["dp"] = source.dp, options[DP] or source.dp
     lines = [differs(what, has, wants) for what, (has, wants) in pairs.items() if has != wants]
     scheduler, state = schedulers.named_in(options[CONFIG]), source.state.get("lr_scheduler")
@@ -71,8 +71,8 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []
-    own, new = _engine_of(source, options), _engine_of(run, Options())
-    pairs = _pairs(own, new)
+    engine, new = _engine_of(source, options), _engine_of(run, Options())
+    pairs = _pairs(engine, new)
     del pairs["type"]
     if is_other_optimizer(new, source):
         pairs["optimizer"] = source.optimizer, new.optimizer
@@ -102,16 +102,16 @@ def begins(source: Manifest, options: Options) -> Beginning:
 def _engine_of(source: Manifest, options: Options) -> TargetEngine:
     """The target engine, which is the same for every model rank."""
     grid = Grid(source.run.origin.pp or 1, source.run.origin.tp or 1)
-    return TargetEngine(replace(source, place=Place(0, grid)), options)
+    return TargetEngine(replace(source, place=GridPlace(0, grid)), options)
 
 
-def _pairs(own: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
+def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
     """Settings of two engines that decide the content of files, in pairs by display name."""
-    pairs = {what: (getattr(own, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
-    if own.partitioned and new.partitioned:
-        pairs["sub_group_size"] = own.sub_group_size, new.sub_group_size
-    if None not in (own.adam_class, new.adam_class):
-        pairs["class of Adam"] = own.adam_class, new.adam_class
+    pairs = {what: (getattr(engine, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
+    if engine.partitioned and new.partitioned:
+        pairs["sub_group_size"] = engine.sub_group_size, new.sub_group_size
+    if None not in (engine.adam_class, new.adam_class):
+        pairs["class of Adam"] = engine.adam_class, new.adam_class
     return pairs
 
 

@@ -59,8 +59,10 @@ def untied_layers(names: Iterable[str]) -> list[int]:
 def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
     """Values of the tensors of tied layers, by key and then by the name in the layer's file."""
     parts = ((LayerName.of(name), value) for name, value in values.items())
-    own = by_key((part.key, (part.inner, value)) for part, value in parts if part.key is not None)
-    return {key: dict(each) for key, each in own.items()}
+    inner_names = by_key(
+        (part.key, (part.inner, value)) for part, value in parts if part.key is not None
+    )
+    return {key: dict(each) for key, each in inner_names.items()}
 
 
 def layers_with(name: str, uses: Uses) -> Sequence[int]:
@@ -85,12 +87,12 @@ def spans(pipeline: Pipeline, count: int) -> list[range]:
     The numbers in the names of the other stages limit the range.
     """
     shown = [untied_layers(names) for names in pipeline.parameters]
-    own = []
+    layers_of_stages = []
     for stage in range(len(shown)):
         before = chain.from_iterable(shown[:stage])
         after = chain.from_iterable(shown[stage + 1 :])
-        own.append(range(max(before, default=-1) + 1, min(after, default=count)))
-    return own
+        layers_of_stages.append(range(max(before, default=-1) + 1, min(after, default=count)))
+    return layers_of_stages
 
 
 def spans_with(pipeline: Pipeline, key: str, count: int) -> list[range]:

@@ -104,8 +104,8 @@ class _RankFile:
                 length = sum(numel for _, numel, _, _ in partition.overlaps())
             if length or slot != "momentum_buffer" or self.is_elastic:
                 states[slot_key(slot)] = self.storages.tensor(dtype, (length,))
-        own = {} if self.is_elastic else target.of_partitions(buffer, partition.rank)
-        return {**states, **target.thawed(own, self.storages)}
+        partition_states = {} if self.is_elastic else target.of_partitions(buffer, partition.rank)
+        return {**states, **target.thawed(partition_states, self.storages)}
 
     def _base_and_step(self, states: Mapping[int, Any]) -> dict[str, Any]:
         """The base optimizer's state_dict; in elastic files a list of its states.

@@ -28,7 +28,7 @@ from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.module_names import as_in_module
 from ..deepspeed_states.states import (
     EngineStates,
-    Found,
+    ModuleOverrides,
     dictionary,
     open_files,
     stated_config,
@@ -60,15 +60,17 @@ def open_ranks(
     for file in models:
         file.value = as_in_module(dictionary(file, file.value))
     model = models[0].value
-    found = Found(module={} if layers is not None and model.get("module") is None else None)
+    overrides = ModuleOverrides(
+        module={} if layers is not None and model.get("module") is None else None
+    )
     optimizers = open_files(files.optimizers, files.parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
-        found = replace(found, shapes=shapes_of_stage(states, layers))
+        overrides = replace(overrides, shapes=shapes_of_stage(states, layers))
     version = version_of(model, tops[0], states[0])
-    check_kind(directory, version, found.module_of(model), stated_config(model, tops[0]))
+    check_kind(directory, version, overrides.module_of(model), stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files)
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
@@ -86,7 +88,7 @@ def open_ranks(
         version,
         len(states),
         partitioned,
-        found=found,
+        overrides=overrides,
     )
     check_models(models)
     check_facts(optimizers, states, _facts_of_optimizer)
@@ -172,23 +174,23 @@ def _check_count(
     `sp` is the number of sequence-parallel ranks that the file names count as model ranks.
     """
     count, ranks = len(files), {"dp": "data ranks", "mp": "model ranks"}[axis]
-    stated = model.get(f"{axis}_world_size")
-    if not isinstance(stated, int) or stated == count:
+    stated_count = model.get(f"{axis}_world_size")
+    if not isinstance(stated_count, int) or stated_count == count:
         return
-    if stated < count:
+    if stated_count < count:
         raise InconsistentCheckpoint(
             "world-size-disagrees",
             f"{directory.path} holds files of {count} {ranks}, but its model states say there were "
-            f"{stated} (they state {sequence_ranks.stated_sizes(model)})",
+            f"{stated_count} (they state {sequence_ranks.stated_sizes(model)})",
             hint="files of another save may lie between them; keep those of one save",
-            file=files[stated] if stated >= 0 else directory.path,
+            file=files[stated_count] if stated_count >= 0 else directory.path,
         )
-    rows = gaps_along(axis, ROLES, dict(enumerate(files)), stated)
+    rows = gaps_along(axis, ROLES, dict(enumerate(files)), stated_count)
     if sp > 1:
-        sp = sequence_ranks.at(stated, sp)
-        numbers = ((rank, rank % sp) for rank in range(count, stated))
+        sp = sequence_ranks.at(stated_count, sp)
+        numbers = ((rank, rank % sp) for rank in range(count, stated_count))
         rows = gaps(OPTIMIZER, {(0, 0): files[0]}, numbers)
-    refuse_gaps(directory.path, rows, f"it has {count} of {stated} {ranks}")
+    refuse_gaps(directory.path, rows, f"it has {count} of {stated_count} {ranks}")
 
 
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,8 +204,10 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of all groups that all ranks must state equally."""
-    groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
-    return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
+    groups, own_keys = base.get("param_groups") or (), {"step", *ESTIMATES}
+    return {
+        "param_groups": [{k: v for k, v in each.items() if k not in own_keys} for each in groups]
+    }
 
 
 # -- the parameters of a stage whose model file lists none
@@ -227,14 +231,14 @@ def shapes_of_stage(
         return None
     numels = [Counter[str]() for _ in mappings[0]]
     for groups in mappings:
-        for own, mapping in zip(numels, groups, strict=True):
+        for numels_of_buffer, mapping in zip(numels, groups, strict=True):
             for name, address in mapping.items():  # a `fragment_address`
-                own[name] += int(getattr(address, "state", address)["numel"])
+                numels_of_buffer[name] += int(getattr(address, "state", address)["numel"])
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
     untied = {number for own in numels for number in untied_layers(own)}
     return [
-        {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
-        for own in numels
+        {name: _shape(name, numel, tensors, untied) for name, numel in numels_of_buffer.items()}
+        for numels_of_buffer in numels
     ]
 
 
@@ -242,12 +246,12 @@ def _shape(
     name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
 ) -> tuple[int, ...]:
     """The shape of a parameter by the layer files; no file states which layer is a tied one."""
-    own = LayerName.of(name)
+    layer_name = LayerName.of(name)
     shapes = {
         tensor.shape
         for number, tensors in layers.items()
-        if (number == own.number if own.key is None else number not in untied)
-        and isinstance(tensor := tensors.get(own.inner), Tensor)
+        if (number == layer_name.number if layer_name.key is None else number not in untied)
+        and isinstance(tensor := tensors.get(layer_name.inner), Tensor)
         and tensor.numel == numel
     }
     if len(shapes) == 1:
@@ -311,11 +315,11 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     stages = range(0, len(ranks), tp) if pp > 1 else ()
     layers = [(number, sorted(untied_layers(_parameters(ranks[number])))) for number in stages]
-    for (first, before), (number, own) in pairwise([stage for stage in layers if stage[1]]):
-        if own[0] <= before[-1]:
+    for (first, before), (number, own_layers) in pairwise([stage for stage in layers if stage[1]]):
+        if own_layers[0] <= before[-1]:
             raise InconsistentCheckpoint(
                 "swapped-files",
-                f"{directory.path}: model rank {number} has layer {own[0]}, but model rank "
+                f"{directory.path}: model rank {number} has layer {own_layers[0]}, but model rank "
                 f"{first} has layer {before[-1]}",
                 hint="the files of two stages may be swapped, or of another save: copy all files "
                 "again",

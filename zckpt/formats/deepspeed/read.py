@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ...core.checkpoint.entries import Entry
 from ...core.checkpoint.facts import FlatBufferEngine
-from ...core.checkpoint.grid import Place
+from ...core.checkpoint.grid import GridPlace
 from ...core.checkpoint.manifest import Manifest
 from ...core.checkpoint.states import as_unsupported
 from ...core.grouping import by_key
@@ -131,13 +131,15 @@ def of_model_ranks(
     if any(have_experts) and sp > 1:
         refuse(directory, "mixture-of-experts layers beside sequence parallelism")
     manifests = []
-    for number, (own, manifest, keys) in enumerate(opened):
-        place = Place(number, files.grid, tuple(own.buffer_names), keys)
-        read = replace(manifest(reading.step_policy), place=place)
+    for number, (engine_states, manifest, keys) in enumerate(opened):
+        place = GridPlace(number, files.grid, tuple(engine_states.buffer_names), keys)
+        rank_manifest = replace(manifest(reading.step_policy), place=place)
         if sp > 1:
             dialect = OLDER_NAMES if files.ranks[0].sp > 1 else None
-            read = read.replace(origin=replace(read.run.origin, sp=sp, dialect=dialect))
-        manifests.append(read)
+            rank_manifest = rank_manifest.replace(
+                origin=replace(rank_manifest.run.origin, sp=sp, dialect=dialect)
+            )
+        manifests.append(rank_manifest)
     if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
         manifests = [as_unsupported(each, OF_MODEL_RANKS) for each in manifests]
     return manifests
@@ -149,10 +151,10 @@ def _opened(
     """For each model rank: its states, a function from step policy to manifest, its tied layers."""
     ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
     if ranks[0].optimizers:
-        for number, own in enumerate(ranks):
+        for number, rank_files in enumerate(ranks):
             layers = files.layers_of(number % tp) if is_staged else None
-            states = open_ranks(directory, own, layers)
-            yield states, partial(_of_rank, states, own), tied
+            states = open_ranks(directory, rank_files, layers)
+            yield states, partial(_of_rank, states, rank_files), tied
         return
     if not is_staged:
         wholes = [(open_whole(directory, own, reading), tied) for own in ranks]
@@ -229,14 +231,14 @@ def _with_weights_of_layers(
     uses = [Counter(chain.from_iterable(m.parameters for m in ranks[n::tp])) for n in range(tp)]
     seen: list[set[str]] = [set() for _ in models]
     for number, rank in enumerate(ranks):
-        n, own = number % tp, list[Entry]()
+        n, weights_of_rank = number % tp, list[Entry]()
         names = [name for name in rank.parameters if (name, "param") not in rank.entries]
         for name in names:
             copies = weights[n].get(name, [])
             if name not in seen[n] or len(copies) >= uses[n][name]:
-                own += copies
+                weights_of_rank += copies
         seen[n].update(names)
         assert isinstance(rank.run.engine, FlatBufferEngine)
         assert isinstance(models[0].run.engine, FlatBufferEngine)
         engine = replace(rank.run.engine, dtype=models[0].run.engine.dtype)
-        yield rank.replace(engine=engine, sibling_weights=tuple(own))
+        yield rank.replace(engine=engine, sibling_weights=tuple(weights_of_rank))

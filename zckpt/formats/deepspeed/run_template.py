@@ -146,8 +146,8 @@ class _Run(Template):
         """The run's state without its counters, with the source's scheduler and client state."""
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
-        own = like.state.get("optimizer") or {}
-        optimizer = {key: value for key, value in own.items() if key != "members"}
+        optimizer_of_run = like.state.get("optimizer") or {}
+        optimizer = {key: value for key, value in optimizer_of_run.items() if key != "members"}
         assert isinstance(like.run.engine, FlatBufferEngine)
         if like.run.engine.dtype == "F16":
             message = "the loss scale is that of --like"

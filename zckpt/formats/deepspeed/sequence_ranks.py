@@ -23,29 +23,29 @@ from ...core.storage.inventory import Numbers, Role
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ..deepspeed_states.directories import EXPERT, LAYER, MODEL, MODEL_3, OPTIMIZER
 
-Found = Mapping[Role, Mapping[Numbers, str]]
+FilesByRole = Mapping[Role, Mapping[Numbers, str]]
 """The paths of all files by role, and by the numbers in their names."""
 DIMENSIONS, PP, TP = "checkpoint_parallel_dimensions", "pp_degree", "tp_degree"
 WORLDS = ("dp_world_size", "mp_world_size")
 
 
-def of_names(found: Found) -> int:
+def of_names(files: FilesByRole) -> int:
     """The sequence-parallel size that the names count as model ranks; 1 if they count none.
 
     Each data rank has the files of one model rank only, which no grid of model ranks does.
     """
-    places = {*found[MODEL_3], *found[OPTIMIZER]}
+    places = {*files[MODEL_3], *files[OPTIMIZER]}
     sp = 1 + max((model for _, model in places), default=0)
-    is_grid = found[LAYER] or found[EXPERT] or any(number for (number,) in found[MODEL])
+    is_grid = files[LAYER] or files[EXPERT] or any(number for (number,) in files[MODEL])
     return 1 if is_grid or any(model != rank % sp for rank, model in places) else sp
 
 
-def as_data_ranks(found: Found) -> Found:
+def as_data_ranks(by_role: FilesByRole) -> FilesByRole:
     """The same files, renumbered as one model rank."""
     of_ranks = (MODEL_3, OPTIMIZER)
     return {
         role: {(rank, 0): path for (rank, _), path in files.items()} if role in of_ranks else files
-        for role, files in found.items()
+        for role, files in by_role.items()
     }
 
 
@@ -73,10 +73,10 @@ def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: in
     UnsupportedCheckpoint for sizes without a meaning here, InconsistentCheckpoint for the sizes of
     another grid.
     """
-    stated = model.get(DIMENSIONS)
-    if not isinstance(stated, dict):  # before 0.19.5
+    dimensions = model.get(DIMENSIONS)
+    if not isinstance(dimensions, dict):  # before 0.19.5
         return named
-    unknown = {key: size for key, size in stated.items() if key not in (PP, TP) and size != 1}
+    unknown = {key: size for key, size in dimensions.items() if key not in (PP, TP) and size != 1}
     if unknown:
         axes = ", ".join(f"{key} {brief(size)}" for key, size in unknown.items())
         raise UnsupportedCheckpoint(
@@ -87,7 +87,7 @@ def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: in
             "or save without this kind of parallelism",
             file=path,
         )
-    pp, tp = stated.get(PP), stated.get(TP)
+    pp, tp = dimensions.get(PP), dimensions.get(TP)
     ranks = model.get("mp_world_size")
     is_plain = grid.pp * grid.tp == 1 and ranks in (1, None)
     if (pp, tp) == (grid.pp, grid.tp) and named == 1:

@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.checkpoint.facts import Pipeline, layers_of
-from ...core.checkpoint.grid import Grid, Place
+from ...core.checkpoint.grid import Grid, GridPlace
 from ...core.checkpoint.manifest import Manifest, Sibling
 from ...core.checkpoint.placement import Table
 from ...core.comparison.replicas import compare_copies
@@ -129,14 +129,17 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         _refuse_options(source, place.grid, options)
         if not place.grid.staged or not any(own.name in OF_LAYERS for own, _ in options.given):
             return _of_stages(source, place.grid, options)
-        own = {"fingerprints": source.files.fingerprints, "siblings": source.files.siblings}
-        model = source.models[0].replace(**own)
+        files_of_run = {
+            "fingerprints": source.files.fingerprints,
+            "siblings": source.files.siblings,
+        }
+        model = source.models[0].replace(**files_of_run)
         return replace(_of_slices(model, 1, options), copies=[model])
     if _has_stages_of_experts(source, options):
         layers_of_names(source, options)
         grid = Grid()
         _refuse_options(source, grid, options)
-        apart = stacked([replace(source, place=Place(0, grid, source.buffers))])
+        apart = stacked([replace(source, place=GridPlace(0, grid, source.buffers))])
         return _of_stages(replace(apart, models=(source,)), grid, options)
     tp = options[TP] or source.run.origin.tp
     if source.run.pipeline is not None:
@@ -180,8 +183,10 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     elif is_cut(grid.pp, options):
         pipeline = models[0].run.pipeline
         if pipeline is None:  # a pipeline with experts
-            own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
-            pipeline = Pipeline(own, [models[0].buffers], layers_of_names(models[0], options))
+            parameters_of_stages = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
+            pipeline = Pipeline(
+                parameters_of_stages, [models[0].buffers], layers_of_names(models[0], options)
+            )
         grid, ranks, inferred = recut(models[0], models, pipeline, grid, options)
         wholes = models
     with_experts = [bool(layers_of(manifest.run.engine)) for manifest in ranks]
@@ -213,8 +218,8 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), omitted_rows(source, rows)
     if pipeline is None and tp == 1:
-        own = model if model.run.tensor_parallel is None else sized(model, 1)
-        return TargetRanks(source=model, ranks=[own], omitted=lost)
+        with_cuts = model if model.run.tensor_parallel is None else sized(model, 1)
+        return TargetRanks(source=model, ranks=[with_cuts], omitted=lost)
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(
@@ -233,7 +238,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     more: Sequence[Notice] = ()
     grid = Grid(1, tp, staged=pipeline is not None)
     if pipeline is None:
-        places = (Place(number, grid, source.buffers) for number in range(tp))
+        places = (GridPlace(number, grid, source.buffers) for number in range(tp))
         pairs = zip(slices, places, strict=True)
         ranks: Sequence[Manifest] = [replace(own, place=place) for own, place in pairs]
     else:
@@ -254,10 +259,12 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
     """The source's pipeline; raises UnsupportedCheckpoint if its parameters were renamed."""
     if (pipeline := source.run.pipeline) is None:
         return None
-    known = {n for layer in pipeline.layers for n in _names_in(layer, pipeline, source).values()}
+    names_in_layers = {
+        n for layer in pipeline.layers for n in _names_in(layer, pipeline, source).values()
+    }
     trained = {name for name, item in source.parameters.items() if item.trainable}
     of_stages = {name for stage in pipeline.parameters for name in stage}
-    if of_stages != trained or known != {*source.parameters, *source.buffers}:
+    if of_stages != trained or names_in_layers != {*source.parameters, *source.buffers}:
         raise UnsupportedCheckpoint(
             "target-unsupported",
             f"{source.root} was a pipeline, and its layers have other names now",

@@ -25,7 +25,7 @@ from ..deepspeed_states.module_names import as_in_module
 from ..deepspeed_states.states import (
     EngineStates,
     FlatBuffer,
-    Found,
+    ModuleOverrides,
     dictionary,
     open_files,
     shapes_of_groups,
@@ -44,7 +44,11 @@ def without_optimizer(
 
     Raises the same errors as `weights_or_raise`.
     """
-    roles = {name: own.role for name in os.listdir(directory.path) if (own := known(ROLES, name))}
+    roles = {
+        name: role_of_file.role
+        for name in os.listdir(directory.path)
+        if (role_of_file := known(ROLES, name))
+    }
     there = [*roles.values()]
     if not _is_of_optimizer(error):
         raise error
@@ -72,8 +76,12 @@ def _is_of_optimizer(error: ZckptError) -> bool:
     """
     if isinstance(error, OF_FILES):
         return True
-    own = known(ROLES, error.file or "")
-    return isinstance(error, InconsistentCheckpoint) and own is not None and own.role is OPTIMIZER
+    role_of_file = known(ROLES, error.file or "")
+    return (
+        isinstance(error, InconsistentCheckpoint)
+        and role_of_file is not None
+        and role_of_file.role is OPTIMIZER
+    )
 
 
 def _opened(path: str, error: ZckptError) -> TorchFile:
@@ -115,7 +123,7 @@ def _manifest_of(directory: TagDirectory, file: TorchFile) -> Manifest:
         str(model.get("ds_version") or ""),
         dp if isinstance(dp, int) and dp > 0 else 1,
         partitioned=False,
-        found=Found(shapes=shapes),
+        overrides=ModuleOverrides(shapes=shapes),
     )
     buffers = [FlatBuffer(0, own, (), None, None, {}, (), ()) for own in shapes]
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)

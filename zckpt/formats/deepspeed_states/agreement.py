@@ -48,11 +48,11 @@ def check_facts(
     _check_tensors(files, values)
     for file, value in zip(files, values, strict=True):
         if (difference := _difference(value, values[0])) is not None:
-            fact, own, first = difference
+            fact, value_in_file, first = difference
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{file.path} states {fact} {brief(own)}, and {os.path.basename(files[0].path)} "
-                f"{brief(first)}",
+                f"{file.path} states {fact} {brief(value_in_file)}, and "
+                f"{os.path.basename(files[0].path)} {brief(first)}",
                 file=file.path,
             )
 
@@ -91,20 +91,20 @@ def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], An
     return [values[id(state)] for state in states]
 
 
-def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
+def _difference(value: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
     """The first difference between two values: its path and both values; None if they are equal."""
-    if own is first or own == first:
+    if value is first or value == first:
         return None
     pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(own, dict) and isinstance(first, dict):
-        pairs = [(f"{fact}.{key}", own.get(key), first.get(key)) for key in {**first, **own}]
-    elif isinstance(own, list) and isinstance(first, list):
-        pairs = [(f"{fact}[{n}]", *both) for n, both in enumerate(zip_longest(own, first))]
+    if isinstance(value, dict) and isinstance(first, dict):
+        pairs = [(f"{fact}.{key}", value.get(key), first.get(key)) for key in {**first, **value}]
+    elif isinstance(value, list) and isinstance(first, list):
+        pairs = [(f"{fact}[{n}]", *both) for n, both in enumerate(zip_longest(value, first))]
     for inside, a, b in pairs:
         if (difference := _difference(a, b, inside.removeprefix("."))) is not None:
             return difference
     # tensors and objects of two pickles, or dictionaries in another order
-    return None if comparable(own) == comparable(first) else (fact, own, first)
+    return None if comparable(value) == comparable(first) else (fact, value, first)
 
 
 # -- whether every file belongs to the rank in its name
@@ -128,13 +128,13 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
     """
     opened = {file.path: file for file in files}
     names = saved_names(ROLES, {path: file.saved_as for path, file in opened.items()})
-    others = sum(name.is_other for name in names)
-    if not others or not _are_as_before(names):
+    other_count = sum(name.is_other for name in names)
+    if not other_count or not _are_as_before(names):
         refuse_others(names)
         return nameless(names)
     _refuse_copied_ranks(names, opened)
     message = (
-        f"{others} of {len(names)} rank files were saved under the name of another rank, as "
+        f"{other_count} of {len(names)} rank files were saved under the name of another rank, as "
         "earlier versions of zckpt did: if one of these was swapped or copied, no name shows it "
         "(`zckpt reshard` writes files with names of their own)"
     )
@@ -143,9 +143,10 @@ def check_names(files: Iterable[TorchFile]) -> list[Notice]:
 
 def _are_as_before(names: Sequence[SavedName]) -> bool:
     """Whether all files have the saved names that earlier versions of zckpt gave them."""
-    in_stage_3 = any(name.own.role is MODEL_3 for name in names)
+    in_stage_3 = any(name.parsed_name.role is MODEL_3 for name in names)
     return all(
-        name.stated is None or _place(name.stated) == _before(*_place(name.own), in_stage_3)
+        name.saved_name is None
+        or _place(name.saved_name) == _before(*_place(name.parsed_name), in_stage_3)
         for name in names
     )
 
@@ -168,14 +169,17 @@ def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbe
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
     """Raises InconsistentCheckpoint if two model ranks have byte-identical optimizers."""
     optimizers = by_key(
-        (name.own.numbers[-1], files[name.row.path])
-        for name in sorted(names, key=lambda name: name.own.numbers)
-        if name.own.role is OPTIMIZER
-        or (name.own.role is MODEL and _has_optimizer(files[name.row.path].value))
+        (name.parsed_name.numbers[-1], files[name.row.path])
+        for name in sorted(names, key=lambda name: name.parsed_name.numbers)
+        if name.parsed_name.role is OPTIMIZER
+        or (name.parsed_name.role is MODEL and _has_optimizer(files[name.row.path].value))
     )
     contents = {  # files without a checksum never count as equal
-        number: [[(k, r.crc or each.path) for k, r in sorted(each.records.items())] for each in own]
-        for number, own in optimizers.items()
+        number: [
+            [(k, r.crc or file.path) for k, r in sorted(file.records.items())]
+            for file in files_of_rank
+        ]
+        for number, files_of_rank in optimizers.items()
     }
     for one, other in combinations(sorted(contents), 2):
         if contents[one] == contents[other]:

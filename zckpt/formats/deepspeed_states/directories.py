@@ -194,7 +194,9 @@ def holds_universal(path: str) -> bool:
     if not sources.is_folder(os.path.join(path, "zero")):
         return False
     names = sources.names(path)
-    roles = {own.role for name in names if (own := known(FILES, name)) is not None}
+    roles = {
+        role_of_file.role for name in names if (role_of_file := known(FILES, name)) is not None
+    }
     return bool(roles) and OPTIMIZER not in roles
 
 
@@ -234,12 +236,16 @@ def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[
 
     A program that saves with `tag="epoch_1/step_3"` does so each time.
     """
-    stated = pointed(path, pointer) or ""
+    tag_in_pointer = pointed(path, pointer) or ""
     level, tags = _folders(path), list[str]()
-    for _ in range(1 + stated.count("/") if is_tag(stated) else 1):
+    for _ in range(1 + tag_in_pointer.count("/") if is_tag(tag_in_pointer) else 1):
         tags += [name for name in level if holds(os.path.join(path, name))]
-        others = [name for name in level if name not in tags]
-        level = [f"{each}/{name}" for each in others for name in _folders(os.path.join(path, each))]
+        other_folders = [name for name in level if name not in tags]
+        level = [
+            f"{folder}/{name}"
+            for folder in other_folders
+            for name in _folders(os.path.join(path, folder))
+        ]
     return tags
 
 
@@ -279,21 +285,21 @@ def siblings(directory: TagDirectory) -> SiblingList:
     with sources.remembering():
         if run is None or not is_of_trainer(run):
             return files
-        found = tags_of(run)
-        tags = {directory.tag, *found, *universal_tags(run)}
-    own = {*(tag.partition("/")[0] for tag in tags), *OWN}
+        tags_of_engine = tags_of(run)
+        tags = {directory.tag, *tags_of_engine, *universal_tags(run)}
+    own_names = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
         """Whether an entry is a tag, or a directory that zckpt has written or was writing."""
-        if name in own or files.is_closed(entry) or not files.is_folder(entry):
-            return name in own
-        stated = os.path.join(entry.path, "manifest.json")
-        return name.endswith(".partial") or sources.is_file(stated)
+        if name in own_names or files.is_closed(entry) or not files.is_folder(entry):
+            return name in own_names
+        manifest_path = os.path.join(entry.path, "manifest.json")
+        return name.endswith(".partial") or sources.is_file(manifest_path)
 
     files.add_below(run, is_other)
-    if len(models := _of_models(found)) > 1 and directory.tag in models:
-        files.files, others = of_model(files.files, number_of(directory.tag))
-        files.refuse(others, f"--tag takes {directory.tag}")
+    if len(models := _of_models(tags_of_engine)) > 1 and directory.tag in models:
+        files.files, left_out = of_model(files.files, number_of(directory.tag))
+        files.refuse(left_out, f"--tag takes {directory.tag}")
     return files
 
 

@@ -32,7 +32,7 @@ class TargetEngine:
         config: Mapping[str, Any] | None = options[CONFIG]
         if config is None and self.before is not None:
             config = self.before.config
-        self.known = config is not None
+        self.has_config = config is not None
         for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
             if not isinstance((config or {}).get(key, {}), (dict, type(None))):
                 raise WrongOption("ds-config-wrong", f"the ds_config's {key} is not an object")
@@ -169,20 +169,24 @@ class TargetEngine:
         The source's own ds_config may state 0 although its files are BF16_Optimizer's. In a source
         of another engine, stage 0 has no meaning.
         """
-        stated = nested(config, "zero_optimization", "stage")
+        stage_in_config = nested(config, "zero_optimization", "stage")
         chosen = self.options[STAGE]
         has_config = self.options[CONFIG] is not None
-        if has_config and None not in (chosen, stated) and chosen != stated:
+        if has_config and None not in (chosen, stage_in_config) and chosen != stage_in_config:
             raise WrongOption(
                 "ds-config-wrong",
-                f"--stage {chosen}, but the ds_config says stage {stated}",
+                f"--stage {chosen}, but the ds_config says stage {stage_in_config}",
                 hint="leave out --stage, or change the ds_config",
             )
-        own = source.run.origin.zero_stage
-        if own == 0 and self.before is None:
-            own = None
-        known = (chosen, stated, own) if has_config else (chosen, own, stated)
-        stage = next((number for number in known if number is not None), 2)
+        stage_of_files = source.run.origin.zero_stage
+        if stage_of_files == 0 and self.before is None:
+            stage_of_files = None
+        by_priority = (
+            (chosen, stage_in_config, stage_of_files)
+            if has_config
+            else (chosen, stage_of_files, stage_in_config)
+        )
+        stage = next((number for number in by_priority if number is not None), 2)
         if stage not in (0, 1, 2, 3):
             raise WrongOption("option-invalid", f"stage {stage} is not 0, 1, 2 or 3")
         return int(stage)
@@ -196,18 +200,18 @@ class TargetEngine:
         if len(enabled) > 1:
             raise WrongOption("ds-config-wrong", "the ds_config enables both bf16 and fp16")
         is_open = any("auto" in values for values in enabling.values()) and not enabled
-        stated = None if is_open else (enabled or ["F32"])[0]
+        dtype_in_config = None if is_open else (enabled or ["F32"])[0]
         chosen = self.options.module_dtype
-        if chosen and self.options[CONFIG] is not None and stated not in (None, chosen):
+        if chosen and self.options[CONFIG] is not None and dtype_in_config not in (None, chosen):
             raise WrongOption(
                 "ds-config-wrong",
-                f"--dtype asks for {chosen}, but the ds_config says {stated}",
+                f"--dtype asks for {chosen}, but the ds_config says {dtype_in_config}",
                 hint="leave out --dtype, or change the ds_config",
             )
         if chosen:
             return chosen
-        if self.options[CONFIG] is not None and stated:
-            return stated
+        if self.options[CONFIG] is not None and dtype_in_config:
+            return dtype_in_config
         if self.before is not None and self.before.dtype is not None:
             return self.before.dtype
         dtypes = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]

@@ -55,7 +55,7 @@ def warnings(estimates: Estimates) -> list[Notice]:
     return [warning("state-unsupported", message, subject=keys[0])]
 
 
-def stated(source: Manifest) -> Estimates:
+def stated_estimates(source: Manifest) -> Estimates:
     """The ranks' estimates in a manifest; raises CorruptCheckpoint if they are malformed."""
     rows = source.states.of_form("estimate")
     if not all(_is_of_ranks(row.value, source.dp) for row in rows):
@@ -81,9 +81,9 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
     `stage` is None for a target without partitions.
     """
-    own, flat = source.run.origin.zero_stage, (1, 2)
-    estimates = stated(source)
-    alike = stage == own or (stage in flat and own in flat)
+    stage_of_source, flat = source.run.origin.zero_stage, (1, 2)
+    estimates = stated_estimates(source)
+    alike = stage == stage_of_source or (stage in flat and stage_of_source in flat)
     if not estimates or (dp == source.dp and alike and len(estimates) == len(source.groups or ())):
         return
     keys = sorted({str(key) for group in estimates for key in group})
@@ -91,14 +91,15 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
         "state-unsupported",
         f"{source.root}: the optimizer's {listed(keys)} differ between ranks, because each has "
         "estimated its own; another engine, number of ranks or stage cannot have them",
-        hint=f"write it with --to deepspeed --dp {source.dp} --stage {own}, or add --weights-only",
+        hint=f"write it with --to deepspeed --dp {source.dp} --stage {stage_of_source}, or add "
+        "--weights-only",
         file=source.root,
     )
 
 
 def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
     """The hyper-parameters of a group that a rank has estimated separately."""
-    estimates = stated(source)
+    estimates = stated_estimates(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
-    own: dict[str, Any] = thawed(values, source.entries, storages)
-    return own
+    own_values: dict[str, Any] = thawed(values, source.entries, storages)
+    return own_values

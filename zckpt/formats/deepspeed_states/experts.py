@@ -269,8 +269,8 @@ AUTO_EP_READ = (
 
 def layers_in(model: Mapping[str, Any]) -> list[dict[str, Any]]:
     """AutoEP's layers as a model file describes them; empty for other models."""
-    stated = next((model[key] for key in LAYERS if model.get(key)), None)
-    return [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
+    layers = next((model[key] for key in LAYERS if model.get(key)), None)
+    return [each for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
 
 
 def refuse_folded(directory: TagDirectory, model: Mapping[str, Any]) -> None:

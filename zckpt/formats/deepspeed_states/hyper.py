@@ -119,7 +119,7 @@ def complete_groups(
     if source.groups and not inferred:
         _refuse_given(source, options)
     needed = _needed(engine, source, name, adam)
-    stated = _stated(engine, needed) if not complete else {}
+    params_in_config = _stated(engine, needed) if not complete else {}
     assumed: dict[str, Any] = {}
     groups = given_groups(source, options)
     tagged = all("use_muon" in group for group in groups)
@@ -136,8 +136,8 @@ def complete_groups(
     for place, group in enumerate(groups):
         if inferred and not are_given(source):
             scheduled = {key: group[key] for key in _scheduled(source) if key in group}
-            group |= stated | scheduled | options.defaults_of(place, len(groups))
-        for key, value in stated.items():
+            group |= params_in_config | scheduled | options.defaults_of(place, len(groups))
+        for key, value in params_in_config.items():
             group.setdefault(key, value)
         if complete and adam is None:
             continue
@@ -214,8 +214,8 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
 
 def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
     """The ds_config's hyper-parameters of the optimizer."""
-    stated = engine.option("optimizer", "params")
-    params = stated.items() if isinstance(stated, dict) else ()
+    in_config = engine.option("optimizer", "params")
+    params = in_config.items() if isinstance(in_config, dict) else ()
     return {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in params

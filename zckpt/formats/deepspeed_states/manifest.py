@@ -67,7 +67,7 @@ def manifest_of(
     beside, around = siblings(ranks.directory), trainer_around(ranks.directory)
     place = step_place(ranks, buffers)
     of_partitions = states_of_partitions(ranks, buffers, tensors.entries)
-    others = tensors.others(buffers)
+    other_rows = tensors.other_rows(buffers)
     state = _state(ranks, tensors)
     estimated = estimates.estimates_of(ranks)
     differing_values = of_ranks(ranks)
@@ -80,7 +80,7 @@ def manifest_of(
         states=States(
             (
                 *tensors.numbers,
-                *others,
+                *other_rows,
                 *of_partitions,
                 *optimizer_states.estimates(estimated),
                 *extra_states_of(ranks),
@@ -192,12 +192,12 @@ def _elastic_groups(
     """Hyper-parameters from the ds_config and the scheduler, for files that contain none."""
     count = len(ranks.param_shapes())
     params = nested(ranks.config, "optimizer", "params")
-    stated = {
+    hyper_parameters = {
         key: value
         for key, value in (params.items() if isinstance(params, dict) else ())
         if value != "auto" and key not in CONSTRUCTION
     }
-    groups = [dict(stated) for _ in range(count)]
+    groups = [dict(hyper_parameters) for _ in range(count)]
     scheduler = ranks.model.get("lr_scheduler")
     if isinstance(scheduler, dict):
         for key, name in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
@@ -218,10 +218,10 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in model_values(ranks.model, ranks.module).items()
     }
-    for files in _alike(ranks.optimizers[1:]):
+    for files in _by_value(ranks.optimizers[1:]):
         state = files[0].value["optimizer_state_dict"]
         tensors.add_state_replicas(optimizer_values(state), files)
-    for files in _alike(ranks.models[1:]):
+    for files in _by_value(ranks.models[1:]):
         model = files[0].value
         tensors.add_state_replicas(model_values(model, model["module"]), files)
     return {
@@ -232,7 +232,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
     }
 
 
-def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
+def _by_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
     """Files grouped by their parsed value: equal pickles were parsed once."""
     return [*by_key((id(file.value), file) for file in files).values()]
 
@@ -286,8 +286,12 @@ def _is_quantized(config: object) -> bool:
     """
     if nested(config, "quantize_training", "enabled"):  # before 0.7.0
         return True
-    stated = nested(config, "compression_training", "weight_quantization", "shared_parameters")
-    return bool(nested(stated, "enabled")) and not nested(stated, "quantize_weight_in_forward")
+    quantization = nested(
+        config, "compression_training", "weight_quantization", "shared_parameters"
+    )
+    return bool(nested(quantization, "enabled")) and not nested(
+        quantization, "quantize_weight_in_forward"
+    )
 
 
 def _config_warnings(ranks: EngineStates) -> list[Notice]:
@@ -354,13 +358,13 @@ def stated_optimizer(
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> str | None:
     """The optimizer's name: from the ds_config, else inferred from the keys of its states."""
-    stated = nested(ranks.config, "optimizer", "type")
-    if isinstance(stated, str):
-        return stated
+    optimizer_type = nested(ranks.config, "optimizer", "type")
+    if isinstance(optimizer_type, str):
+        return optimizer_type
     states: dict[int, set[str]] = {group: set() for group, _ in enumerate(groups or ())}
     for buffer in buffers:
         slots = {slot.name for slot in buffer.slots} - {"master"}
-        keys = map(str, (*buffer.own, *buffer.other))
+        keys = map(str, (*buffer.partition_values, *buffer.other))
         states.setdefault(buffer.group, set()).update(slots, buffer.scalars, keys)
     return name_of_groups([*states.values()], groups)
 
@@ -396,9 +400,13 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
     """
     if named := ranks.optimizers[0].value.get(STEPS_OF) or ranks.first.get(STEPS_OF):
         return str(named)
-    stated = nested(ranks.config, "optimizer", "type")
+    optimizer_type = nested(ranks.config, "optimizer", "type")
     is_old = ranks.version is not None and version_numbers(ranks.version) < (0, 6, 5)
-    return stated if isinstance(stated, str) and (is_old or place.where == "state") else None
+    return (
+        optimizer_type
+        if isinstance(optimizer_type, str) and (is_old or place.where == "state")
+        else None
+    )
 
 
 def counters(ranks: EngineStates) -> list[Sighting]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.checkpoint.dtypes import FLOATS
 from ...core.checkpoint.facts import ExpertLayer
-from ...core.checkpoint.grid import Grid, Place
+from ...core.checkpoint.grid import Grid, GridPlace
 from ...core.checkpoint.inert import Size
 from ...core.passes.layout import Shell
 from ...core.storage.fragments import row_major
@@ -46,14 +46,14 @@ def _contents(
     target: DeepSpeedTarget, derives: bool, rank: int, optimizer: Optimizer | None = None
 ) -> Contents:
     storages, state = Storages(), target.source.state
-    place = target.source.place or Place(0, Grid())
+    place = target.source.place or GridPlace(0, Grid())
     pp, tp = place.grid.pp, place.grid.tp
     is_dense, is_on_first = target.experts.is_dense, target.experts.is_on_first
     buffers, staged = list(filter(is_on_first, target.source.buffers)), False
     if place.grid.staged:  # the weights are in files of layers
         buffers, staged = list(place.buffers), True
-    own = [*filter(is_dense, (*target.source.parameters, *target.source.buffers))]
-    weights = {} if staged else module_weights(target, derives, storages, own)
+    dense_names = [*filter(is_dense, (*target.source.parameters, *target.source.buffers))]
+    weights = {} if staged else module_weights(target, derives, storages, dense_names)
     module: OrderedDict[str, Any] = OrderedDict()
     extra = state.get("module_extra") or {}
     for key in filter(is_dense, target.module_names):
@@ -117,12 +117,12 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
     shapes = {name: own.shape for name, own in target.source.parameters.items()}
-    stated = _auto_ep_layers(target.experts, shapes, target.dp)
+    layers = _auto_ep_layers(target.experts, shapes, target.dp)
     info = target.client_state.get(INFO) or {}
     return {
         "num_experts": counts,
-        "ds_autoep_layers": stated or None,
-        **({INFO: {**info, **_auto_ep_info(stated)}} if stated else {}),
+        "ds_autoep_layers": layers or None,
+        **({INFO: {**info, **_auto_ep_info(layers)}} if layers else {}),
     }
 
 
@@ -167,8 +167,8 @@ def _frozen(
     An adapter was saved without its base model, so both are None.
     """
     # a base weight may have a tied weight's name, or count as a buffer if it is quantized
-    known = {*target.source.parameters, *target.aliases, *target.source.buffers}
-    if target.engine.stage < 2 or peft.is_adapter_alone(known):
+    known_names = {*target.source.parameters, *target.aliases, *target.source.buffers}
+    if target.engine.stage < 2 or peft.is_adapter_alone(known_names):
         return None, None
     if any(not target.experts.is_dense(name) for name in target.frozen):
         return {}, None  # the engine would give rank 0's experts to all ranks (0.19.8)
@@ -203,7 +203,7 @@ def _auto_ep_layers(
         part = expert_name(name)
         if part is not None and part.is_slice:
             slices.setdefault(part.layer, {})[part.parameter] = shape
-    stated = []
+    layers = []
     for number, layer in enumerate(experts.listed):
         if layer.name not in slices:
             continue
@@ -212,7 +212,7 @@ def _auto_ep_layers(
             {"rank": rank, "experts": [*range(rank * layer.local, (rank + 1) * layer.local)]}
             for rank in range(layer.ep)
         ]
-        stated.append(
+        layers.append(
             {
                 "moe_layer_id": number,
                 "module_path": layer.name,
@@ -237,7 +237,7 @@ def _auto_ep_layers(
                 "global_expert_end": layer.local,
             }
         )
-    return stated
+    return layers
 
 
 def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -246,16 +246,16 @@ def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
     Every rank has one block, which begins at an offset of the full parameter and at 0 of its own
     part (0.19.8, checkpoint/autoep_affine.py and affine.py).
     """
-    own = (layer.local, *shape)
-    steps, elements = [*row_major(own)], prod(own)
+    shard = (layer.local, *shape)
+    steps, elements = [*row_major(shard)], prod(shard)
     return {
         "logical_shape": [layer.experts, *shape],
         "ranks": {
             rank: {
-                "shard_shape": [*own],
+                "shard_shape": [*shard],
                 "pieces": [
                     {
-                        "shape": [*own],
+                        "shape": [*shard],
                         "source": [rank * elements, [*steps]],
                         "dest": [0, [*steps]],
                         "locations": [rank],
@@ -267,10 +267,10 @@ def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _auto_ep_info(stated: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _auto_ep_info(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The entries of `universal_checkpoint_info` about these layers."""
     return {
         "universal_checkpoint_version": 0.4,
         "expert_parameter_patterns": [r".*\.experts\.w[123]$"],
-        "ds_autoep_layers": list(stated),
+        "ds_autoep_layers": list(layers),
     }

@@ -27,7 +27,7 @@ def as_in_module(model: dict[str, Any]) -> dict[str, Any]:
     if all(old == new for old, new in names.items()):
         return model
     changed: dict[str, Any] = {"param_shapes": [_under(group, names) for group in groups]}
-    changed |= {key: _under(own, names) for key in SHAPES if (own := model.get(key))}
+    changed |= {key: _under(shapes, names) for key in SHAPES if (shapes := model.get(key))}
     if buffers := model.get("buffer_names"):
         changed["buffer_names"] = [names.get(name, name) for name in buffers]
     if shared := model.get("shared_params"):

@@ -73,13 +73,15 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
         (ranks.optimizers, lambda value: optimizer_values(value["optimizer_state_dict"])),
         (ranks.models, _values_by_key),
     ):
-        others = [file for file in files[1:] if file.value is not files[0].value]
-        first = files[0].summary(values_of(files[0].value)) if others else {}
-        for file in others:
-            own = file.summary(values_of(file.value))
-            if own != first:
+        other_files = [file for file in files[1:] if file.value is not files[0].value]
+        first = files[0].summary(values_of(files[0].value)) if other_files else {}
+        for file in other_files:
+            summary = file.summary(values_of(file.value))
+            if summary != first:
                 differing[os.path.basename(file.path)] = {
-                    key: own.get(key) for key in {**first, **own} if own.get(key) != first.get(key)
+                    key: summary.get(key)
+                    for key in {**first, **summary}
+                    if summary.get(key) != first.get(key)
                 }
     return differing
 
@@ -90,16 +92,16 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
     Under `round_robin_gradients` DeepSpeed's own slice mappings do not match its buffers, and those
     that zckpt writes do. Nothing reads them.
     """
-    stated: dict[str, dict[str, Any]] = {}
+    statements: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
-        own = {key: to_json(file.value[key]) for key in OF_SIZES if key in file.value}
-        stated[os.path.basename(file.path)] = own
+        statement = {key: to_json(file.value[key]) for key in OF_SIZES if key in file.value}
+        statements[os.path.basename(file.path)] = statement
     for file, state in zip(ranks.optimizers, ranks.states, strict=True):
-        own = stated.setdefault(os.path.basename(file.path), {})
-        own |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
+        statement = statements.setdefault(os.path.basename(file.path), {})
+        statement |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
         if SLICES in state and not ranks.round_robin:
-            own[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
-    return stated
+            statement[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
+    return statements
 
 
 def _crc_of_slices(groups: Any) -> int:
@@ -125,17 +127,17 @@ def _numbers(address: Any) -> Any:
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a model file other than weights; each of the user's has its own key."""
     values = model_values(model, model["module"])
-    own = values.pop("client_state")
-    return {**values, **{f"{CLIENT}{key}": value for key, value in own.items()}}
+    client_state = values.pop("client_state")
+    return {**values, **{f"{CLIENT}{key}": value for key, value in client_state.items()}}
 
 
 def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
     """Notes on client state in which ranks differ from rank 0, whose values are kept."""
     keys = {key for values in differing.values() for key in values}
-    own = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
+    client_keys = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
     return [
         note("rank-state-omitted", f"client_state {key!r} of ranks other than 0", subject=key)
-        for key in own
+        for key in client_keys
     ]
 
 
@@ -177,21 +179,23 @@ def extra_states_of(ranks: EngineStates) -> list[StateRow]:
 def _extra_states(ranks: EngineStates) -> Iterator[ExtraState]:
     if not ranks.optimizers:
         return
-    known = set(range(len(ranks.param_shapes())))
+    numbers_in_groups = set(range(len(ranks.param_shapes())))
     for group in ranks.bases[0].get("param_groups") or ():
-        known |= {*(group.get("params") or ())}
-    states = [own if isinstance(own := base.get("state"), dict) else {} for base in ranks.bases]
+        numbers_in_groups |= {*(group.get("params") or ())}
+    states = [
+        expected if isinstance(expected := base.get("state"), dict) else {} for base in ranks.bases
+    ]
     is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
     files = [file.value for file in ranks.optimizers]
     has_files = not ranks.whole and files[0] is not ranks.first  # the files are separate
-    for dictionaries, own, reason in (
-        (states, known, OF_NO_GROUP),
+    for dictionaries, expected, reason in (
+        (states, numbers_in_groups, OF_NO_GROUP),
         (ranks.bases if is_wrapped else (), OF_BASE, BESIDE_STATE),
         (ranks.states, OF_ENGINE, BESIDE_STATE),
         (files if has_files else (), OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
-            if key in own or str(key).startswith("zckpt"):
+            if key in expected or str(key).startswith("zckpt"):
                 continue
             values = [each.get(key) for each in dictionaries]
             is_one = all(is_plain(value) and alike(value, values[0]) for value in values)

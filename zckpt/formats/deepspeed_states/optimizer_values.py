@@ -59,8 +59,10 @@ def base_state(
         places = [place for place, flat in enumerate(target.buffers) if flat.group == number]
         members = places if numbers is None else list(numbers[number])
         stepped = group_step(target, [target.buffers[place] for place in places], storages)
-        own = estimates.of_rank(target.source, number, rank, storages)
-        groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
+        rank_estimates = estimates.of_rank(target.source, number, rank, storages)
+        groups.append(
+            target.thawed(group, storages) | rank_estimates | stepped | {"params": members}
+        )
     return {
         **target.source.states.numbers("beside"),
         "state": {place: state for place, state in states.items() if state}

@@ -25,7 +25,7 @@ TRAINED_ALONE = (
 def of_config(target: DeepSpeedTarget) -> list[Notice]:
     """The source's warnings, a warning if no ds_config is known, and notices on the scheduler."""
     warnings = list(target.source.notices.warnings)
-    if not target.engine.known:
+    if not target.engine.has_config:
         message = "no ds_config is known: DeepSpeed's defaults are assumed"
         warnings.append(warning("value-assumed", message, subject="ds_config"))
     return [*warnings, *target.scheduler.notices]
@@ -158,7 +158,7 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
         also = " (and the numbers in your ds_config, if they are not auto)" if of_trainer else ""
         message = f"set {word}={fitting}{also} to keep a global batch of {total}"
         return [warning("batch-size-changes", message, subject=word)]
-    own, rest_of_ranks = divmod(total, ranks)
+    most_per_rank, rest_of_ranks = divmod(total, ranks)
     shared = f", of which {sp} share a sequence" if sp > 1 else ""
     if rest_of_ranks:
         message = (
@@ -167,11 +167,11 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
         )
         return [warning("batch-size-changes", message, subject=word)]
     if rest:
-        most = min(own, micro) if type(micro) is int and micro > 0 else own
-        size = next(count for count in range(most, 0, -1) if own % count == 0)
+        most = min(most_per_rank, micro) if type(micro) is int and micro > 0 else most_per_rank
+        size = next(count for count in range(most, 0, -1) if most_per_rank % count == 0)
         message = (
-            f"set {word}={size} and gradient_accumulation_steps={own // size} to keep a global "
-            f"batch of {total}"
+            f"set {word}={size} and gradient_accumulation_steps={most_per_rank // size} to keep "
+            f"a global batch of {total}"
         )
         return [warning("batch-size-changes", message, subject=word)]
     return []
@@ -184,10 +184,10 @@ def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
     """
     norm = number(target.optimizer_state.get("clip_grad"))
     keeps = not target.engine.partitioned and (not target.engine.whole or target.wrapper == FLAT)
-    known = target.engine.option("gradient_clipping")
+    clipping_in_config = target.engine.option("gradient_clipping")
     if target.options.weights_only or keeps or norm is None:
         return []
-    if norm == (usual_norm(target) if known is None else known):
+    if norm == (usual_norm(target) if clipping_in_config is None else clipping_in_config):
         return []
     message = (
         f"the source clips gradients to {brief(norm)} (clip_grad), and the target's optimizer "

@@ -58,23 +58,25 @@ def fits(state: Any, name: str) -> bool:
 
 def decide(source: Manifest, name: str | None) -> Decided:
     """The state for the scheduler `name`; without a name, the source's state."""
-    own, engine = source.state.get("lr_scheduler"), source.run.engine
+    state, engine = source.state.get("lr_scheduler"), source.run.engine
     before = named_in(engine.config) if isinstance(engine, FlatBufferEngine) else None
     if name is None:
-        return Decided(own, (_unnamed(source),) if own is None and _may_lack(source) else ())
-    if own is not None and name == before:  # a program may use another scheduler instead
-        return Decided(own)
+        return Decided(state, (_unnamed(source),) if state is None and _may_lack(source) else ())
+    if state is not None and name == before:  # a program may use another scheduler instead
+        return Decided(state)
     is_of_torch = name not in OF_DEEPSPEED
-    if fits(own, name) and (is_of_torch or before is None):
-        return Decided(own)
+    if fits(state, name) and (is_of_torch or before is None):
+        return Decided(state)
     count = None if is_of_torch else updates(source)
     if count is None:
-        return Decided(own, (lacking(source, name),), is_lacking=True)
-    others = "none" if own is None else f"one of {before}" if before else "one of another kind"
+        return Decided(state, (lacking(source, name),), is_lacking=True)
+    what_source_has = (
+        "none" if state is None else f"one of {before}" if before else "one of another kind"
+    )
     message = (
         f"the state of the ds_config's {name} is that of {count} updates ({COUNTER} = "
-        f"{count - 1}), since the source has {others}: the next update uses the learning rate of "
-        "its groups, and all later ones the scheduler's"
+        f"{count - 1}), since the source has {what_source_has}: the next update uses the "
+        "learning rate of its groups, and all later ones the scheduler's"
     )
     notice = warning("value-assumed", message, subject="lr_scheduler")
     return Decided({COUNTER: count - 1}, (notice,))

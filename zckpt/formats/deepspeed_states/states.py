@@ -30,7 +30,7 @@ COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 ParameterShapes = dict[str, tuple[int, ...]]
 
 
-class Found(Struct, frozen=True):
+class ModuleOverrides(Struct, frozen=True):
     """Overrides of the model file. None keeps the file's value.
 
     Experts: their tensors lie in separate files, and rank 0's names are repeated for all ranks;
@@ -54,9 +54,9 @@ class Found(Struct, frozen=True):
 class EngineStates(Struct, frozen=True):
     """The opened files of one checkpoint, either all ranks' files or merged ones.
 
-    `model` is the content of the first model file, and `found` overrides it. `states` and `bases`
-    have one item for each file in `optimizers`: the engine's optimizer state, and in it the base
-    optimizer's state and param_groups. All three are empty if the optimizer is not read.
+    `model` is the content of the first model file, and `overrides` overrides it. `states` and
+    `bases` have one item for each file in `optimizers`: the engine's optimizer state, and in it the
+    base optimizer's state and param_groups. All three are empty if the optimizer is not read.
     """
 
     directory: TagDirectory
@@ -77,36 +77,40 @@ class EngineStates(Struct, frozen=True):
     """The states of all ranks, if these are states of some ranks only."""
     apart: Mapping[str, TorchFile] = field(default_factory=dict)
     """Files of module tensors that the model file does not have, by tensor name."""
-    found: Found = Found()
+    overrides: ModuleOverrides = ModuleOverrides()
 
     @property
     def module(self) -> dict[str, Any]:
         """The tensors of the module by name, and its extra states."""
-        stated: dict[str, Any] = self.model.get("module", {})
-        return stated if self.found.module is None else self.found.module
+        module_in_file: dict[str, Any] = self.model.get("module", {})
+        return module_in_file if self.overrides.module is None else self.overrides.module
 
     @property
     def buffer_names(self) -> Sequence[str]:
         """The buffers of the module."""
-        own = self.found.buffer_names
-        return self.model.get("buffer_names") or () if own is None else own
+        names = self.overrides.buffer_names
+        return self.model.get("buffer_names") or () if names is None else names
 
     @property
     def second_names(self) -> Mapping[str, str]:
         """Maps second names of tied weights to their owners, as far as stated (since 0.9.0)."""
-        own = self.found.second_names
-        return self.model.get("shared_params") or {} if own is None else own
+        owners = self.overrides.second_names
+        return self.model.get("shared_params") or {} if owners is None else owners
 
     @property
     def frozen_shapes(self) -> Mapping[str, Any] | None:
         """The shapes of frozen parameters; None if none are stated."""
-        own = self.found.frozen_shapes
-        return self.model.get("frozen_param_shapes") if own is None else own
+        shapes = self.overrides.frozen_shapes
+        return self.model.get("frozen_param_shapes") if shapes is None else shapes
 
     @property
     def listed_shapes(self) -> Any:
-        """Names and shapes of every flat buffer, from `found` or the model file."""
-        return self.model.get("param_shapes") if self.found.shapes is None else self.found.shapes
+        """Names and shapes of every flat buffer, from `overrides` or the model file."""
+        return (
+            self.model.get("param_shapes")
+            if self.overrides.shapes is None
+            else self.overrides.shapes
+        )
 
     def file_of(self, name: str) -> TorchFile:
         """The file of a module tensor."""
@@ -119,14 +123,14 @@ class EngineStates(Struct, frozen=True):
     @property
     def config(self) -> dict[str, Any]:
         """The ds_config; empty if the save only names its file."""
-        stated = self._stated_config
-        return stated if isinstance(stated, dict) else {}
+        config = self._stated_config
+        return config if isinstance(config, dict) else {}
 
     @property
     def config_path(self) -> str | None:
         """The name of the ds_config's file, if the save contains only the name."""
-        stated = self._stated_config
-        return stated if isinstance(stated, str) else None
+        path = self._stated_config
+        return path if isinstance(path, str) else None
 
     @property
     def _stated_config(self) -> Any:
@@ -140,12 +144,12 @@ class EngineStates(Struct, frozen=True):
         if not self.optimizers:
             configured = nested(self.config, "zero_optimization", "stage")
             return configured if isinstance(configured, int) else None
-        stated = stated_stage(self.first)
-        if isinstance(stated, int):
+        number = stated_stage(self.first)
+        if isinstance(number, int):
             configured = nested(self.config, "zero_optimization", "stage")
             before_0_7 = version_numbers(self.version) < (0, 7)
             # before 0.7.0 a stage-1 run states 2
-            return 1 if stated == 2 and configured == 1 and before_0_7 else stated
+            return 1 if number == 2 and configured == 1 and before_0_7 else number
         return 3 if self.partitioned else 1  # BF16_Optimizer states none and is used for stage 1
 
     @property
@@ -405,10 +409,11 @@ class BufferSlot(Struct, frozen=True):
 class FlatBuffer(Struct, frozen=True):
     """One flat buffer: its parameters in the user's order, and what they share.
 
-    `step_place` is the place of the true step; `sightings` are all places that state a step. `own`
-    are states without a part for each parameter: by key, the values of every rank, each in the
-    rank's file in `files`. `starts` maps parameters, in the user's order, to their first elements.
-    `other` are the first parameter's states that are neither slots nor numbers.
+    `step_place` is the place of the true step; `sightings` are all places that state a step.
+    `partition_values` are states without a part for each parameter: by key, the values of every
+    rank, each in the rank's file in `files`. `starts` maps parameters, in the user's order, to
+    their first elements. `other` are the first parameter's states that are neither slots nor
+    numbers.
     """
 
     group: int
@@ -419,7 +424,7 @@ class FlatBuffer(Struct, frozen=True):
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
     warnings: Sequence[Notice]
-    own: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
+    partition_values: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     files: Sequence[TorchFile] = ()
     other: Mapping[Any, Any] = field(default_factory=dict)
@@ -441,17 +446,19 @@ def states_of_partitions(
     reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
     for number, buffer in enumerate(buffers):
         path = f"optimizer.partitions.{number if kind else parts}"
-        parts += bool(buffer.own)
+        parts += bool(buffer.partition_values)
         of_ranks = Part(ranks.stage, ranks.dp, tuple(buffer.starts.values()))
-        for key, values in buffer.own.items():
+        for key, values in buffer.partition_values.items():
             tensors: dict[Key, Entry] = {}
-            own = [
+            kept_values = [
                 file.kept(value, inside(f"{path}.{rank}", key), tensors)
                 for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))
             ]
             if kind:
-                rows.append(unsupported(key, buffer.starts, reason, own, tensors.values()))
+                rows.append(unsupported(key, buffer.starts, reason, kept_values, tensors.values()))
             else:
                 entries |= tensors
-                rows.append(StateRow(key, "partition", (*buffer.starts,), own, part=of_ranks))
+                rows.append(
+                    StateRow(key, "partition", (*buffer.starts,), kept_values, part=of_ranks)
+                )
     return rows

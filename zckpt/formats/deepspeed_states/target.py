@@ -161,10 +161,12 @@ class DeepSpeedTarget:
             numels = [prod(self.trainable[name].shape) for name in first]
             for places in self._arranged(first, numels, self.dp // ep):
                 laid_out = [first[place] for place in places]
-                others = [] if ep == 1 else names
+                other_members = [] if ep == 1 else names
                 if ep > 1 and self._by_itself:  # the same parameter on the other ep ranks
-                    others = [self.experts.global_name(laid_out[0], rank) for rank in range(ep)]
-                yield self._buffer(group, laid_out, [numels[p] for p in places], others, ep)
+                    other_members = [
+                        self.experts.global_name(laid_out[0], rank) for rank in range(ep)
+                    ]
+                yield self._buffer(group, laid_out, [numels[p] for p in places], other_members, ep)
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
         """Positions of a group's parameters for each flat buffer, in buffer order.
@@ -191,14 +193,14 @@ class DeepSpeedTarget:
         group: int,
         names: Sequence[str],
         numels: Sequence[int],
-        others: Sequence[str],
+        members_on_all_ranks: Sequence[str],
         ep: int,
     ) -> TargetBuffer:
-        """One flat buffer; `others` are the members of the group on all of `ep` ranks."""
+        """One flat buffer; `members_on_all_ranks` are those of the group on all of `ep` ranks."""
         paddings = [0] * len(names)
         if self.engine.aligned:
             paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
-        members = others or names
+        members = members_on_all_ranks or names
         parameters = [self.trainable[name] for name in members]
         types = by_key(pair for name in members for pair in self._states(name))
         slots = {slot: one_type(slot_key(slot), own) for slot, own in types.items()}
@@ -251,10 +253,10 @@ class DeepSpeedTarget:
     @cached_property
     def _shaped(self) -> frozenset[str]:
         """States whose shape differs from the parameter's, for at least one parameter."""
-        parameters, known = self.source.parameters, states_of(self.source).values()
+        parameters, all_states = self.source.parameters, states_of(self.source).values()
         return frozenset(
             state.key
-            for state in known
+            for state in all_states
             if state.form in ("other", "unsupported", "wrapper")
             or is_of_axis(state.key, [parameters[name].shape for name in state.parameters])
         )
@@ -312,8 +314,10 @@ class DeepSpeedTarget:
     @property
     def trained_names(self) -> list[list[str]]:
         """The trained parameters of each group, in the order of its flat buffers."""
-        own = by_key((buffer.group, name) for buffer in self.buffers for name in buffer.names)
-        return [own.get(group, []) for group in range(len(self.groups))]
+        names_by_group = by_key(
+            (buffer.group, name) for buffer in self.buffers for name in buffer.names
+        )
+        return [names_by_group.get(group, []) for group in range(len(self.groups))]
 
     @property
     def module_names(self) -> Sequence[str]:
@@ -330,14 +334,14 @@ class DeepSpeedTarget:
         """
         trained = self.trained_names
         module = self.source.state.get("module") or []
-        stated = self.optimizer_state.get("members") if self.wrapper is None else None
-        names = [[None if n is None else module[n] for n in own] for own in stated or ()]
+        members = self.optimizer_state.get("members") if self.wrapper is None else None
+        names = [[None if n is None else module[n] for n in own] for own in members or ()]
         kept = [[name for name in own if name is not None] for own in names]
         if len(kept) != len(trained) or (kept != trained and not self.experts):
             return [[*own] for own in trained]
         return [  # other ep ranks have other groups of experts, and the same dense groups
-            listed if own == known else [*known]
-            for listed, own, known in zip(names, kept, trained, strict=True)
+            listed if kept_names == trained_names else [*trained_names]
+            for listed, kept_names, trained_names in zip(names, kept, trained, strict=True)
         ]
 
     @property
@@ -346,14 +350,14 @@ class DeepSpeedTarget:
         return any(None in own for own in self.listed_names())
 
     @property
-    def others(self) -> dict[str, dict[str, Any]]:
+    def other_values(self) -> dict[str, dict[str, Any]]:
         """States that are neither numbers nor of the parameter's shape.
 
         Empty without a place for them.
         """
         if self.options.weights_only or not self._by_itself:
             return {}
-        return self.source.states.others
+        return self.source.states.other_values
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
         """States of a rank's partition of a flat buffer, if the source has the same partitions."""
@@ -386,14 +390,14 @@ class DeepSpeedTarget:
         Files of single ranks are left out, because they have no meaning at another data-parallel
         size. So are files that the target writes itself, which a universal checkpoint may contain.
         """
-        taken, own = [], f"{self.tag}/"
+        taken, tag_folder = [], f"{self.tag}/"
         of_ranks = {
             item.name for item in self.source.files.siblings if PER_RANK.fullmatch(item.name)
         }
         # a source of full tensors states no data-parallel size
         ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
         for sibling in self.source.files.siblings:
-            if sibling.name in POINTERS or sibling.name.startswith(own):
+            if sibling.name in POINTERS or sibling.name.startswith(tag_folder):
                 message = f"{sibling.name}: the target has its own"
                 self.omitted.append(note("file-omitted", message, file=sibling.path))
             elif sibling.name in of_ranks and self.dp != ranks:
@@ -412,13 +416,13 @@ class DeepSpeedTarget:
 
     @property
     def tag(self) -> str:
-        stated = self.source.run.origin.tag
+        tag = self.source.run.origin.tag
         of_accelerate = program_of(self.source.files.siblings) == ACCELERATE
-        if of_accelerate and (stated is None or OF_MODELS.fullmatch(stated)):
-            stated = "pytorch_model"  # Accelerator.load_state asks for this tag
+        if of_accelerate and (tag is None or OF_MODELS.fullmatch(tag)):
+            tag = "pytorch_model"  # Accelerator.load_state asks for this tag
         if lightning.is_in(self.source):
-            stated = lightning.TAG
-        return str(stated or f"global_step{self.counters['global_steps']}")
+            tag = lightning.TAG
+        return str(tag or f"global_step{self.counters['global_steps']}")
 
     @property
     def version(self) -> str:
@@ -429,8 +433,8 @@ class DeepSpeedTarget:
     @property
     def counters(self) -> dict[str, Any]:
         """The engine's counters; missing ones are derived from the number of updates."""
-        stated = (self.source.state.get("counters") or {}).items()
-        kept = {key: value for key, value in stated if value is not None}
+        counters = (self.source.state.get("counters") or {}).items()
+        kept = {key: value for key, value in counters if value is not None}
         fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": counted_updates(self.source)}
         return {key: kept.get(key, fresh[key]) for key in COUNTERS}
 

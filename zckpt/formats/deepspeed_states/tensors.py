@@ -170,8 +170,8 @@ class ManifestTensors:
 
         Call it only after all trainable parameters have been added.
         """
-        stated = self.ranks.second_names.items()
-        owners = {name: owner for name, owner in stated if name not in self.parameters}
+        pairs_of_names = self.ranks.second_names.items()
+        owners = {name: owner for name, owner in pairs_of_names if name not in self.parameters}
         seen: dict[Any, str] = {}
         for name, value in self.module.items():
             # stage 3's placeholders are empty, but the two names of a tied weight share one
@@ -201,13 +201,15 @@ class ManifestTensors:
     def _add_own_copy(self, alias: str, owner: str) -> None:
         """Adds a replica if a tied weight's second name was saved with a storage of its own."""
         copy, first = self.module.get(alias), self.module.get(owner)
-        known = (owner, "param") in self.entries
-        if not (known and isinstance(copy, Tensor) and isinstance(first, Tensor) and copy.numel):
+        has_weight = (owner, "param") in self.entries
+        if not (
+            has_weight and isinstance(copy, Tensor) and isinstance(first, Tensor) and copy.numel
+        ):
             return
         if copy.place != first.place:
             self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
 
-    def others(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
+    def other_rows(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
         """States of parameters that are neither slots nor numbers."""
         values = {next(iter(each.shapes)): each.other for each in buffers if each.other}
         if not values:

@@ -64,18 +64,20 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
 
     Raises IncompleteCheckpoint and InconsistentCheckpoint.
     """
-    found: dict[Role, dict[Numbers, str]] = {}
+    by_role: dict[Role, dict[Numbers, str]] = {}
     for name in os.listdir(directory.path):
-        if (own := known((MODEL, MODEL_3), name)) is not None:
-            found.setdefault(own.role, {})[own.numbers] = os.path.join(directory.path, name)
-    if len(found) > 1:
+        if (recognized := known((MODEL, MODEL_3), name)) is not None:
+            by_role.setdefault(recognized.role, {})[recognized.numbers] = os.path.join(
+                directory.path, name
+            )
+    if len(by_role) > 1:
         raise InconsistentCheckpoint(
             "mixed-saves",
             f"{directory.path} holds model files of stage 3 and of stage 1 or 2",
             hint="keep only the files of one save",
             file=directory.path,
         )
-    if not found:
+    if not by_role:
         raise IncompleteCheckpoint(
             "missing-file",
             f"{directory.path} holds no model states",
@@ -83,7 +85,7 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
             "the like",
             file=directory.path,
         )
-    (role, there), *_ = found.items()
+    (role, there), *_ = by_role.items()
     wanted = every(*(range(1 + max(own)) for own in zip(*there, strict=True)))
     hint = "the converter copies the files of all ranks"
     refuse_gaps(directory.path, gaps(role, there, wanted), hint=hint)

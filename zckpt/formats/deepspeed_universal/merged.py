@@ -25,7 +25,7 @@ from ..deepspeed_states.agreement import check_models, check_names
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
 from ..deepspeed_states.states import (
     EngineStates,
-    Found,
+    ModuleOverrides,
     ParameterShapes,
     dictionary,
     in_user_order,
@@ -54,13 +54,13 @@ class MergedStates:
         paths = model_files(directory)
         partitioned = known((MODEL_3,), paths[0][0]) is not None
         parsed = Parsed()
-        models, *others = [open_files(ranked, parsed) for ranked in paths]
-        self.other_models = [file for files in others for file in files]
+        models, *other_ranks = [open_files(ranked, parsed) for ranked in paths]
+        self.other_models = [file for files in other_ranks for file in files]
         self.notes = check_names([*models, *self.other_models])
-        for files in (models, *others):
+        for files in (models, *other_ranks):
             check_models(files)
         # one per model-parallel rank
-        self._first_models = [models[0], *(files[0] for files in others)]
+        self._first_models = [models[0], *(files[0] for files in other_ranks)]
         self.tops = [dictionary(file, file.value) for file in self._first_models]
         optimizer = TorchFile(common)
         state = dictionary(optimizer, optimizer.value)
@@ -78,20 +78,22 @@ class MergedStates:
             version,
             _dp(directory, model, len(models), partitioned and self.is_whole),
             partitioned,
-            found=Found() if self.is_whole else self._of_all_ranks(),
+            overrides=ModuleOverrides() if self.is_whole else self._of_all_ranks(),
         )
         for top in self.tops:
             experts = top.get("num_experts")
             if isinstance(experts, list) and any(experts):
                 refuse(directory, "mixture-of-experts layers")
 
-    def _of_all_ranks(self) -> Found:
+    def _of_all_ranks(self) -> ModuleOverrides:
         """Overrides of the module if each model rank has a shard of it."""
         aliases = [top.get("shared_params") or {} for top in self.tops]
         owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
-        return Found(module=self._alike(), second_names=owners, frozen_shapes={})
+        return ModuleOverrides(
+            module=self._equal_on_all_ranks(), second_names=owners, frozen_shapes={}
+        )
 
-    def _alike(self) -> dict[str, Any]:
+    def _equal_on_all_ranks(self) -> dict[str, Any]:
         """Buffers, and frozen weights that no rank cuts, if all ranks have the same bytes."""
         modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
         if len(modules) < max(len(self.tops), 2):
@@ -102,12 +104,12 @@ class MergedStates:
         buffers = set(self.tops[0].get("buffer_names") or ())
         alike = {}
         for name, value in modules[0].items():
-            each = [t for module in modules if isinstance(t := module.get(name), Tensor)]
-            if name in trained or len(each) < len(modules):
+            copies = [t for module in modules if isinstance(t := module.get(name), Tensor)]
+            if name in trained or len(copies) < len(modules):
                 continue
             if name not in buffers and info_of_patterns(self.patterns, name, value.shape):
                 continue
-            pairs = zip(self._first_models, each, strict=True)
+            pairs = zip(self._first_models, copies, strict=True)
             contents = {(tensor.shape, *file.crc(tensor)) for file, tensor in pairs}
             if len(contents) == 1 and contents.pop()[-1] is not None and value.numel:
                 alike[name] = value
@@ -207,14 +209,14 @@ def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
 def _base(state: dict[str, Any]) -> dict[str, Any]:
     """The base optimizer's state, which only stage 3 has, and its param_groups."""
     base = state.get("optimizer_state_dict")
-    own = base if isinstance(base, dict) else {"state": {}}
-    return {**own, "param_groups": state.get("param_groups")}
+    optimizer = base if isinstance(base, dict) else {"state": {}}
+    return {**optimizer, "param_groups": state.get("param_groups")}
 
 
 def _dp(directory: TagDirectory, model: dict[str, Any], count: int, cuts_frozen: bool) -> int:
     """The run's data-parallel size; in stage 3 frozen weights are cut over as many files."""
-    stated = model.get("dp_world_size")
-    dp = stated if isinstance(stated, int) and stated > 0 else count
+    stated_size = model.get("dp_world_size")
+    dp = stated_size if isinstance(stated_size, int) and stated_size > 0 else count
     if cuts_frozen and model.get("frozen_param_shapes") and dp != count:
         raise IncompleteCheckpoint(
             "missing-rank-file",

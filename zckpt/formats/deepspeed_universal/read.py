@@ -161,10 +161,10 @@ class ParameterFolders:
         folders = {path: self.by_path[path].saved_as for path in paths}
         refuse_others(saved_names((ANY,), folders), "states")
 
-    def _copies(self, known: set[str]) -> list[str]:
+    def _copies(self, names: set[str]) -> list[str]:
         """The converter's files of frozen weights and buffers; other files below zero/ raise."""
         paths = []
-        for name in sorted(set(os.listdir(self.root)) - known):
+        for name in sorted(set(os.listdir(self.root)) - names):
             folder = os.path.join(self.root, name)
             files = sorted(os.listdir(folder)) if sources.is_folder(folder) else []
             states = [file for file in files if file.endswith(".pt") and file != f"{MASTER}.pt"]
@@ -194,8 +194,14 @@ class ParameterFolders:
             of_first = sightings, list(filter(None, stalled))
             for name, shape in shapes.items():
                 slots, scalars, whole = self._slots(name, shape)
-                own = {name: whole}, slots, steps_by_name.get(name), step_place, scalars
-                buffers.append(FlatBuffer(group, *own, *of_first))
+                fields_of_buffer = (
+                    {name: whole},
+                    slots,
+                    steps_by_name.get(name),
+                    step_place,
+                    scalars,
+                )
+                buffers.append(FlatBuffer(group, *fields_of_buffer, *of_first))
                 of_first = [], []
         return buffers
 
@@ -263,7 +269,7 @@ class ParameterFolders:
     def _shape(
         self,
         name: str,
-        stated: tuple[int, ...],
+        stated_shape: tuple[int, ...],
         file: TorchFile,
         tensor: Any,
         info: SliceInfo | None,
@@ -275,23 +281,23 @@ class ParameterFolders:
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpoint("file-damaged", f"{file.path} holds no tensor", file=file.path)
         if info is None:
-            return stated  # a flat tensor does not show its shape
+            return stated_shape  # a flat tensor does not show its shape
         if info != {"cat_dim": 0} or self.merged.states.partitioned:
             self.infos[name] = info
-        if VIEW in info and tensor.numel == prod(stated):
-            return stated
-        if self.merged.is_whole and tensor.shape != stated:
+        if VIEW in info and tensor.numel == prod(stated_shape):
+            return stated_shape
+        if self.merged.is_whole and tensor.shape != stated_shape:
             if not info.get("vocab_tensor"):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
                     f"{file.path} has shape {list(tensor.shape)}, the model states say "
-                    f"{list(stated)}",
+                    f"{list(stated_shape)}",
                     file=file.path,
                 )
             self.merged.states.module.pop(name, None)  # the module's tensor still has these rows
             message = f"rows of {name} that fill up the vocabulary"
             self.omitted.append(note("state-omitted", message, subject=name))
-        return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
+        return (tensor.numel,) if VIEW in info and len(stated_shape) == 1 else tensor.shape
 
     # -- steps
 

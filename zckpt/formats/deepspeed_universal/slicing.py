@@ -56,9 +56,9 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
 def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) -> bool:
     """Whether a vocabulary has more rows than `original_vocab_size`."""
     rows = target.trainable[name].shape[:1]
-    stated = stated_patterns(target.source).get("original_vocab_size")
+    original_size = stated_patterns(target.source).get("original_vocab_size")
     vocabulary = (info or {}).get(VOCABULARY)
-    return bool(vocabulary and rows and isinstance(stated, int) and rows[0] > stated)
+    return bool(vocabulary and rows and isinstance(original_size, int) and rows[0] > original_size)
 
 
 def stated_patterns(source: Manifest) -> Mapping[str, Any]:
@@ -142,11 +142,11 @@ def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
 
 
 def _info_of_rule(
-    target: DeepSpeedTarget, facts: TensorParallel, name: str, stated: SliceInfo
+    target: DeepSpeedTarget, facts: TensorParallel, name: str, stated_info: SliceInfo
 ) -> SliceInfo:
     """How a parameter of tensor ranks is cut, by the rule that joined them.
 
-    `stated` is the cut by the checkpoint's own patterns. It is used if it means the same.
+    `stated_info` is the cut by the checkpoint's own patterns. It is used if it means the same.
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -159,10 +159,10 @@ def _info_of_rule(
             subject=name,
         )
     patterns = stated_patterns(target.source)
-    is_same = placement.plain == placement_of(stated, shape) or (
-        isinstance(placement, Boxes) and _cuts_alike(patterns, name, stated)
+    is_same = placement.plain == placement_of(stated_info, shape) or (
+        isinstance(placement, Boxes) and _cuts_alike(patterns, name, stated_info)
     )
-    info = stated if patterns and is_same else _info_by(placement, name, shape)
+    info = stated_info if patterns and is_same else _info_by(placement, name, shape)
     if info is None:
         raise UnsupportedCheckpoint(
             "target-unsupported",
@@ -209,34 +209,34 @@ def placement_of(info: SliceInfo, shape: Shape) -> Placement:
     return Cut(info["cat_dim"], equal=parts if parts > 1 else 0)
 
 
-def _cuts_alike(patterns: Mapping[str, Any], name: str, stated: SliceInfo) -> bool:
+def _cuts_alike(patterns: Mapping[str, Any], name: str, info: SliceInfo) -> bool:
     """Whether patterns cut along the same dimension as the affine map.
 
     Without a map, by the view.
     """
     maps = (patterns.get("affine_map") or {}).get("params") or {}
     mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)
-    if mapped is None or VIEW in stated:
-        return VIEW in stated
+    if mapped is None or VIEW in info:
+        return VIEW in info
     whole = mapped["logical_shape"]
     slices = [each["shard_shape"] for each in mapped["ranks"].values()]
     cut = {axis for own in slices for axis, size in enumerate(own) if size != whole[axis]}
-    return cut == {stated.get("cat_dim")}
+    return cut == {info.get("cat_dim")}
 
 
 # -- what a directory states
 
 
 def cuts_of(
-    stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]
+    rules: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> TensorParallel | None:
     """How the parameters of a directory are cut over tensor ranks; None if nothing states it.
 
-    `stated` are the rules that zckpt wrote. DeepSpeed's converter writes the program's `patterns`.
+    `rules` are the rules that zckpt wrote. DeepSpeed's converter writes the program's `patterns`.
     The files of tensors do not suffice: those of AutoTP name no dimension.
     """
-    if stated is not None:
-        return TensorParallel.of_state(convert(stated, dict[str, Any]))
+    if rules is not None:
+        return TensorParallel.of_state(convert(rules, dict[str, Any]))
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}

@@ -72,8 +72,8 @@ def joined(
     """The tree with averages joined or left out, warnings, and a test for the settled paths."""
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
-        Model(path, each, frozenset(names), frozenset(value.keys() - names), MeshCache())
-        for each, path, value in tables
+        Model(path, rank_files, frozenset(names), frozenset(value.keys() - names), MeshCache())
+        for rank_files, path, value in tables
         if isinstance(value, dict)
         if (names := {key for key, item in value.items() if is_distributed(item)})
     ]
@@ -84,13 +84,15 @@ def joined(
     differing = {item.path for item in different}
     warnings: list[Notice] = []
     settled: list[TreePath] = []
-    for each, path, value in tables:
-        place = (*each.place, *path)
+    for rank_files, path, value in tables:
+        place = (*rank_files.place, *path)
         if place in kept or any(place[: len(done)] == done for done in settled):
             continue
         slots = value.items() if isinstance(value, dict) else enumerate(value)
-        tensors = {key: _by_rank(each, (*path, key)) for key, item in slots if _is_plain(item)}
-        leaves, is_slices = _of_model(tensors, each, models, place, differing)
+        tensors = {
+            key: _by_rank(rank_files, (*path, key)) for key, item in slots if _is_plain(item)
+        }
+        leaves, is_slices = _of_model(tensors, rank_files, models, place, differing)
         if leaves:
             table = nested(tree, *place)
             table.update(leaves)
@@ -122,7 +124,7 @@ def _of_model(
             continue
         if all(_are_whole(tensors[key], cut) for key, cut in cuts.items()):
             return {}, any((*place, key) in differing for key in cuts)
-        others = [
+        other_keys = [
             key
             for key in tensors.keys() - cuts.keys()
             if (*place, key) in differing and called.get(key) not in model.plain
@@ -132,13 +134,15 @@ def _of_model(
             for key, cut in cuts.items()
             if (leaf := _leaf(dotted((*place, key)), tensors[key], cut, ranks)) is not None
         }
-        if len(leaves) == len(cuts) and not others:
+        if len(leaves) == len(cuts) and not other_keys:
             return leaves, False
         is_slices = True
     floats = [
         key
-        for key, own in tensors.items()
-        if (*place, key) in differing and own and next(iter(own.values())).dtype in FLOATS
+        for key, tensors_of_key in tensors.items()
+        if (*place, key) in differing
+        and tensors_of_key
+        and next(iter(tensors_of_key.values())).dtype in FLOATS
     ]
     shapes = [{rank: tensor.shape for rank, tensor in tensors[key].items()} for key in floats]
     return {}, is_slices or (bool(shapes) and _are_parts(shapes, models))
@@ -175,14 +179,20 @@ def _leaf(
         return None
     parts: dict[TreePath, LocalPart] = {}
     for rank, tensor in tensors.items():
-        own = cut[rank].parts
-        if (_sizes(cut[rank]) if own else None) != (tensor.shape if tensor.numel else None):
+        parts_of_rank = cut[rank].parts
+        if (_sizes(cut[rank]) if parts_of_rank else None) != (
+            tensor.shape if tensor.numel else None
+        ):
             return None
-        if not own:
+        if not parts_of_rank:
             continue
-        part = LocalPart(own[0].offsets, own[0].sizes, tensor, ranks.files[rank])
-        known = parts.setdefault(part.offsets, part)
-        if known is not part and text(known.tensor, known.file) != text(tensor, part.file):
+        part = LocalPart(
+            parts_of_rank[0].offsets, parts_of_rank[0].sizes, tensor, ranks.files[rank]
+        )
+        first_part = parts.setdefault(part.offsets, part)
+        if first_part is not part and text(first_part.tensor, first_part.file) != text(
+            tensor, part.file
+        ):
             return None
     first = replace(next(iter(cut.values())), dtype=next(iter(tensors.values())).dtype)
     return joined_parts(name, first, [*parts.values()])

@@ -246,8 +246,8 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
 def _without_number(name: str) -> str:
     """The name of the first model's file: `optimizer.bin` for `optimizer_1.bin`."""
     stem, dot, ending = name.partition(".")
-    found = counted(stem, "")
-    return f"{found[0] if found else stem}{dot}{ending}"
+    stem_and_number = counted(stem, "")
+    return f"{stem_and_number[0] if stem_and_number else stem}{dot}{ending}"
 
 
 def _safetensors(names: Sequence[str]) -> list[str]:
@@ -277,10 +277,10 @@ def _of_rank(name: str) -> Known | None:
 
 def _is_part(folder: str, name: str) -> bool:
     """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
-    own = _of_rank(name)
-    if own is None or not is_torch(path := os.path.join(folder, name)):
+    rank_name = _of_rank(name)
+    if rank_name is None or not is_torch(path := os.path.join(folder, name)):
         return False
-    if _kind(own.stem):
+    if _kind(rank_name.stem):
         return True
     try:
         value = peek(path)
@@ -388,10 +388,10 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
     """Ranks' files by kind, and complete files of the kinds that no rank has."""
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()
-    for own, name in ((own, name) for name in names if (own := _of_rank(name))):
-        if (world := own.at("world")) is not None:
+    for rank_name, name in ((rank_name, name) for name in names if (rank_name := _of_rank(name))):
+        if (world := rank_name.at("world")) is not None:
             worlds.add(world)
-        rank, paths = own.numbers[-1], by_stem.setdefault(own.stem, {})
+        rank, paths = rank_name.numbers[-1], by_stem.setdefault(rank_name.stem, {})
         if rank in paths and world is None:
             raise InconsistentCheckpoint(
                 "mixed-saves",
@@ -412,12 +412,12 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
         files.ranks[None] = next(iter(by_stem.values()))
         return files
     kinds = {stem: _kind(stem) for stem in by_stem}
-    others = [stem for stem, kind in kinds.items() if kind is None]
-    if len(others) == len(by_stem):
+    stems = [stem for stem, kind in kinds.items() if kind is None]
+    if len(stems) == len(by_stem):
         raise AmbiguousCheckpoint(
             "several-checkpoints",
-            f"{folder} has ranks' files of {len(by_stem)} kinds: {listed(others)}",
-            hint=f"name a file of one of them: {by_stem[others[0]][min(by_stem[others[0]])]}",
+            f"{folder} has ranks' files of {len(by_stem)} kinds: {listed(stems)}",
+            hint=f"name a file of one of them: {by_stem[stems[0]][min(by_stem[stems[0]])]}",
             file=folder,
         )
     for stem, paths in by_stem.items():

@@ -83,8 +83,8 @@ def _whole_file(path: str, parsed: Parsed) -> Any:
 def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
     """The names of an optimizer's numbers, if zckpt wrote them in extra.pt."""
     value = TorchFile(whole["extra"], parsed).value if "extra" in whole else None
-    stated = value.get("zckpt") if isinstance(value, dict) else None
-    names: Sequence[str] = (stated.get("numbers") or ()) if isinstance(stated, dict) else ()
+    record = value.get("zckpt") if isinstance(value, dict) else None
+    names: Sequence[str] = (record.get("numbers") or ()) if isinstance(record, dict) else ()
     return names
 
 
@@ -187,19 +187,17 @@ class _Ranks:
         for rank, (shards, metadata, group, *_) in states.items():
             number = _fields(group.state)["global_rank"]
             listed = [_fields(shard.state) for shard in _fields(metadata.state)["shards_metadata"]]
-            own = [s for s in listed if _fields(s["placement"].state)["_rank"] == number]
-            if len(own) != len(shards):
+            boxes_of_rank = [s for s in listed if _fields(s["placement"].state)["_rank"] == number]
+            if len(boxes_of_rank) != len(shards):
                 raise InconsistentCheckpoint(
                     "file-damaged",
                     f"{self.files[rank].path} has {len(shards)} shards of a tensor, but its "
-                    f"metadata states {len(own)} of rank {number}",
+                    f"metadata states {len(boxes_of_rank)} of rank {number}",
                     file=self.files[rank].path,
                 )
-            for shard, stated in zip(shards, own, strict=True):
+            for shard, box in zip(shards, boxes_of_rank, strict=True):
                 tensor = _fields(shard.state)["tensor"]
-                boxes.append(
-                    gather.box_of(self.files[rank], tensor, tuple(stated["shard_offsets"]))
-                )
+                boxes.append(gather.box_of(self.files[rank], tensor, tuple(box["shard_offsets"])))
         return boxes
 
 

@@ -189,24 +189,24 @@ class MergedRanks(Struct, eq=False):
 
     def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """The first rank's value; notes ranks that have another one."""
-        first, *others = by_rank
+        first, *other_ranks = by_rank
         value = leaves(self.files[first], by_rank[first])
         if {type(each) for each in by_rank.values()} == {Tensor}:
             value = replace(value, sharded=False)
-            self.copies.append((value, [(self.files[rank], by_rank[rank]) for rank in others]))
+            self.copies.append((value, [(self.files[rank], by_rank[rank]) for rank in other_ranks]))
         first_text = cache(partial(text, by_rank[first], self.files[first]))
-        equal = [self._are_equal(by_rank, first, rank, first_text) for rank in others]
+        equal = [self._are_equal(by_rank, first, rank, first_text) for rank in other_ranks]
         self.uncompared += None in equal
-        if wrong := [rank for rank, same in zip(others, equal, strict=True) if same is False]:
+        if wrong := [rank for rank, same in zip(other_ranks, equal, strict=True) if same is False]:
             shapes = {rank: getattr(by_rank[rank], "shape", None) for rank in by_rank}
             other = next((rank for rank in wrong if shapes[rank] != shapes[first]), wrong[0])
             if self.step_policy is None and any(map(_is_scheduler, path)):
                 self._refuse_schedulers(by_rank, first, other, path)
             self.different.append(self._difference(path, by_rank, first, other))
-            for rank in () if self.by_checksums else others:
+            for rank in () if self.by_checksums else other_ranks:
                 file = self.files[rank]
-                own = self.of_ranks.setdefault(os.path.basename(file.path), {})
-                own[dotted(path)] = file.summary(by_rank[rank])
+                summaries = self.of_ranks.setdefault(os.path.basename(file.path), {})
+                summaries[dotted(path)] = file.summary(by_rank[rank])
         return value
 
     def _refuse_schedulers(
@@ -258,15 +258,15 @@ class MergedRanks(Struct, eq=False):
             for rank, value in by_rank.items()
             if not (isinstance(value, Tensor) and value.numel != 1)
         }
-        stated = [
+        steps_of_files = [
             (f"{self.files[rank].path}: {dotted(path)}", step)
             for rank, number in numbers.items()
             if (step := steps.step_of(number)) is not None
         ]
-        agreed = agreement.agree(stated, self.step_policy)
+        agreed = agreement.agree(steps_of_files, self.step_policy)
         paths = tuple(self.files[rank].path for rank in numbers)
         self.steps.append(StepStatement(path, paths, agreed))
-        if agreed is None or {step for _, step in stated} == {agreed}:
+        if agreed is None or {step for _, step in steps_of_files} == {agreed}:
             return self._rank_0s(by_rank, path)
         if not isinstance(by_rank[first], Tensor):
             return agreed
@@ -303,13 +303,15 @@ class MergedRanks(Struct, eq=False):
         parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, LocalPart]] = {}
         for rank, tensor in tensors.items():
             for part in tensor.parts:
-                first_rank, known = parts.setdefault((part.offsets, part.sizes), (rank, part))
-                if known is not part and not self._are_copies(first_rank, known, rank, part):
+                first_rank, first_part = parts.setdefault((part.offsets, part.sizes), (rank, part))
+                if first_part is not part and not self._are_copies(
+                    first_rank, first_part, rank, part
+                ):
                     raise InconsistentCheckpoint(
                         "copies-differ",
-                        f"{name}: {known.file.path} and {part.file.path} hold different "
+                        f"{name}: {first_part.file.path} and {part.file.path} hold different "
                         "values of the same elements",
-                        file=known.file.path,
+                        file=first_part.file.path,
                         subject=name,
                     )
         return joined(name, first, [part for _, part in parts.values()])

@@ -187,7 +187,7 @@ class _TreeReader:
         beside_them = os.listdir(path) if sources.is_folder(path) else ()
         names = saved_names((*sharded_tensors.OF_RANKS, ANY), folders, beside_them)
         refuse_others(names, "ranks" if files.ranks else "kinds")
-        self.notes = nameless([name for name in names if name.own.rank])
+        self.notes = nameless([name for name in names if name.parsed_name.rank])
         extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
         trees = {key: self._whole(name) for key, name in files.whole.items() if key not in extra}
         if None in files.whole:
@@ -202,16 +202,16 @@ class _TreeReader:
         self.dialect = _dialect_of(weights)
         self.saved.in_order = self.dialect != "safetensors"
         if sources.is_folder(path):
-            own = set(self.saved.files)
+            known_files = set(self.saved.files)
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
-                own.add(of_ranks)
+                known_files.add(of_ranks)
                 message = f"{METADATA}: where the parts of the source's ranks are"
                 self.saved.omitted.append(note("file-omitted", message, subject=METADATA))
             if files.world is not None and sources.is_file(config := os.path.join(path, CONFIG)):
-                own.add(config)
+                known_files.add(config)
                 message = f"{CONFIG}: the number of the source's ranks"
                 self.saved.omitted.append(note("file-omitted", message, subject=CONFIG))
-            siblings, omitted = beside(path, own)
+            siblings, omitted = beside(path, known_files)
             self.saved.siblings += siblings
             self.saved.omitted += omitted
 
@@ -228,14 +228,14 @@ class _TreeReader:
                 file=self.path,
             )
         tree = {**extra, **alone, **trees}
-        for path, stated in [*self.saved.stated_of.items()]:
+        for path, record in [*self.saved.stated_of.items()]:
             model = nested(tree, *path)
             if not isinstance(model, dict):
                 continue
-            for alias, owner in stated["aliases"].items():  # safetensors store tied weights once
+            for alias, owner in record["aliases"].items():  # safetensors store tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
-            if not model.keys() >= {*stated["aliases"], *stated["buffers"], *stated["frozen"]}:
+            if not model.keys() >= {*record["aliases"], *record["buffers"], *record["frozen"]}:
                 del self.saved.stated_of[path]  # another program saved the model again
         return tree
 
@@ -252,11 +252,11 @@ class _TreeReader:
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
         """A program's values in a file, without what zckpt stated there about a model."""
         value = dict(file.value)
-        stated = checked(value.pop(STATED, None), file.path)
-        if stated is not None:
-            self.saved.stated_of[tuple(stated.get("model", model))] = stated
+        record = checked(value.pop(STATED, None), file.path)
+        if record is not None:
+            self.saved.stated_of[tuple(record.get("model", model))] = record
             if self.is_one:  # the names belong to one model
-                self.names |= stated["names"]
+                self.names |= record["names"]
         return value
 
     def _leaves(self, file: TorchFile, value: Any) -> Any:

@@ -138,8 +138,10 @@ def _read_sharded_tensor(
     shards, metadata, group = state[:3]  # the sharding spec follows, and whether RRefs were made
     if _ints(_attribute(metadata, "size")) != shape:
         raise ValueError("two global sizes")
-    stated, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
-    _refuse_other(rank, stated, world, file)
+    stated_rank, world = _ints(
+        [_attribute(group, f"global_{key}") for key in ("rank", "world_size")]
+    )
+    _refuse_other(rank, stated_rank, world, file)
     parts = []
     for shard in shards:
         box = _attribute(shard, "metadata")
@@ -257,10 +259,10 @@ class DeviceMesh(Struct, frozen=True):
         rank = _attribute(self.record, "_rank", None)
         if type(rank) is int:
             return rank
-        stated = _attribute(self.record, "_coordinate_on_dim", None)
-        if stated is None:
+        coordinate = _attribute(self.record, "_coordinate_on_dim", None)
+        if coordinate is None:
             return None
-        ranks = [r for r in self.places if [at for at, _ in self.coordinate(r)] == list(stated)]
+        ranks = [r for r in self.places if [at for at, _ in self.coordinate(r)] == list(coordinate)]
         return ranks[0] if len(ranks) == 1 else None
 
 
@@ -289,12 +291,13 @@ def _read_mesh(record: Any, file: TorchFile) -> DeviceMesh:
     return DeviceMesh(record, places, _mesh_axes(record))
 
 
-def _refuse_other(rank: int, stated: int | None, world: int, file: TorchFile) -> None:
+def _refuse_other(rank: int, stated_rank: int | None, world: int, file: TorchFile) -> None:
     """Raises InconsistentCheckpoint if a file states another rank than its name."""
-    if stated not in (None, rank):
+    if stated_rank not in (None, rank):
         raise InconsistentCheckpoint(
             "swapped-files",
-            f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
+            f"{file.path} is named as rank {rank}'s, but was written by rank {stated_rank} of "
+            f"{world}",
             hint="the number in a name must be the rank that wrote the file: rename the files, or "
             "copy them again",
             file=file.path,

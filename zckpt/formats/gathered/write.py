@@ -131,14 +131,14 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     written.
     """
     writer = StateDictWriter(source, options, number)
-    own = {shell.name for shell in writer.shells()}
+    own_names = {shell.name for shell in writer.shells()}
     # a trainer's own files are replaced; any other file with such a name is lost
-    replaced = own - {writer.file_names.extra} if program_of(source.files.siblings) else ()
-    siblings = [(item.name, item) for item in source.files.siblings if item.name not in own]
+    replaced = own_names - {writer.file_names.extra} if program_of(source.files.siblings) else ()
+    siblings = [(item.name, item) for item in source.files.siblings if item.name not in own_names]
     writer.omitted += [
         note("file-omitted", f"{item.name}: a file of the target has this name", file=item.path)
         for item in source.files.siblings
-        if item.name in own and item.name not in replaced
+        if item.name in own_names and item.name not in replaced
     ]
     names_of_files = writer.file_names
     optimizer = [names_of_files.optimizer] * writer.optimizes
@@ -225,8 +225,8 @@ class StateDictWriter(StateDicts):
     def _add_scheduler(self) -> None:
         """Adds the scheduler's file, if the trainer reads one and the source has none."""
         name, step = self.file_names.scheduler, self.source.step
-        known = {item.name for item in self.source.files.siblings}
-        if name is None or known.intersection((name, *trainers.SCHEDULERS)):
+        known_names = {item.name for item in self.source.files.siblings}
+        if name is None or known_names.intersection((name, *trainers.SCHEDULERS)):
             return
         state = self.source.state.get("lr_scheduler")
         if state is None or "last_epoch" not in state:
@@ -244,8 +244,10 @@ class StateDictWriter(StateDicts):
         program, names = program_of(self.source.files.siblings), self.file_names
         if program is None or names.scheduler is not None or not self.optimizes:
             return
-        own = trainers_dialect(self.source.run.engine)
-        dialects = [own] if own in PLAIN and own else ["safetensors", "accelerate"]
+        own_dialect = trainers_dialect(self.source.run.engine)
+        dialects = (
+            [own_dialect] if own_dialect in PLAIN and own_dialect else ["safetensors", "accelerate"]
+        )
         self.warnings.append(trainers.not_loaded(names.optimizer, dialects))
 
     def _check_safetensors(self) -> None:
@@ -269,30 +271,32 @@ class StateDictWriter(StateDicts):
 
     def _optimizer_state(self) -> dict[str, Any]:
         members = [self.members(place) for place in range(len(self.groups))]
-        states, others = dict(self._states()), self.source.states.numbers("among")
-        own: list[dict[str, Any]]
+        states, numbers = dict(self._states()), self.source.states.numbers("among")
+        own_members: list[dict[str, Any]]
         if self.file_names.by_name:
-            state, own = others | states, [{"params": names} for names in members]
+            state, own_members = numbers | states, [{"params": names} for names in members]
         else:
             ids = self.numbers
             numbered = {ids[name]: each for name, each in states.items() if name in ids}
-            state = dict(sorted(numbered.items())) | others
-            own = [{"param_names": names, "params": [ids[n] for n in names]} for names in members]
-        groups = [{**group, **each} for group, each in zip(self.groups, own, strict=True)]
+            state = dict(sorted(numbered.items())) | numbers
+            own_members = [
+                {"param_names": names, "params": [ids[n] for n in names]} for names in members
+            ]
+        groups = [{**group, **each} for group, each in zip(self.groups, own_members, strict=True)]
         return {**self.source.states.numbers("beside"), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of a single file: the program's own state with the state dicts in it."""
         tree = self._extra((STATED,))
-        own: dict[TreePath, Any] = {keys.model: self.weights}
+        state_dicts: dict[TreePath, Any] = {keys.model: self.weights}
         if self.optimizes:
-            own[keys.optimizer] = self._optimizer_state()
-        for path, value in own.items():
+            state_dicts[keys.optimizer] = self._optimizer_state()
+        for path, value in state_dicts.items():
             if _placed(tree, path, value) is not None:
                 message = f"client_state {dotted(path)}: a state dict has this key"
                 self.omitted.append(note("state-omitted", message, subject=dotted(path)))
-        stated = self._stated([(keys.file, tree)])
-        return {**tree, STATED: {**stated, "model": list(keys.model)}}
+        record = self._stated([(keys.file, tree)])
+        return {**tree, STATED: {**record, "model": list(keys.model)}}
 
     def _extra(self, taken: Sequence[str]) -> dict[Any, Any]:
         """The scheduler, and the program's own state without the keys that are `taken`."""
@@ -310,7 +314,11 @@ class StateDictWriter(StateDicts):
 
     def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         """Facts that only zckpt states (see own_facts.py), and names of the tensors in `files`."""
-        names = {name: own for name, value in files if any(own := list(self._tensor_names(value)))}
+        names = {
+            name: tensor_names
+            for name, value in files
+            if any(tensor_names := list(self._tensor_names(value)))
+        }
         return {**self.unsaid(), "names": names}
 
     def _tensor_names(self, value: Any) -> Iterator[str]:
@@ -350,17 +358,17 @@ class StateDictWriter(StateDicts):
 def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
     """Puts a value at a path and returns the previous one; an integer key is a place in a list."""
     container: Any = tree
-    known: Any = None
+    earlier_value: Any = None
     for key, following in pairwise((*path, None)):
         if isinstance(container, list):
             container += [None] * (key + 1 - len(container))
-        known = container[key] if isinstance(container, list) else container.get(key)
+        earlier_value = container[key] if isinstance(container, list) else container.get(key)
         kind = list if type(following) is int else dict
         # the source's containers are copied, not changed
-        item = kind(known) if isinstance(known, kind) else kind()
+        item = kind(earlier_value) if isinstance(earlier_value, kind) else kind()
         container[key] = value if following is None else item
         container = item
-    return known
+    return earlier_value
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:

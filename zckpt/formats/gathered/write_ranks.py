@@ -122,7 +122,7 @@ class RanksWriter(StateDictWriter):
             return storages.tensor(blank.dtype, blank.shape)
         count, *rest = blank.shape
         width = -(-count // self.ranks)
-        own = max(0, min(width, count - rank * width))
+        own_rows = max(0, min(width, count - rank * width))
         strides = row_major(blank.shape)
         dtype = Global(f"torch.{TORCH_NAMES[blank.dtype]}")
         about = (Size(blank.shape), strides, dtype)
@@ -139,7 +139,7 @@ class RanksWriter(StateDictWriter):
         layout = Foreign(Global("torch.serialization._get_layout"), ("torch.strided",))
         device = Foreign(Global("torch.device"), ("cpu",))
         arguments = (cls, dtype, blank.shape, strides, 0, layout, device, False)
-        local = storages.tensor(blank.dtype, (own, *rest))
+        local = storages.tensor(blank.dtype, (own_rows, *rest))
         state = {"_local_tensor": local, "_spec": spec}
         rebuild = Global("torch._utils._rebuild_wrapper_subclass")
         return Foreign(Global(REBUILD), (rebuild, cls, arguments, state))
@@ -149,7 +149,7 @@ class RanksWriter(StateDictWriter):
         sizes = {"shape": (ranks,), "stride": (1,)} if ranks > 1 else {"shape": (), "stride": ()}
         axis = Foreign.instance(f"{LAYOUTS}._FlatLayout", **sizes)
         places = storages.tensor("I32", (ranks,))
-        storages.known[places.storage.key] = struct.pack(f"<{ranks}i", *range(ranks))
+        storages.values_by_key[places.storage.key] = struct.pack(f"<{ranks}i", *range(ranks))
         return Foreign.instance(
             f"{MESHES}.DeviceMesh",
             _device_type=self.device,

@@ -203,12 +203,15 @@ def dealt(
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):
         for group, part in enumerate(parts):
-            numels, own = [groups[group][place] for place in part], ranks[rank][group]
-            alike = len(own) == len(numels)
-            if not alike or any(a not in (None, b) for a, b in zip(own, numels, strict=True)):
+            numels, numels_in_file = [groups[group][place] for place in part], ranks[rank][group]
+            alike = len(numels_in_file) == len(numels)
+            if not alike or any(
+                a not in (None, b) for a, b in zip(numels_in_file, numels, strict=True)
+            ):
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{files[rank]} has {counted(len(own), 'parameter')} of group {group}, but by "
+                    f"{files[rank]} has {counted(len(numels_in_file), 'parameter')} of group "
+                    f"{group}, but by "
                     f"the rule of ZeroRedundancyOptimizer, the largest first, rank {rank} of "
                     f"{len(ranks)} has {len(numels)}" + (" of other sizes" if alike else ""),
                     hint=hint,

@@ -73,13 +73,13 @@ class PretrainedWriter(Struct, eq=False, dict=True):
 
     def __post_init__(self) -> None:
         source = self.source
-        if others := peft.other_adapters(source.parameters):
+        if other_adapters := peft.other_adapters(source.parameters):
             raise WrongOption(
                 "target-unsupported",
-                f"the source has the adapter {listed(others)}, and zckpt export writes the one "
-                f"that is called {peft.ADAPTER}",
+                f"the source has the adapter {listed(other_adapters)}, and zckpt export writes "
+                f"the one that is called {peft.ADAPTER}",
                 hint="rename it, if it is the only one: --rename "
-                f"'\\.{others[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
+                f"'\\.{other_adapters[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
             )
         parameters = source.parameters.values()
         self.adapter = any(map(peft.is_adapters, source.parameters))
@@ -90,9 +90,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         self.files = self._files_to_load_by()
         self.config = self._config()
         settle = weights.settled_adapter if self.adapter else weights.settled
-        found = settle(source, self.config)
-        self.source, self.is_asked = found.source, found.is_asked
-        self.warnings = [*source.notices.warnings, *found.warnings]
+        settled = settle(source, self.config)
+        self.source, self.is_asked = settled.source, settled.is_asked
+        self.warnings = [*source.notices.warnings, *settled.warnings]
         source = self.source
         self.names = self._names()
         self.model = self._model()
@@ -102,12 +102,12 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         kept = {item.name for item in self.files}
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
         names = [item.name for item in source.files.siblings]
-        others = [name for name in names if without_folder(name) not in kept]
+        other_adapters = [name for name in names if without_folder(name) not in kept]
         self.omitted = [item for item in source.notices.omitted if item.code == "file-omitted"]
         self.omitted += self.refused
-        if others:
-            message = f"{', '.join(others)}: not needed to load the weights"
-            self.omitted.insert(0, note("file-omitted", message, subject=others[0]))
+        if other_adapters:
+            message = f"{', '.join(other_adapters)}: not needed to load the weights"
+            self.omitted.insert(0, note("file-omitted", message, subject=other_adapters[0]))
         if base := [name for name in self.names if not self._is_exported(name)]:
             message = f"{listed(base, 4)}: weights of the base model, not the adapter"
             self.omitted.append(note("weights-omitted", message, subject=base[0]))
@@ -191,8 +191,8 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         """Whether two names are one weight or equal ones: DCP files have tied weights twice."""
         if one == other:
             return True
-        own, its = (weight_of(self.source.entries, name) for name in (one, other))
-        pairs = (own.param, its.param), (own.master, its.master)
+        own_weight, its = (weight_of(self.source.entries, name) for name in (one, other))
+        pairs = (own_weight.param, its.param), (own_weight.master, its.master)
         matches = [Match(a, b) for a, b in pairs if a and b and agreement(a, b) == "bits"]
         if len(matches) < sum(bool(a or b) for a, b in pairs):
             return False

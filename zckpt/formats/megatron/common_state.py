@@ -72,27 +72,27 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     states the type (0.14 and later). `content_metadata` alone does not show whether it is
     distributed.
     """
-    stated: set[str] = {
+    sharding_types: set[str] = {
         item["param_state_sharding_type"]
         for item in optimizers_of(common)
         if isinstance(item.get("param_state_sharding_type"), str)
     }
     keys = {key: match["rest"] for key in table.items if (match := OPTIMIZER.fullmatch(key))}
-    if not stated and any(rest.startswith("distributed.") for rest in keys.values()):
+    if not sharding_types and any(rest.startswith("distributed.") for rest in keys.values()):
         content = common.get("content_metadata")
         kind = content.get(SHARDING) if isinstance(content, dict) else None
-        stated = {kind if isinstance(kind, str) else "dp_zero_gather_scatter"}
+        sharding_types = {kind if isinstance(kind, str) else "dp_zero_gather_scatter"}
     for key, rest in keys.items():
         item = table.items[key]
         model = table.items.get(rest.split(".", 2)[-1])
         if rest.startswith("state.") and item is not None and model is not None:
             if item.shape != model.shape:
-                stated = {MODEL_SPACE}
+                sharding_types = {MODEL_SPACE}
             break
-    if not stated:
+    if not sharding_types:
         return NOT_DISTRIBUTED
-    kind = min(stated)
-    if len(stated) > 1 or kind not in (READABLE, MODEL_SPACE, *FLAT):
+    kind = min(sharding_types)
+    if len(sharding_types) > 1 or kind not in (READABLE, MODEL_SPACE, *FLAT):
         raise UnsupportedCheckpoint(
             "writer-unsupported",
             f"{table.folder} has an optimizer state of type {kind[:80]}, which zckpt does not read",
@@ -112,13 +112,13 @@ def with_groups(
 
     Ranks have equal groups; each group is kept once. `beside` are other values of the optimizers.
     """
-    known = optimizers_of(common)
+    known_optimizers = optimizers_of(common)
     states: list[dict[Any, Any]] = []
     for number, groups in enumerate(listed):
         kept_once = [group for place, group in enumerate(groups) if group not in groups[:place]]
-        others = known[number] if number < len(known) else {}
+        other_values = known_optimizers[number] if number < len(known_optimizers) else {}
         more = beside[number] if number < len(beside) else {}
-        states.append({**others, **more, "optimizer": {"param_groups": kept_once}})
+        states.append({**other_values, **more, "optimizer": {"param_groups": kept_once}})
     return {**common, "optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
 
@@ -127,10 +127,12 @@ def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
     state = common.get("optimizer")
     states = state if isinstance(state, list) else [state]  # NeMo has a list of one
     result: list[dict[Any, Any]] = []
-    for each in states:
-        if isinstance(each, dict):
-            numbered = [each[key] for key in sorted(key for key in each if type(key) is int)]
-            result += [item for item in (numbered or [each]) if isinstance(item, dict)]
+    for optimizer in states:
+        if isinstance(optimizer, dict):
+            numbered = [
+                optimizer[key] for key in sorted(key for key in optimizer if type(key) is int)
+            ]
+            result += [item for item in (numbered or [optimizer]) if isinstance(item, dict)]
     return result
 
 

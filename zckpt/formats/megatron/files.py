@@ -168,12 +168,12 @@ def _require_latest(run: str, tag: str) -> None:
     folder = os.path.join(run, tag)
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
-    others = listed(iterations(run))
+    saved_iterations = listed(iterations(run))
     raise IncompleteCheckpoint(
         "pointer-dangling",
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",
-        hint=f"copy the whole directory, or choose one with --tag: {run} has {others}",
+        hint=f"copy the whole directory, or choose one with --tag: {run} has {saved_iterations}",
         file=os.path.join(run, LATEST),
     )
 

@@ -70,7 +70,7 @@ class FsdpReader:
 
     A key is identified by its path in the saved state, which `.metadata` keeps, because names have
     dots too. `weights` and `modules` (the modules' own states) are by name in the model, `states`
-    by slot and name, `metas` by name and then by the name of a group's value, `others` by path.
+    by slot and name, `metas` by name and then by the name of a group's value, `other_keys` by path.
     """
 
     def __init__(self, folder: str, reading: Reading) -> None:
@@ -83,7 +83,7 @@ class FsdpReader:
         self.modules: Keys = {}
         self.states: dict[str, Keys] = {}
         self.metas: dict[str, Keys] = {}
-        self.others: dict[KeyPath, str] = {}
+        self.other_keys: dict[KeyPath, str] = {}
         for key in self.table.items:
             if key not in self.table.paths:
                 raise UnsupportedCheckpoint(
@@ -103,12 +103,12 @@ class FsdpReader:
 
     def manifest(self, step_policy: str | None) -> Manifest:
         if not self.weights:
-            others = (str(path[0]) for path in self.others)
-            raise without_weights(self.folder, self.states, others)
+            other_keys = (str(path[0]) for path in self.other_keys)
+            raise without_weights(self.folder, self.states, other_keys)
         for name, keys in joined(self.folder, self.weights).items():
             self.shapes[name] = self.enter(name, "param", keys).shape
         self._require_halves()
-        firsts = dict.fromkeys(str(path[0]) for path in self.others)
+        firsts = dict.fromkeys(str(path[0]) for path in self.other_keys)
         common = {
             first: self.tree(inside("megatron.common", first), first)
             for first in firsts
@@ -120,7 +120,7 @@ class FsdpReader:
             self._moments()
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
-        known, objects = self._modules()
+        axes_of_keys, objects = self._modules()
         if self.file is None:
             raise CorruptCheckpoint(
                 "file-damaged", f"{self.folder} has nothing beside its weights", file=self.folder
@@ -136,7 +136,7 @@ class FsdpReader:
             sharding=FSDP if has_states else None,
             files=[*self.table.files, *sorted(self.files.sizes)],
             records=self.files.records,
-            keys=known,
+            keys=axes_of_keys,
             objects=objects | self._random_states(),
             omitted=extra_states(self.table),
             group_of=group_of,
@@ -148,21 +148,23 @@ class FsdpReader:
     def _places(self) -> list[tuple[int, ...]]:
         """The stages and tensor ranks that have random states."""
         ranks = dict.fromkeys(
-            str(path[1]) for path in self.others if path[0] == "rng_state" and len(path) > 1
+            str(path[1]) for path in self.other_keys if path[0] == "rng_state" and len(path) > 1
         )
-        return [(int(own[1]), int(own[2])) for rank in ranks if (own := OF_RANK.fullmatch(rank))]
+        return [
+            (int(match[1]), int(match[2])) for rank in ranks if (match := OF_RANK.fullmatch(rank))
+        ]
 
     def _require_known(self) -> int:
         """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
-        stated = size_of(self.args, "pipeline_model_parallel_size")
-        if stated is None and not self.places:
+        stage_count = size_of(self.args, "pipeline_model_parallel_size")
+        if stage_count is None and not self.places:
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
                 f"{self.folder} has neither args nor rng_state, so nothing says how many pipeline "
                 "stages the run had",
                 file=self.folder,
             )
-        stages = max(stated or 1, *(1 + pp for pp, _ in self.places), 1)
+        stages = max(stage_count or 1, *(1 + pp for pp, _ in self.places), 1)
         firsts = {str(path[0]) for path in self.table.paths.values()}
         chunked = {*filter(MODEL.fullmatch, firsts)} - {"model"}
         if stages > 1 or chunked:
@@ -256,8 +258,8 @@ class FsdpReader:
     def _step(self, policy: str | None) -> dict[str, Any]:
         """The common step of all states, if they have one; raises InconsistentCheckpoint."""
         numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
-        stated = [(self.location(key).file, number) for key, number in numbers.items()]
-        agreed = agreed_step(self.folder, stated or self.of_groups, policy)
+        steps_of_files = [(self.location(key).file, number) for key, number in numbers.items()]
+        agreed = agreed_step(self.folder, steps_of_files or self.of_groups, policy)
         if not numbers:
             return {}
         step = next(iter(numbers.values()))
@@ -272,13 +274,13 @@ class FsdpReader:
 
         0.16.1 does not save these states; an empty one stands for each.
         """
-        known = {plain_name(raw): key for raw, key in self.modules.items()}
-        known.pop(OF_OUTPUT, None)
-        model = KeysOfGpt([*self.shapes, *known], self.weights, self.args)
+        state_keys = {plain_name(raw): key for raw, key in self.modules.items()}
+        state_keys.pop(OF_OUTPUT, None)
+        model = KeysOfGpt([*self.shapes, *state_keys], self.weights, self.args)
         objects: dict[str, Any] = {}
         for name, key in model.items().items():
             place = inside(f"megatron.objects.{key}", 0)
-            objects[key] = [self.value(known[name], place) if name in known else None]
+            objects[key] = [self.value(state_keys[name], place) if name in state_keys else None]
         return model.keys(), objects
 
     # -- the items, by kind
@@ -289,7 +291,7 @@ class FsdpReader:
             into = self.modules if names[0].endswith(OF_MODULE) else self.weights
             into[names[0]] = key
         elif first != "optimizer":
-            self.others[path] = key
+            self.other_keys[path] = key
         elif weights_only:
             pass
         elif len(names) == 3 and names[0] == STATES:
@@ -313,7 +315,7 @@ class FsdpReader:
         """
         tree: dict[Any, Any] = {}
         room = MAX_LIST
-        for path, key in self.others.items():
+        for path, key in self.other_keys.items():
             if path[: len(begin)] == begin:
                 rest = path[len(begin) :]
                 room = put(tree, ("", *rest), self.value(key, reduce(inside, rest, place)), room)

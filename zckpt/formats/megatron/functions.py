@@ -24,18 +24,20 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
     kept = source.state.get("megatron")
-    stated = arguments(kept.get("common") if isinstance(kept, dict) else None)
+    arguments_of_run = arguments(kept.get("common") if isinstance(kept, dict) else None)
     cutting: tuple[Option[int | None], ...]
-    if is_interleaved(stated):
+    if is_interleaved(arguments_of_run):
         form, cutting = "gated layers of torch's FSDP2", (DP, TP)
     elif dialect in FLAT or legacy:
         form, cutting = f"{OF_RANKS} folders" if legacy else str(dialect), (TP, PP, EP)
     else:
         return []
-    own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in cutting}
+    sizes_of_source = {
+        option: arguments_of_run.get(SIZES_OF_RUN[option]) or 1 for option in cutting
+    }
     return [
         differs(f"{option.name}, in {form}", size, options[option])
-        for option, size in own.items()
+        for option, size in sizes_of_source.items()
         if options[option] not in (None, size)
     ]
 

@@ -95,14 +95,14 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
-def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> Step | None:
+def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | None) -> Step | None:
     """The step of all files; raises InconsistentCheckpoint if they differ and no policy decides.
 
     Megatron-Core has one step for all parameters, so no parameter may have a different one.
     """
     places = [
         (os.path.relpath(file, folder), step)
-        for file, number in stated
+        for file, number in steps_of_files
         if (step := steps.step_of(number)) is not None
     ]
     return agree([*dict.fromkeys(places)], policy)
@@ -125,11 +125,11 @@ def stated_step(
         if isinstance(states, dict):
             where = f"common_step of optimizer {number}"
             in_states.add(where, file.number(states.get("common_step")))
-    stated = steps.believed(in_states, in_groups)
-    sightings = [Sighting(where, step, True) for where, step in stated.steps.items()]
+    believed_steps = steps.believed(in_states, in_groups)
+    sightings = [Sighting(where, step, True) for where, step in believed_steps.steps.items()]
     sightings += steps.counter_sightings("common state", common, ["iteration"])
     scheduler = common.get("opt_param_scheduler")
     if isinstance(scheduler, dict):  # it counts samples
         sightings += steps.counter_sightings("opt_param_scheduler", scheduler, ["num_steps"])
-    step = agree(list(stated.steps.items()), policy)
-    return step, stated.place(), sightings
+    step = agree(list(believed_steps.steps.items()), policy)
+    return step, believed_steps.place(), sightings

@@ -15,7 +15,7 @@ from ...core.checkpoint.facts import NamedWeightsEngine
 from ...core.checkpoint.manifest import Files, Manifest, Notices, Parameter, Run, Sibling, Sighting
 from ...core.checkpoint.origin import OF_ANY_ENGINE, Origin
 from ...core.checkpoint.placement import TENSOR_RANK, Sliced, Table
-from ...core.checkpoint.siblings import BESIDE, FOLLOW
+from ...core.checkpoint.siblings import CACHE, FOLLOW
 from ...core.checkpoint.weights import is_optimizers
 from ...core.ranks.merge import tensor
 from ...core.storage.fragments import Record
@@ -103,11 +103,15 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     agreed_step(content.folder, content.steps, step_policy)
     step, place, sightings = stated_step(common, content.file, step_policy)
     args = content.args
-    known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    stated = (e.parameter for e in content.entries.values() if e.slot not in ("param", "state"))
-    trained = {*stated} or {*shapes}
+    parameter_shapes = {
+        name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)
+    }
+    stepped_names = (
+        e.parameter for e in content.entries.values() if e.slot not in ("param", "state")
+    )
+    trained = {*stepped_names} or {*shapes}
     frozen = content.frozen | ({*shapes} - trained)
-    trainable = {name: shape for name, shape in known.items() if name not in frozen}
+    trainable = {name: shape for name, shape in parameter_shapes.items() if name not in frozen}
     groups = groups_of(common) if slots else []
     group_of = content.group_of or members(groups, trainable, args)
     has_groups = bool(groups) and group_of is not None
@@ -121,7 +125,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             step=step if name in trainable and slots else None,
             aliases=(OUTPUT,) if is_tied and name == EMBEDDING else (),
         )
-        for name, shape in known.items()
+        for name, shape in parameter_shapes.items()
     }
     warnings = [*_other_iteration(content), *put_in_order(args)]
     if groups and not has_groups:
@@ -130,8 +134,8 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "does not give them: the groups are kept in the state alone"
         )
         warnings.append(warning("groups-missing", message, subject="param_groups"))
-    if len(trainable) < len(known) and content.sharding in (*FLAT, DISTRIBUTED):
-        untrained = [name for name in known if name in frozen]
+    if len(trainable) < len(parameter_shapes) and content.sharding in (*FLAT, DISTRIBUTED):
+        untrained = [name for name in parameter_shapes if name in frozen]
         message = f"no buffer of the optimizer has {listed(untrained)}: zckpt takes them for frozen"
         warnings.append(warning("frozen-inferred", message, subject=next(iter(untrained), None)))
     if not any(entry.slot == "param" for entry in content.entries.values()):
@@ -158,7 +162,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         format="megatron",
         entries=content.entries,
         parameters=dict(sorted(parameters.items(), key=lambda item: not item[1].trainable)),
-        buffers=tuple(name for name in shapes if name not in known),
+        buffers=tuple(name for name in shapes if name not in parameter_shapes),
         groups=tuple(map(hyper_parameters, groups)) if has_groups else None,
         optimizer=name_of_groups([slots] * max(len(groups), 1), groups or None) if slots else None,
         state={"megatron": kept},
@@ -175,7 +179,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
                 "megatron",
                 None,
                 content.sharding,
-                _usual_dtype(content.entries, known) or _stated_dtype(args),
+                _usual_dtype(content.entries, parameter_shapes) or _stated_dtype(args),
                 "F32" if slots else None,
             ),
             step_place=place if slots else None,
@@ -192,12 +196,14 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     )
 
 
-def extra_states(table: ItemTable, own: Iterable[str] = ()) -> list[Notice]:
-    """Notes on files in a directory other than its items and its `own` files."""
-    known = {*table.files, *table.locations.paths, *own}
-    of_zckpt = (BESIDE, UNFINISHED)
+def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice]:
+    """Notes on files in a directory other than its items and `own_paths`."""
+    known_paths = {*table.files, *table.locations.paths, *own_paths}
+    of_zckpt = (CACHE, UNFINISHED)
     with os.scandir(table.folder) as items:
-        names = sorted(i.name for i in items if i.path not in known and i.name not in of_zckpt)
+        names = sorted(
+            i.name for i in items if i.path not in known_paths and i.name not in of_zckpt
+        )
     return [stranger(table.folder, name) for name in names]
 
 
@@ -214,13 +220,13 @@ def is_stranger(notice: Notice) -> bool:
 
 def _other_iteration(content: Content) -> list[Notice]:
     """A warning if the folder's name and its common state state different iterations."""
-    name, stated = basename(content.folder), content.common.get("iteration")
+    name, stated_iteration = basename(content.folder), content.common.get("iteration")
     number = name.removeprefix("iter_")
-    if number == name or not is_iteration(name) or stated in (None, int(number)):
+    if number == name or not is_iteration(name) or stated_iteration in (None, int(number)):
         return []
     message = (
-        f"{content.file.path} states iteration {brief(stated)}, but its folder is {name}: it may "
-        "be a file of another save (or the folder was renamed)"
+        f"{content.file.path} states iteration {brief(stated_iteration)}, but its folder is "
+        f"{name}: it may be a file of another save (or the folder was renamed)"
     )
     return [warning("mixed-saves", message, file=content.file.path)]
 
@@ -259,12 +265,12 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
         )
 
 
-def without_weights(folder: str, states: Iterable[str], others: Iterable[str]) -> MissingData:
+def without_weights(folder: str, states: Iterable[str], other_words: Iterable[str]) -> MissingData:
     """The error for a directory without weights and masters; it lists what there is.
 
-    `states` are the optimizer's states, `others` the first words of other keys.
+    `states` are the optimizer's states, `other_words` the first words of other keys.
     """
-    what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(others)]
+    what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(other_words)]
     return MissingData(
         "weights-missing",
         f"{folder} has neither weights of a model nor masters"

@@ -169,9 +169,11 @@ class KeysOfGpt:
         """
         if not self.items():
             return {}
-        found = [self._key(name) for name in self.names if KNOWN.fullmatch(name)]
+        keys_and_axes = [self._key(name) for name in self.names if KNOWN.fullmatch(name)]
         return {
-            key: axes for (key, axes), n in Counter(found).items() if n == prod(self._grid(axes))
+            key: axes
+            for (key, axes), n in Counter(keys_and_axes).items()
+            if n == prod(self._grid(axes))
         }
 
     def items(self) -> dict[str, str]:

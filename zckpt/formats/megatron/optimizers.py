@@ -48,8 +48,8 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
     and InconsistentCheckpoint.
     """
     step, ep = _step(source), options[EP]
-    own = {} if step is None else {"step": step}
-    groups = [{**hyper_parameters(group), **own} for group in groups_of(dict(common))]
+    step_key = {} if step is None else {"step": step}
+    groups = [{**hyper_parameters(group), **step_key} for group in groups_of(dict(common))]
     if not groups:
         raise MissingData(
             "groups-missing", "the source has no parameter groups", hint="add --weights-only"
@@ -58,27 +58,27 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
         groups = _with_given(groups, options)
     spread = [group for group in groups if group.get(SPREAD)]
     dense = [group for group in groups if not group.get(SPREAD)]
-    first, *others = optimizers_of(dict(common))
+    first, *further = optimizers_of(dict(common))
     if ep is not None and ep > 1 and not spread:
         spread = _spread(source, groups)
     elif ep == 1 and spread:
         dense, spread = _joined(dense, spread), []
     if not spread:
         return _optimizer(dense, first, first)
-    of_experts = others[0] if others else {}
+    of_experts = further[0] if further else {}
     return {0: _optimizer(dense, first, first), 1: _optimizer(spread, of_experts, first)}
 
 
 def _optimizer(
-    groups: Sequence[Group], own: Mapping[str, Any], first: Mapping[str, Any]
+    groups: Sequence[Group], saved: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One optimizer with the program's values in `own`; `first` has the loss scale."""
-    inner = own.get("optimizer")
-    known = inner if isinstance(inner, Mapping) else {}
+    """One optimizer with the program's values in `saved`; `first` has the loss scale."""
+    inner = saved.get("optimizer")
+    inner_values = inner if isinstance(inner, Mapping) else {}
     return {
-        "optimizer": {"param_groups": list(groups), **extra_states_in(known)},
+        "optimizer": {"param_groups": list(groups), **extra_states_in(inner_values)},
         **{key: first[key] for key in ("grad_scaler",) if key in first},
-        **extra_states_in(own),
+        **extra_states_in(saved),
         "param_state_sharding_type": READABLE,
     }
 
@@ -103,12 +103,12 @@ def _step(source: Manifest) -> float | int | None:
 def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
     """The groups with the values of `--group-defaults`; raises WrongOption for unknown ones."""
     given = options.defaults(len(groups))
-    known = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
-    if extra_states := sorted({key for values in given for key in values} - known):
+    known_keys = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
+    if extra_states := sorted({key for values in given for key in values} - known_keys):
         raise WrongOption(
             "option-names-nothing",
             f"--group-defaults: no group of the source has {listed(extra_states)}",
-            hint=f"its groups have {listed(sorted(map(str, known)), 99)}",
+            hint=f"its groups have {listed(sorted(map(str, known_keys)), 99)}",
         )
     return [{**group, **values} for group, values in zip(groups, given, strict=True)]
 
@@ -148,8 +148,10 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
         if not same:
             joined.append(plain)
         elif not any(by_value(other) == by_value(plain) for other in same):
-            own, other = by_value(plain), by_value(same[0])
-            different = sorted(str(k) for k in {*own, *other} if own.get(k) != other.get(k))
+            own_values, other = by_value(plain), by_value(same[0])
+            different = sorted(
+                str(k) for k in {*own_values, *other} if own_values.get(k) != other.get(k)
+            )
             raise InconsistentCheckpoint(
                 "one-value-needed",
                 "--ep 1 makes one group of experts and other parameters, but their "

@@ -157,11 +157,14 @@ class _Reader:
         if self.pieces:  # a save of the optimizer alone has no keys of modules' own states
             content.keys = self.keys
         content.objects = self._values(not self.weights_only and sharding not in FLAT)
-        own, siblings = [content.file.path, os.path.join(self.folder, MARKER)], beside(self.folder)
-        content.files = [*self.table.files, *sorted(self.files.sizes), *own]
+        own_paths, siblings = (
+            [content.file.path, os.path.join(self.folder, MARKER)],
+            beside(self.folder),
+        )
+        content.files = [*self.table.files, *sorted(self.files.sizes), *own_paths]
         content.siblings = siblings.files
-        own += (os.path.join(self.folder, each.name.split("/")[0]) for each in siblings.files)
-        content.omitted = [*extra_states(self.table, own), *siblings.omitted]
+        own_paths += (os.path.join(self.folder, each.name.split("/")[0]) for each in siblings.files)
+        content.omitted = [*extra_states(self.table, own_paths), *siblings.omitted]
         content.records = self.files.records
         return manifest_of(content, step_policy)
 
@@ -208,8 +211,10 @@ class _Reader:
         if not kept:
             matches = map(OF_OPTIMIZER.fullmatch, self.table.items)
             firsts = (re.split(r"[./]", key)[0] for key in self.table.items)
-            others = (first for first in firsts if first != "optimizer")
-            raise without_weights(self.folder, {each["slot"] for each in matches if each}, others)
+            other_words = (first for first in firsts if first != "optimizer")
+            raise without_weights(
+                self.folder, {each["slot"] for each in matches if each}, other_words
+            )
         return {match["key"]: (key, item) for match, key, item in kept}
 
     def _states(self, is_flat: bool) -> None:
@@ -256,12 +261,12 @@ class _Reader:
         are_spread = any(optimizer.has_experts for optimizer in items.optimizers.values())
         numbers = ((name, expert_of(name)) for name in self.shapes if are_spread)
         experts = {name: number for name, number in numbers if number is not None}
-        others = [
+        dense_names = [
             name for name in self.shapes if name not in experts and not BUFFERS.fullmatch(name)
         ]
-        tp = self._tensor_ranks(others, "tensor_model_parallel_size")
+        tp = self._tensor_ranks(dense_names, "tensor_model_parallel_size")
         ranks = items.ranks(tp)
-        self._place(others, ranks, tp)
+        self._place(dense_names, ranks, tp)
         if experts:
             stages, ep = len(ranks) // tp, size_of(self.args, "expert_model_parallel_size")
             tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
@@ -284,11 +289,11 @@ class _Reader:
                 piece = ordered[rank if len(ordered) >= tp else 0]
                 numel = prod(slicing.slices[rank])
                 part[name] = flats.local_part(name, numel, entry.dtype, piece)
-        found = placed(ranks, parts, flats.read_bytes, self.folder)
+        places_by_rank = placed(ranks, parts, flats.read_bytes, self.folder)
         states = (
             (rank, entry)
-            for rank, own in enumerate(found)
-            for name, homes in own.items()
+            for rank, places_of_rank in enumerate(places_by_rank)
+            for name, homes in places_of_rank.items()
             for flat, place in homes
             for entry in flat.entries(name, place, cuts[name].slicing.slices[rank])
         )
@@ -314,11 +319,11 @@ class _Reader:
         for box, file in self.files.boxes(self.table, key):
             tensor: Tensor = file.value
             extent = file.whole(tensor)
-            own = box.offsets[axes:], box.sizes[axes:], tensor.strides[axes:]
+            layout_of_box = box.offsets[axes:], box.sizes[axes:], tensor.strides[axes:]
             for inner in places(box.sizes, axes):
                 place = tuple(a + b for a, b in zip(box.offsets, inner, strict=False))
                 first = sum(a * b for a, b in zip(inner, tensor.strides, strict=False))
-                piece = TensorPiece(*own, tensor.offset + first, extent)
+                piece = TensorPiece(*layout_of_box, tensor.offset + first, extent)
                 pieces.setdefault(place, []).append(piece)
         if prod(item.shape[:axes]) > len(pieces):
             raise InconsistentCheckpoint(

@@ -195,8 +195,8 @@ class RunTemplate(Template):
         """The run's groups with the source's hyper-parameters."""
         self._warn_of_another_adam()
         chosen = self.own_groups(lambda _: HYPER)
-        for name, own in chosen.values():
-            if lost := [key for key in HYPER if key not in own]:
+        for name, source_hyper in chosen.values():
+            if lost := [key for key in HYPER if key not in source_hyper]:
                 raise MissingData(
                     "hyperparameter-missing",
                     f"the source does not state {listed(lost)} of {name}",
@@ -205,8 +205,8 @@ class RunTemplate(Template):
                 )
         result = []
         for number, group in enumerate(groups_of(self.common)):
-            name, own = chosen.get(number, ("", {}))
-            hyper = {key: by_value(own[key]) for key in HYPER if key in own}
+            name, source_hyper = chosen.get(number, ("", {}))
+            hyper = {key: by_value(source_hyper[key]) for key in HYPER if key in source_hyper}
             if hyper.get("weight_decay") and not decay_multiplier(group):
                 message = (
                     f"the source decays the weights of a group with wd_mult 0, such as {name}: "
@@ -249,8 +249,8 @@ class RunTemplate(Template):
         common["iteration"] = int(step)
         args, scheduler = arguments(common), common.get("opt_param_scheduler")
         if isinstance(scheduler, dict):
-            own = self._counted(scheduler, "num_steps", int(step))
-            common["opt_param_scheduler"] = {**scheduler, **own}
+            counts = self._counted(scheduler, "num_steps", int(step))
+            common["opt_param_scheduler"] = {**scheduler, **counts}
         changes = self._counted(args, "consumed_train_samples", int(step))
         if isinstance(common.get("args"), Foreign):
             changes |= {"iteration": int(step)} if "iteration" in args else {}

@@ -164,10 +164,10 @@ class MegatronWriter:
         self.folder = WEIGHTS if self.program == NEMO else self._folder(common)
         self._text: bytes | None = None
         everything = source.whole_state.items()
-        others = {key for key, value in everything if key != "megatron" and value}
+        other_keys = {key for key, value in everything if key != "megatron" and value}
         self.omitted += [
             note("state-omitted", f"{key}: Megatron-Core has no place for it", subject=key)
-            for key in sorted(others)
+            for key in sorted(other_keys)
         ]
 
     # -- tensors
@@ -193,11 +193,11 @@ class MegatronWriter:
         if lost := [key for key in keys if key not in parts]:
             raise MissingData("weights-missing", f"the source lacks the weights of {listed(lost)}")
         slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
-        if self.states and (others := [slot for slot in slots if slot not in MOMENTS]):
+        if self.states and (other_slots := [slot for slot in slots if slot not in MOMENTS]):
             raise UnsupportedCheckpoint(
                 "state-unsupported",
-                f"the source has {listed(others)}, and the states of Megatron-Core's distributed "
-                "optimizer are exp_avg and exp_avg_sq",
+                f"the source has {listed(other_slots)}, and the states of Megatron-Core's "
+                "distributed optimizer are exp_avg and exp_avg_sq",
                 hint="add --weights-only",
             )
         written = ("param", "master", *slots) if self.states else ("param",)
@@ -294,8 +294,8 @@ class MegatronWriter:
             message = f"{RERUN}: it has states of single ranks"
             self.omitted.append(note("rank-state-omitted", message, subject=RERUN))
         if self.states:
-            own = optimizers(self.source, common, self.options)
-            result["optimizer"] = [own] if self.kept.get("program") == NEMO else own
+            optimizer = optimizers(self.source, common, self.options)
+            result["optimizer"] = [optimizer] if self.kept.get("program") == NEMO else optimizer
         else:
             for key in ("optimizer", "opt_param_scheduler"):
                 if result.pop(key, None):
@@ -401,12 +401,12 @@ class MegatronWriter:
 def _boxes(tensor: TargetTensor) -> Iterator[ItemBox]:
     """The boxes of a tensor: one for each layer and expert; several of rows if it is large."""
     axes = len(next(iter(tensor.names)))
-    own = tensor.shape[axes:]
-    rows = own[0] if own else 1
-    length = prod(own[1:]) * SIZES[tensor.dtype]
+    inner_shape = tensor.shape[axes:]
+    rows = inner_shape[0] if inner_shape else 1
+    length = prod(inner_shape[1:]) * SIZES[tensor.dtype]
     most = max(1, LARGEST // max(1, length))
     for place in product(*map(range, tensor.shape[:axes])):
         for start in range(0, rows, most):
-            inner = (min(most, rows - start), *own[1:]) if own else ()
-            offsets = (start, *(0 for _ in own[1:])) if own else ()
+            inner = (min(most, rows - start), *inner_shape[1:]) if inner_shape else ()
+            offsets = (start, *(0 for _ in inner_shape[1:])) if inner_shape else ()
             yield ItemBox((*place, *offsets), (*(1 for _ in place), *inner))

@@ -120,8 +120,8 @@ def locate(path: str) -> CheckpointFiles:
         if hdf5.is_one(path):
             alone = not hdf5.open_file(path).is_partition
         every = _all(folder, [name] if alone else {name, *_candidates(folder)}, alone)
-        own = os.path.join(folder, name)
-        checkpoints = [each for each in every if own in dict(each.files).values()][:1]
+        full_path = os.path.join(folder, name)
+        checkpoints = [each for each in every if full_path in dict(each.files).values()][:1]
     if not checkpoints:
         raise NotACheckpoint(
             "not-a-checkpoint", f"{path} holds no checkpoint of ONNX Runtime", file=path
@@ -153,9 +153,9 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
                 partitions.append(file)
             else:
                 checkpoints.append(CheckpointFiles(full, ((0, full),), 1, (file,)))
-        elif (own := known((legacy.OF_RANK,), name)) is not None:
-            rank, last = own.numbers
-            sharded.setdefault((own.stem, last + 1), []).append((rank, full))
+        elif (recognized := known((legacy.OF_RANK,), name)) is not None:
+            rank, last = recognized.numbers
+            sharded.setdefault((recognized.stem, last + 1), []).append((rank, full))
         elif name.endswith(legacy.SUFFIX) or of_any_name:
             checkpoints.append(CheckpointFiles(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():

@@ -50,8 +50,8 @@ def _opened(path: str) -> Save:
 
 def _number(path: str) -> int:
     """R of `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, whose file is the only one."""
-    own = known((OF_RANK,), path)
-    return own.numbers[0] if own else 0
+    recognized = known((OF_RANK,), path)
+    return recognized.numbers[0] if recognized else 0
 
 
 def _weight(save: Save, name: str) -> Iterator[Partition]:

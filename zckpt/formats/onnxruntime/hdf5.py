@@ -130,11 +130,11 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
     for file in files:
         _check_kind(file)
         for name in OPTIONS:
-            own, other = getattr(file.options, name), getattr(first.options, name)
-            if own != other and name != "world_rank":
+            own_value, other = getattr(file.options, name), getattr(first.options, name)
+            if own_value != other and name != "world_rank":
                 raise InconsistentCheckpoint(
                     "ranks-disagree",
-                    f"{file.path} says {name} {own!r}, {first.path} says {other!r}",
+                    f"{file.path} says {name} {own_value!r}, {first.path} says {other!r}",
                     file=file.path,
                     subject=name,
                 )
@@ -188,12 +188,12 @@ def _omitted(files: Sequence[RankFile]) -> list[Notice]:
         if any(value != by_rank[0] for value in by_rank):
             message = f"{name} of ranks other than 0"
             omitted.append(note("rank-state-omitted", message, subject=name))
-    others = {name for file in files for name in file.tensors if not _is_known(name)}
-    others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
-    for group, known in (("trainer_options", OPTIONS), ("train_step_info", STEP_INFO)):
-        inside = {name for file in files for name in file.under(group)} - {*known}
-        others |= {f"{group}/{name}" for name in inside}
-    return [*omitted, *(note("state-unsupported", name, subject=name) for name in sorted(others))]
+    unknown = {name for file in files for name in file.tensors if not _is_known(name)}
+    unknown |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
+    for group, known_names in (("trainer_options", OPTIONS), ("train_step_info", STEP_INFO)):
+        inside = {name for file in files for name in file.under(group)} - {*known_names}
+        unknown |= {f"{group}/{name}" for name in inside}
+    return [*omitted, *(note("state-unsupported", name, subject=name) for name in sorted(unknown))]
 
 
 def _is_known(name: str) -> bool:

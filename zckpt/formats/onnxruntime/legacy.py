@@ -87,8 +87,8 @@ def opened(root: str, paths: Sequence[str]) -> Save:
             "mixed-saves", f"{root} holds both fp16 and bf16 copies of weights", file=root
         )
     suffix = mixed.pop() if mixed else ""
-    known = _weights(models, suffix)
-    ranks = [_rank(*pair, suffix, known) for pair in zip(files, models, strict=True)]
+    weight_names = _weights(models, suffix)
+    ranks = [_rank(*pair, suffix, weight_names) for pair in zip(files, models, strict=True)]
     state, kept, copies, omitted = _client_state(files)
     # before 1.7 the owners of a shared weight store it completely
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
@@ -139,13 +139,13 @@ def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """Names of weights: those with 16-bit copies, and all keys without another meaning."""
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
-    known = set(copied)
+    weights = set(copied)
     for model, key, tensor in every:
         view = VIEW.fullmatch(key)
         is_piece = view and len(tensor.shape) == 1 and view[1] in copied
         if not (_is_half(key, tensor, suffix) or is_piece or _is_state(model, key, tensor)):
-            known.add(key)
-    return known
+            weights.add(key)
+    return weights
 
 
 def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
@@ -159,16 +159,18 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
     )
 
 
-def _rank(file: TorchFile, model: Mapping[str, Tensor], suffix: str, known: set[str]) -> RankStates:
+def _rank(
+    file: TorchFile, model: Mapping[str, Tensor], suffix: str, weight_names: set[str]
+) -> RankStates:
     """One file's tensors, by the weight to which they belong."""
     rank = RankStates(file.path)
 
     def weight_of(name: str, key: str) -> str:
         """The weight with this name, or with this name as its piece."""
         view = VIEW.fullmatch(name)
-        if name in known:
+        if name in weight_names:
             return name
-        if view and view[1] in known:
+        if view and view[1] in weight_names:
             return view[1]
         raise InconsistentCheckpoint(
             "layout-unknown",
@@ -179,9 +181,9 @@ def _rank(file: TorchFile, model: Mapping[str, Tensor], suffix: str, known: set[
         )
 
     for key, tensor in model.items():
-        if _is_half(key, tensor, suffix) and key.removesuffix(suffix) in known:
+        if _is_half(key, tensor, suffix) and key.removesuffix(suffix) in weight_names:
             rank.halves[key.removesuffix(suffix)] = _located(file, tensor)
-        elif key in known:
+        elif key in weight_names:
             rank.weights[key] = _located(file, tensor)
         elif not _is_state(model, key, tensor):
             _add_once(file, rank.pieces, weight_of(key, key), _located(file, tensor))
@@ -261,9 +263,9 @@ def _client_state(
         first = files[0].summary(value)
         for file in files[1:]:
             if file.summary(_user(file).get(key)) == first:
-                own: dict[Key, Entry] = {}
-                file.kept(_user(file)[key], path, own)
-                copies += own.values()
+                tensors_of_copy: dict[Key, Entry] = {}
+                file.kept(_user(file)[key], path, tensors_of_copy)
+                copies += tensors_of_copy.values()
             elif str(key) not in differing:
                 differing.append(str(key))
     differing += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))

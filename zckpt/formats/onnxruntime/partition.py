@@ -171,10 +171,10 @@ def _check_moments(save: Save, owned: Owned) -> None:
                 expected[share.rank][name] = share
     for place, (rank, expected_shares) in enumerate(zip(save.ranks, expected, strict=True)):
         for name, moments in rank.moments.items():
-            own = expected_shares.get(name)
-            width = 0 if own is None else own.stop - own.start
+            own_share = expected_shares.get(name)
+            width = 0 if own_share is None else own_share.stop - own_share.start
             for slot, tensor in moments.items():
-                if own is None or tensor.numel != width:
+                if own_share is None or tensor.numel != width:
                     raise InconsistentCheckpoint(
                         "partition-does-not-fit",
                         f"{rank.path} has {tensor.numel} elements of the {slot} of {name}, but "

@@ -69,10 +69,10 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
     """Replicas and their entries, unless `read` has compared the CRC-32 of both."""
-    stated = {record.extent: record.crc for record in manifest.files.records}
+    crc_by_extent = {record.extent: record.crc for record in manifest.files.records}
     for match in copies_of(manifest):
         copy, entry = match.a, manifest.entries[match.a.key]
-        crcs = {stated.get(part.extent) for part in (*entry.fragments, *copy.fragments)}
+        crcs = {crc_by_extent.get(part.extent) for part in (*entry.fragments, *copy.fragments)}
         if len(crcs) > 1 or None in crcs:
             yield Match(entry, copy, copy=True)
 
@@ -231,8 +231,8 @@ class _Entries:
         fragments = solid(tensor.numel, tensor.extent)
         self._enter(Entry(name, "param", tensor.dtype, tensor.shape, fragments))
         for rank, other in copies[1:]:
-            stated = tensor.crc is not None and other.crc is not None
-            if other.dtype != tensor.dtype or (stated and tensor.crc != other.crc):
+            have_crcs = tensor.crc is not None and other.crc is not None
+            if other.dtype != tensor.dtype or (have_crcs and tensor.crc != other.crc):
                 raise different_copies(name, first.path, rank.path)
             self.replicas.append(
                 Entry(name, "param", other.dtype, other.shape, solid(other.numel, other.extent))
@@ -333,10 +333,10 @@ def _steps(
     sightings: Sequence[tuple[str, str, Sighting]], owned: Owned, policy: str | None
 ) -> dict[str, agreement.Step | None]:
     """Completed updates of every weight; they may differ only with the policy `keep`."""
-    stated: dict[str, list[tuple[str, agreement.Step]]] = {}
+    steps_by_weight: dict[str, list[tuple[str, agreement.Step]]] = {}
     for name, file, line in sightings:
         weight = name if policy == agreement.KEEP else ""
         place = f"{os.path.basename(file)}: {line.where}"
-        stated.setdefault(weight, []).append((place, line.step))
-    agreed = {name: agreement.agree(places, policy) for name, places in stated.items()}
+        steps_by_weight.setdefault(weight, []).append((place, line.step))
+    agreed = {name: agreement.agree(places, policy) for name, places in steps_by_weight.items()}
     return {name: agreed.get(name, agreed.get("")) for name in owned} if agreed else {}

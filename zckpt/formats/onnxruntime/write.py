@@ -259,11 +259,15 @@ class OnnxRuntimeWriter:
             names = ", ".join(source.buffers[:8])
             message = f"buffers are written as frozen weights: {names}"
             self.warnings.append(warning("form-differs", message, subject=source.buffers[0]))
-        known = set(ENGINE) | {"trainer_options"}
-        known |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
+        known_keys = set(ENGINE) | {"trainer_options"}
+        known_keys |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
         optimizer = {f"optimizer.{k}": v for k, v in (state.get("optimizer") or {}).items()}
         for key, value in {**state, **optimizer}.items():
-            if key not in known and key != "optimizer" and value not in (None, {}, [], "", False):
+            if (
+                key not in known_keys
+                and key != "optimizer"
+                and value not in (None, {}, [], "", False)
+            ):
                 names = ", ".join(own_names(key, value))
                 message = f"{names}: ONNX Runtime's files cannot hold it"
                 self.omitted.append(note("state-omitted", message, subject=key))
@@ -302,8 +306,8 @@ class OnnxRuntimeWriter:
         """Every weight, the share of `rank` in it, and the stored shape; None if it stores none."""
         for weight in self.weights:
             share = share_of(weight.owned, rank)
-            own = None if share is None else _shape(weight, share)
-            yield weight, share, own if weight.apart else weight.shape
+            own_shape = None if share is None else _shape(weight, share)
+            yield weight, share, own_shape if weight.apart else weight.shape
 
     @property
     def _shared(self) -> Scalar | None:
@@ -326,9 +330,9 @@ class OnnxRuntimeWriter:
                 model[copy] = storages.tensor(self.half, weight.shape)
             if share is None:
                 continue
-            own = _shape(weight, share)
+            own_shape = _shape(weight, share)
             for moment, dtype in weight.moments.items():
-                model[f"{moment}_{weight.name}{view}"] = storages.tensor(dtype, own)
+                model[f"{moment}_{weight.name}{view}"] = storages.tensor(dtype, own_shape)
             if weight.updates is not None and self.optimizer == "AdamOptimizer":
                 name = f"{COUNT}_{weight.name}{view}"
                 model[name] = storages.scalar(COUNTED.number(weight.updates))

@@ -69,8 +69,8 @@ class ManifestBuilder:
                 raise value.refused(name)
         self.optimizers = optimizers
         self.optimizer = merged(list(optimizers.values()))
-        own = [path for root in roots for path in root.optimizers]
-        self.ignored = own if reading.weights_only else []
+        optimizer_paths = [path for root in roots for path in root.optimizers]
+        self.ignored = optimizer_paths if reading.weights_only else []
         self.step_policy = reading.step_policy
         self.globs = reading.buffers
         self.entries: dict[Key, Entry] = {}
@@ -95,13 +95,16 @@ class ManifestBuilder:
         groups = self._groups() if self.optimizers and saved.keeps_groups else None
         in_pieces = (
             ExtraState(
-                key, [*own.values()], f"tensors of the class {kind}, saved in pieces", tuple(own)
+                key,
+                [*pieces.values()],
+                f"tensors of the class {kind}, saved in pieces",
+                tuple(pieces),
             )
-            for (key, kind), own in self.in_pieces.items()
+            for (key, kind), pieces in self.in_pieces.items()
         )
         extra_states = sorted_out([*saved.extra_states, *in_pieces], self._kept)
         state, engine = self._state()
-        others = of_parameters("other", self._kept(self.other, OF_OTHERS))
+        other_rows = of_parameters("other", self._kept(self.other, OF_OTHERS))
         return Manifest(
             root=saved.root,
             format=str(saved.origin.format),
@@ -111,7 +114,7 @@ class ManifestBuilder:
             groups=groups,
             optimizer=self._optimizer(groups),
             state=state,
-            states=States((*self.numbers, *others, *extra_states)),
+            states=States((*self.numbers, *other_rows, *extra_states)),
             replicas=tuple(self.replicas),
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
@@ -150,10 +153,10 @@ class ManifestBuilder:
 
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
         """Owners by alias: as stated by zckpt or shown by content, and as a config ties names."""
-        stated = self.saved.stated
-        aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
+        record = self.saved.record
+        aliases = self._same_content(trained) if record is None else dict(record["aliases"])
         config = config_of(self.saved.siblings, ties.CONFIG)
-        return aliases | ties.stated(config, [*self.model, *aliases])
+        return aliases | ties.stated_ties(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
         """Second names of tied weights, by content; warns about possible frozen copies."""
@@ -162,8 +165,8 @@ class ManifestBuilder:
         of_model, of_trained = self._by_root(self.model), self._by_root(trained)
         for root in self.roots:  # equal models are no aliases of each other
             model = {name: self.model[name] for name in of_model.get(root.prefix, ())}
-            own = [name for name in of_trained.get(root.prefix, ()) if name in model]
-            names, unproven = second_names(model, own, self.optimizer.state)
+            trained_names = [name for name in of_trained.get(root.prefix, ()) if name in model]
+            names, unproven = second_names(model, trained_names, self.optimizer.state)
             aliases |= names
             doubtful += unproven
         if doubtful:
@@ -186,34 +189,38 @@ class ManifestBuilder:
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(self.optimizer.members):
-            own = group if self.saved.keeps_groups else None
+            own_group = group if self.saved.keeps_groups else None
             for name in members:
                 shape = self.model[name].shape
-                self._add_weight(name, Parameter(shape, group=own, step=stepped.get(name)))
+                self._add_weight(name, Parameter(shape, group=own_group, step=stepped.get(name)))
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
         """Adds weights outside of all optimizers, and then the buffers."""
-        stated, owned = self.saved.stated, set(trained)
-        others = [name for name in self.model if name not in owned and name not in self.aliases]
-        if stated is None:
+        record, owned = self.saved.record, set(trained)
+        untrained_names = [
+            name for name in self.model if name not in owned and name not in self.aliases
+        ]
+        if record is None:
             sharded = any(self.model[name].sharded for name in trained)
-            self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
+            self.buffers = [
+                name for name in untrained_names if is_buffer(name, self.model[name], sharded)
+            ]
         else:
-            of_module = {*stated["buffers"]}
-            self.buffers = [name for name in others if name in of_module]
-        if said := {name for name in others if matches_any(name, self.globs)}:
+            of_module = {*record["buffers"]}
+            self.buffers = [name for name in untrained_names if name in of_module]
+        if said := {name for name in untrained_names if matches_any(name, self.globs)}:
             buffers = {*self.buffers, *said}
-            self.buffers = [name for name in others if name in buffers]
+            self.buffers = [name for name in untrained_names if name in buffers]
             self.saved.buffers_named = True
         # without an optimizer nothing shows which weights are frozen
         shown = {root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers}}
-        of_model = self._by_root(others)
+        of_model = self._by_root(untrained_names)
         untrained = {name for prefix in shown for name in of_model.get(prefix, ())}
-        buffers, stated_frozen = {*self.buffers}, {*(stated or {}).get("frozen", ())}
-        for name in others:
+        buffers, stated_frozen = {*self.buffers}, {*(record or {}).get("frozen", ())}
+        for name in untrained_names:
             if name not in buffers:
-                frozen = name in (untrained if stated is None else stated_frozen)
+                frozen = name in (untrained if record is None else stated_frozen)
                 self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
         for name in self.buffers:
             self._add_entry(name, "param", self.model[name])
@@ -303,11 +310,11 @@ class ManifestBuilder:
             for name in members:
                 in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
-        named = (self.saved.stated or {}).get("optimizer")
+        named = (self.saved.record or {}).get("optimizer")
         self.step_place = steps.place_of(believed, in_groups, named)
         self._need_one_save(believed.where)
-        for stated in (in_states, in_groups):
-            for sighting, stalled in steps.sightings_of(stated, believed):
+        for statement in (in_states, in_groups):
+            for sighting, stalled in steps.sightings_of(statement, believed):
                 self.sightings.append(sighting)
                 self.warnings += [stalled] if stalled else []
         return believed.settled(self.step_policy)
@@ -321,15 +328,15 @@ class ManifestBuilder:
         for optimizer in self.optimizers:
             by_path: dict[TreePath, list[tuple[StepStatement, agreement.Step]]] = {}
             for item in self.saved.steps:
-                own, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
+                front, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
                 step = steps.step_of(_step(item.value)[0])
-                if own == optimizer and dotted(rest).startswith(begin) and step is not None:
+                if front == optimizer and dotted(rest).startswith(begin) and step is not None:
                     by_path.setdefault(item.path, []).append((item, step))
             for path, items in by_path.items():
                 copies = [(f"{item.files[0]}: {dotted(path)}", step) for item, step in items]
                 agreement.agree(copies, self.step_policy)
-            stated = chain.from_iterable(by_path.values())
-            by_file = ((file, step) for item, step in stated for file in item.files)
+            items_with_steps = chain.from_iterable(by_path.values())
+            by_file = ((file, step) for item, step in items_with_steps for file in item.files)
             agreement.need_one_save(by_file, self.step_policy)
 
     # -- what is not a tensor
@@ -385,7 +392,7 @@ class ManifestBuilder:
             self.optimizer.layout or None,
             scheduler,
             None if folders is None else tuple(folders),
-            self.saved.stated is None,
+            self.saved.record is None,
             self.saved.adapter,
             storage=None if self._are_several() else self.saved.storage,
             bare=self.saved.bare,
@@ -401,8 +408,10 @@ class ManifestBuilder:
         if rest:
             state["client_state"] = self._kept(rest, "client_state")
             schedulers = state["client_state"].get(LISTED)
-            for place, each in enumerate(schedulers if isinstance(schedulers, list) else ()):
-                self._sight_scheduler(f"{LISTED}.{place}", each)
+            for place, scheduler_state in enumerate(
+                schedulers if isinstance(schedulers, list) else ()
+            ):
+                self._sight_scheduler(f"{LISTED}.{place}", scheduler_state)
         return state, engine
 
     def _sight_scheduler(self, where: str, scheduler: Any) -> None:

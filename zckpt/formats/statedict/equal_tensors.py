@@ -42,8 +42,8 @@ def second_names(
     storage is another one. The second result are the names for which no file shows this.
     """
     owned = set(trained)
-    others = {name: leaf for name, leaf in model.items() if name not in owned}
-    alike = {(leaf.dtype, leaf.shape) for leaf in others.values()}
+    untrained = {name: leaf for name, leaf in model.items() if name not in owned}
+    alike = {(leaf.dtype, leaf.shape) for leaf in untrained.values()}
     by_memory = {leaf.memory: name for name in reversed(trained) if (leaf := model[name]).memory}
     by_twin = {
         twin: name
@@ -52,7 +52,7 @@ def second_names(
     }
     aliases: dict[str, str] = {}
     doubtful: list[str] = []
-    for name, leaf in others.items():
+    for name, leaf in untrained.items():
         owner = by_memory.get(leaf.memory)
         if owner is None and by_twin and (twin := leaf.twin) in by_twin and is_distinctive(leaf):
             owner = by_twin[twin]

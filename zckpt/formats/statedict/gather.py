@@ -72,12 +72,12 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
 
 def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Separates two state dicts that a program has put into one dictionary."""
-    own = {
+    optimizer = {
         key: tree[key] for key in tree if str(key).partition(".")[0] in ("state", "param_groups")
     }
-    rest = {key: value for key, value in tree.items() if key not in own}
+    rest = {key: value for key, value in tree.items() if key not in optimizer}
     both = _is_optimizer(tree) and any(isinstance(value, Saved) for value in rest.values())
-    return {"model": rest, "optim": own} if both else tree
+    return {"model": rest, "optim": optimizer} if both else tree
 
 
 def states(

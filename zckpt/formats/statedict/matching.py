@@ -162,22 +162,23 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
     return [[None if shown[shape] > 0 else shape for shape in order] for order in orders]
 
 
-def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
+def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
     """Raises WrongOption if these names do not fit the optimizer's parameters."""
     hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
-    hint = f"{LOST}. If not, {hint}" if len(stated) > len(order) else hint
-    if len(stated) != len(order):
+    hint = f"{LOST}. If not, {hint}" if len(named_shapes) > len(order) else hint
+    if len(named_shapes) != len(order):
         raise WrongOption(
             "names-do-not-fit",
-            f"--param-names names {len(stated)} parameters, and the optimizer has {len(order)}",
+            f"--param-names names {len(named_shapes)} parameters, and the optimizer has "
+            f"{len(order)}",
             hint=hint,
         )
-    for number, ((name, shape), own) in enumerate(zip(stated, order, strict=True)):
-        if own not in (None, shape):
+    for number, ((name, shape), shape_of_state) in enumerate(zip(named_shapes, order, strict=True)):
+        if shape_of_state not in (None, shape):
             raise WrongOption(
                 "names-do-not-fit",
                 f"--param-names has {name} of shape {list(shape)} in place {number}, where the "
-                f"optimizer has a parameter of shape {list(own or ())}",
+                f"optimizer has a parameter of shape {list(shape_of_state or ())}",
                 hint=hint,
             )
 
@@ -197,9 +198,9 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
     needed = Counter(shape for order in orders for shape in order if shape is not None)
     spare = Counter(shape for _, shape in names) - needed
     owners: dict[int, int] = {}  # the order that has a name, by the places of both
-    known = -1
-    while known < len(owners):
-        known = len(owners)
+    owned_before = -1
+    while owned_before < len(owners):
+        owned_before = len(owners)
         for place, order in enumerate(orders):
             free = [n for n in enumerate(names) if owners.get(n[0], place) == place]
             first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
@@ -207,7 +208,7 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
                 reason = _why_not(orders, place, len(first), names)
                 raise MissingData("names-needed", reason, hint=_hint(total, names))
             owners |= {a: place for a, b in zip(first, reversed(last), strict=True) if a == b}
-    if known < total:
+    if owned_before < total:
         raise MissingData(
             "names-needed",
             f"the optimizer knows its {total} parameters by number, and their shapes fit the "

@@ -34,14 +34,14 @@ def names_of(
     """
     if optimizer.is_numbered:
         return _names_of_numbers(saved, model, optimizer, param_names)
-    own = [name for members in optimizer.members for name in members]
-    if all(name in model for name in own):
-        return {name: name for name in own}
+    trained = [name for members in optimizer.members for name in members]
+    if all(name in model for name in trained):
+        return {name: name for name in trained}
     bare = {peft.bare_name(name): name for name in model} if saved.adapter else {}
-    if all(name in bare for name in own):
+    if all(name in bare for name in trained):
         saved.bare = saved.storage is not None
-        return {name: bare[name] for name in own}
-    return dict(matched(own, [name for name in model if isinstance(model[name], Leaf)]))
+        return {name: bare[name] for name in trained}
+    return dict(matched(trained, [name for name in model if isinstance(model[name], Leaf)]))
 
 
 def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
@@ -63,8 +63,8 @@ def _names_of_numbers(
 ) -> dict[int, str]:
     """Names as the files state them (zckpt's own, torch 2.6's `param_names`), else by `match`."""
     numbers = [number for members in optimizer.members for number in members]
-    if saved.stated is not None and len(saved.stated.get("numbers", ())) == len(numbers):
-        return dict(zip(numbers, saved.stated["numbers"], strict=True))
+    if saved.record is not None and len(saved.record.get("numbers", ())) == len(numbers):
+        return dict(zip(numbers, saved.record["numbers"], strict=True))
     in_groups = [name for group in optimizer.groups for name in group.get("param_names") or ()]
     if len(in_groups) == len(numbers) and not set(in_groups) <= model.keys():
         in_groups = without_wrappers(in_groups, model) or []
@@ -94,8 +94,8 @@ def _names_of_numbers(
         saved.warnings.append(warning("names-inferred", message, subject=inferred[0]))
     return {
         number: name
-        for order, own in zip(orders, names, strict=True)
-        for number, name in zip(order, own, strict=True)
+        for order, names_of_order in zip(orders, names, strict=True)
+        for number, name in zip(order, names_of_order, strict=True)
     }
 
 

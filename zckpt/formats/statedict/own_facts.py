@@ -24,25 +24,25 @@ class Stated(Struct):
     optimizer: str = ""
 
 
-def checked(stated: Any, where: str) -> dict[str, Any] | None:
+def checked(record: Any, where: str) -> dict[str, Any] | None:
     """The record of zckpt in the file `where`; None without one. Raises CorruptCheckpoint."""
-    if not isinstance(stated, dict):
+    if not isinstance(record, dict):
         return None
     try:
-        convert(stated, Stated)
+        convert(record, Stated)
     except ValidationError as error:
         what = f"{where}: zckpt's own record in it is damaged: {error}"
         raise CorruptCheckpoint("file-damaged", what) from error
-    return stated
+    return record
 
 
 def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
     """One record for several models, with names prefixed; None if a model has no record."""
     whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
-    for prefix, stated in records.items():
-        if stated is None:
+    for prefix, record in records.items():
+        if record is None:
             return None
-        whole["aliases"] |= {prefix + a: prefix + name for a, name in stated["aliases"].items()}
+        whole["aliases"] |= {prefix + a: prefix + name for a, name in record["aliases"].items()}
         for key in ("buffers", "frozen"):
-            whole[key] += [prefix + name for name in stated[key]]
+            whole[key] += [prefix + name for name in record[key]]
     return whole

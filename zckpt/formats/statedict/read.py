@@ -71,17 +71,17 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     name = (reading.root or "").partition("=")[0]
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
-    others = beside(every, paths)
+    other_models = beside(every, paths)
     gone = omit_parts(saved, models, optimizers)
     taken = [item for item in different if not any(item.path[: len(p)] == p for p in gone)]
     saved.omitted[:0] = taken_of_rank_0(taken)
     if not reading.weights_only:
         refuse_flat_states(saved, [*models.values()], optimizers)
     _settle_averages(saved, paths[0])
-    if name in map(dotted, others):
-        found = roots_of(saved, models, optimizers).and_weights(others, optimizers)
-        roots = _several(saved, found, reading)
-        models |= others
+    if name in map(dotted, other_models):
+        roots_of_saved = roots_of(saved, models, optimizers).and_weights(other_models, optimizers)
+        roots = _several(saved, roots_of_saved, reading)
+        models |= other_models
     elif len(models) == 1 and len(optimizers) < 2:
         roots = [Root(dotted(paths[0]) or SOLE, paths[0], tuple(optimizers))]
     else:
@@ -95,7 +95,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
             for key in saved.likely
         ]
     if reading.weights_only:
-        left = [dotted(path) for path in others if path not in models]
+        left = [dotted(path) for path in other_models if path not in models]
         saved.omitted += [
             note(
                 "weights-omitted",
@@ -108,15 +108,15 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         saved.origin = replace(saved.origin, root=name)
     model: dict[str, Any] = {}
     named: dict[TreePath, OptimizerState] = {}
-    stated: dict[str, dict[str, Any] | None] = {}
-    of_any = saved.stated
+    records: dict[str, dict[str, Any] | None] = {}
+    of_any = saved.record
     for root in roots:
-        saved.stated = stated[root.prefix] = saved.stated_of.get(root.model, of_any)
-        own, states = _named(saved, root, models[root.model], optimizers, reading)
-        model |= own
+        saved.record = records[root.prefix] = saved.stated_of.get(root.model, of_any)
+        root_model, states = _named(saved, root, models[root.model], optimizers, reading)
+        model |= root_model
         named |= states
-    if len(stated) > 1:
-        saved.stated = joined(stated)
+    if len(records) > 1:
+        saved.record = joined(records)
     result = ManifestBuilder(saved, roots, model, named, reading).build()
     unused = not optimizers and reading.param_names is not None
     return result.replace(notes=(NO_OPTIMIZER,)) if unused else result
@@ -124,11 +124,11 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     """Handles averages that Lightning saves beside the weights: drops them if not asked for."""
-    own, trained = lightning.WHOLE.model, lightning.TRAINED
+    whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
         return
-    averages = [str(own[0]), lightning.AVERAGING]
-    if model == own:
+    averages = [str(whole_model[0]), lightning.AVERAGING]
+    if model == whole_model:
         message = (
             f"{averages[0]} has averages of the weights; {trained} has those that the "
             f"optimizer updates: --root {trained} takes these"
@@ -145,14 +145,14 @@ def _separate(saved: SavedTree) -> None:
     tree = saved.tree
     if not is_optimizer(tree):
         return
-    own = {key: value for key, value in tree.items() if is_optimizers_key(key)}
-    rest = {key: value for key, value in tree.items() if key not in own}
+    optimizer = {key: value for key, value in tree.items() if is_optimizers_key(key)}
+    rest = {key: value for key, value in tree.items() if key not in optimizer}
     if not any(isinstance(value, Leaf) for value in rest.values()):
         return
     saved.beside = "optim"
     while saved.beside in rest:
         saved.beside += "_"
-    saved.tree = {**rest, saved.beside: own}
+    saved.tree = {**rest, saved.beside: optimizer}
     saved.steps = [
         replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
         for item in saved.steps
@@ -192,9 +192,11 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         saved.warnings.append(warning("program-must-set", message, subject=lost[0]))
     saved.omitted += roots.omitted(chosen)
     if saved.models:
-        saved.siblings, others = of_model(saved.siblings, number_of(chosen.name))
-        message = f"{listed(others)}: --root takes {chosen.name}"
-        saved.omitted += [note("weights-omitted", message, subject=others[0])] if others else []
+        saved.siblings, sibling_names = of_model(saved.siblings, number_of(chosen.name))
+        message = f"{listed(sibling_names)}: --root takes {chosen.name}"
+        saved.omitted += (
+            [note("weights-omitted", message, subject=sibling_names[0])] if sibling_names else []
+        )
     saved.tree = without(saved.tree, roots.paths - {chosen.model, *chosen.optimizers})
     if chosen.by_words:
         message = (
@@ -213,27 +215,27 @@ def _named(
     reading: Reading,
 ) -> tuple[dict[str, Any], dict[TreePath, OptimizerState]]:
     """A root's model, and its optimizers' states under the model's names."""
-    own = {path: optimizers[path] for path in root.optimizers}
+    optimizers_of_root = {path: optimizers[path] for path in root.optimizers}
     inferred, warnings = len(saved.inferred), len(saved.warnings)
-    saved.inferred += (saved.stated or {}).get("inferred", ())
+    saved.inferred += (saved.record or {}).get("inferred", ())
     param_names = names_in(reading.param_names, root.prefix)
-    model = _with_names_of_adapters(saved, state_dict, own.values(), param_names)
-    is_one = not root.prefix and len(own) == 1
+    model = _with_names_of_adapters(saved, state_dict, optimizers_of_root.values(), param_names)
+    is_one = not root.prefix and len(optimizers_of_root) == 1
     names = dict(zip(map(str, state_dict), model, strict=True))
 
     def refuse_slices(listed: Collection[str] | None) -> None:
-        refuse_weights(saved, root.model, names, model, own, listed, reading.buffers)
+        refuse_weights(saved, root.model, names, model, optimizers_of_root, listed, reading.buffers)
 
     # Lightning numbers frozen weights too, and saves no share. A user who names what the optimizer
     # lists has stated that this is all. Shapes show nothing: a share's shapes fit the numbers as
     # well
     if lightning.LIGHTNING not in saved.tree and param_names is None:
-        saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
-    saved.is_numbered |= any(optimizer.is_numbered for optimizer in own.values())
+        saved.share = saved.share or next(filter(None, map(_gaps, optimizers_of_root.values())), "")
+    saved.is_numbered |= any(optimizer.is_numbered for optimizer in optimizers_of_root.values())
     named: dict[TreePath, OptimizerState] = {}
-    names_by_path: dict[TreePath, Mapping[Any, str]] = {path: {} for path in own}
+    names_by_path: dict[TreePath, Mapping[Any, str]] = {path: {} for path in optimizers_of_root}
     trained: list[str] = []
-    for path, optimizer in own.items():
+    for path, optimizer in optimizers_of_root.items():
         refuse_twice(saved, [str(m) for members in optimizer.members for m in members])
         try:
             name_of = names_of(saved, model, optimizer, param_names)
@@ -257,20 +259,20 @@ def _named(
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the full tree
         saved.extra_states += [
             ExtraState(key, value, NO_NAMES, (root.prefix + name_of[key],))
-            for key, value in optimizer.others.items()
+            for key, value in optimizer.other_values.items()
             if key in name_of
         ]
-        for values, known, reason in (
-            (optimizer.others, name_of.__contains__, OF_NO_GROUP),
+        for values, is_known, reason in (
+            (optimizer.other_values, name_of.__contains__, OF_NO_GROUP),
             (optimizer.state, name_of.__contains__, OF_NO_GROUP),
             (whole, is_optimizers_key, BESIDE_STATE),
         ):
-            extra_states = [key for key in values if not known(key)]
+            extra_states = [key for key in values if not is_known(key)]
             saved.extra_states += [ExtraState(key, values[key], reason) for key in extra_states]
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
-    refuse_slices(trained if own and len(named) == len(own) else None)
-    for path, optimizer in own.items():
+    refuse_slices(trained if optimizers_of_root and len(named) == len(optimizers_of_root) else None)
+    for path, optimizer in optimizers_of_root.items():
         if path in named:
             states = optimizer.renamed(names_by_path[path])
             refuse_parts(saved, model, states, reading.weights_only)
@@ -304,11 +306,13 @@ def _with_names_of_adapters(
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
     """The model's state under the module's own names, since PEFT leaves an adapter's name out."""
-    known = [*(param_names or ()), *(saved.stated or {}).get("numbers", ())]
+    known_names = [*(param_names or ()), *(saved.record or {}).get("numbers", ())]
     for optimizer in optimizers:
-        known += [name for group in optimizer.groups for name in group.get("param_names") or ()]
-        known += [str(name) for members in optimizer.members for name in members]
+        known_names += [
+            name for group in optimizer.groups for name in group.get("param_names") or ()
+        ]
+        known_names += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
-    changed = peft.module_names(names, known, config_of(saved.siblings, peft.CONFIG))
+    changed = peft.module_names(names, known_names, config_of(saved.siblings, peft.CONFIG))
     saved.adapter = bool(changed)
     return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model

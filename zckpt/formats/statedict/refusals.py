@@ -107,26 +107,26 @@ def refuse_unnamed_parts(
     }
     if not optimizer.is_numbered or fits(optimizer, model):
         return
-    if found := _part_among(weights, moments):
-        raise _slice(saved, *found, "a state of the optimizer")
-    if not weights_only and (found := _part_among(moments, weights)):
-        raise _slice(saved, *found, "a weight")
+    if part := _part_among(weights, moments):
+        raise _slice(saved, *part, "a state of the optimizer")
+    if not weights_only and (part := _part_among(moments, weights)):
+        raise _slice(saved, *part, "a weight")
 
 
 def _part_among(
-    tensors: Mapping[str, Leaf], others: Mapping[str, Leaf]
+    tensors: Mapping[str, Leaf], other_tensors: Mapping[str, Leaf]
 ) -> tuple[str, Leaf, Leaf] | None:
     """The first tensor with the shape of a part of the others, which alone state such parts."""
     if any(leaf.sharded for leaf in tensors.values()):
         return None
-    parts = {shape: leaf for leaf in others.values() for shape in leaf.parts}
-    wholes = {leaf.shape for leaf in others.values()}
-    found = [
+    parts = {shape: leaf for leaf in other_tensors.values() for shape in leaf.parts}
+    wholes = {leaf.shape for leaf in other_tensors.values()}
+    parts_found = [
         (name, leaf, parts[leaf.shape])
         for name, leaf in tensors.items()
         if leaf.shape in parts.keys() - wholes
     ]
-    return found[0] if found else None
+    return parts_found[0] if parts_found else None
 
 
 def _slice(

@@ -68,18 +68,21 @@ class Roots(Struct, frozen=True):
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
         """Adds dictionaries of weights without an optimizer as roots."""
-        others = (Root(dotted(path), path) for path in weights)
+        roots_of_weights = (Root(dotted(path), path) for path in weights)
         fitting = {
-            place: [*self.fitting[place], *(p for p, each in weights.items() if fits(own, each))]
-            for place, own in optimizers.items()
+            place: [
+                *self.fitting[place],
+                *(p for p, each in weights.items() if fits(optimizer, each)),
+            ]
+            for place, optimizer in optimizers.items()
         }
-        return replace(self, roots=(*self.roots, *others), fitting=fitting)
+        return replace(self, roots=(*self.roots, *roots_of_weights), fitting=fitting)
 
     @property
     def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
         """The optimizers without a root, with the models that fit each one."""
-        own = {path for root in self.roots for path in root.optimizers}
-        return {path: models for path, models in self.fitting.items() if path not in own}
+        owned = {path for root in self.roots for path in root.optimizers}
+        return {path: models for path, models in self.fitting.items() if path not in owned}
 
     def likely(self, root: Root) -> list[str]:
         """For a root without optimizers: all optimizers of other roots, or of none, that fit it."""
@@ -108,8 +111,8 @@ class Roots(Struct, frozen=True):
     @property
     def paths(self) -> set[TreePath]:
         """The paths of all state dicts."""
-        own = {path for root in self.roots for path in (root.model, *root.optimizers)}
-        return own | {*self.unclear}
+        paths_of_roots = {path for root in self.roots for path in (root.model, *root.optimizers)}
+        return paths_of_roots | {*self.unclear}
 
     def asked(self, request: str, weights_only: bool) -> Root:
         """The root that `--root` names, as MODEL or MODEL=OPTIMIZER, with at most one optimizer.
@@ -121,17 +124,20 @@ class Roots(Struct, frozen=True):
         root = next((root for root in self.roots if name in (root.name, dotted(root.model))), None)
         if root is None:
             raise _unknown("model", name, [root.name for root in self.roots], self.path)
-        own = list(root.optimizers)
+        own_optimizers = list(root.optimizers)
         if wanted:
             every = [*(path for root in self.roots for path in root.optimizers), *self.unclear]
             by_name = {dotted(path): path for path in every}
             if wanted not in by_name:
                 raise _unknown("optimizer", wanted, list(by_name), self.path)
-            own = [by_name[wanted]]
+            own_optimizers = [by_name[wanted]]
         elif weights_only:
-            own = []
-        elif len(own) != 1 and (own or self.unclear):
-            likely = [*own, *(path for path, fit in self.unclear.items() if root.model in fit)]
+            own_optimizers = []
+        elif len(own_optimizers) != 1 and (own_optimizers or self.unclear):
+            likely = [
+                *own_optimizers,
+                *(path for path, fit in self.unclear.items() if root.model in fit),
+            ]
             names = [dotted(path) for path in likely or self.unclear]
             way = f"name it: --root {root.name}={names[0]}; or " if likely else ""
             raise AmbiguousCheckpoint(
@@ -141,15 +147,15 @@ class Roots(Struct, frozen=True):
                 hint=f"{way}add --weights-only",
                 file=self.path,
             )
-        by_words = root.by_words and not wanted and bool(own)
-        return Root(root.name, root.model, tuple(own), by_words=by_words)
+        by_words = root.by_words and not wanted and bool(own_optimizers)
+        return Root(root.name, root.model, tuple(own_optimizers), by_words=by_words)
 
     def omitted(self, chosen: Root) -> list[Notice]:
         """A note on the state dicts that `--root` leaves out."""
-        others = [root.model for root in self.roots if root.model != chosen.model]
-        others += [path for root in self.roots for path in root.optimizers]
-        others += self.unclear
-        names = [dotted(path) for path in others if path not in chosen.optimizers]
+        other_paths = [root.model for root in self.roots if root.model != chosen.model]
+        other_paths += [path for root in self.roots for path in root.optimizers]
+        other_paths += self.unclear
+        names = [dotted(path) for path in other_paths if path not in chosen.optimizers]
         message = f"{listed(names)}: --root takes {chosen}"
         return [note("weights-omitted", message, subject=names[0])] if names else []
 
@@ -168,7 +174,7 @@ def roots_of(
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> Roots:
     """All models, each with the optimizers that train it."""
-    own: dict[TreePath, list[TreePath]] = {path: [] for path in models}
+    optimizers_of_model: dict[TreePath, list[TreePath]] = {path: [] for path in models}
     by_words: set[TreePath] = set()
     every: dict[TreePath, Sequence[TreePath]] = {}
     for place, optimizer in optimizers.items():
@@ -180,7 +186,7 @@ def roots_of(
         every[place] = chosen if is_sure else fitting
         if len(chosen) != 1:
             continue
-        own[chosen[0]].append(place)
+        optimizers_of_model[chosen[0]].append(place)
         if chosen != every[place]:
             by_words.add(chosen[0])
     names = _names(list(models))
@@ -189,7 +195,7 @@ def roots_of(
         Root(
             names[path],
             path,
-            tuple(own[path]),
+            tuple(optimizers_of_model[path]),
             f"{names[path]}." if prefixed else "",
             path in by_words,
         )
@@ -209,13 +215,17 @@ def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
 def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
     """Whether a model has all parameters of an optimizer, by name or by shape."""
     members = [member for members in optimizer.members for member in members]
-    stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if not optimizer.is_numbered or len(stated) == len(members):
-        return without_wrappers([str(name) for name in stated or members], model) is not None
+    names_in_groups = [
+        name for group in optimizer.groups for name in group.get("param_names") or ()
+    ]
+    if not optimizer.is_numbered or len(names_in_groups) == len(members):
+        return (
+            without_wrappers([str(name) for name in names_in_groups or members], model) is not None
+        )
     shapes = [shape_of(optimizer.state.get(member, {})) for member in members]
     floats = Counter(leaf.shape for leaf in model.values() if is_float(leaf))
-    known = Counter(shape for shape in shapes if shape is not None)
-    return len(shapes) <= floats.total() and known <= floats
+    known_shapes = Counter(shape for shape in shapes if shape is not None)
+    return len(shapes) <= floats.total() and known_shapes <= floats
 
 
 def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
@@ -230,9 +240,9 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
     """The models whose keys have the optimizer's words; else those that share their beginnings."""
-    own = _words(optimizer)
-    equal = [path for path in models if _words(path) == own]
-    return equal or [path for path in models if _are_alike(_words(path), own)]
+    words = _words(optimizer)
+    equal = [path for path in models if _words(path) == words]
+    return equal or [path for path in models if _are_alike(_words(path), words)]
 
 
 def _words(path: TreePath) -> list[str]:

@@ -99,7 +99,9 @@ def refuse_states(
                 "which they know by number alone",
                 hint=ZERO,
             )
-    states = {each: item for item in inside if (each := _state_of(item, place, optimizer))}
+    states = {
+        state_key: item for item in inside if (state_key := _state_of(item, place, optimizer))
+    }
     wrong = {
         f"{names.get(member, member)}/{key}": item
         for (member, key), item in states.items()
@@ -116,11 +118,11 @@ def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCh
     a, b = item.files
     shapes = item.shapes or ((), ())
     what = f"shapes of it ({list(shapes[0])}, {list(shapes[1])})"
-    others = f" (and so for {counted(more, 'other tensor')})" if more else ""
+    other_tensors = f" (and so for {counted(more, 'other tensor')})" if more else ""
     return InconsistentCheckpoint(
         "rank-slices",
         f"{name}: {a} and {b} hold different {what if shapes[0] != shapes[1] else 'values of it'}, "
-        f"and it is no DTensor or ShardedTensor: each file holds one rank's slice{others}",
+        f"and it is no DTensor or ShardedTensor: each file holds one rank's slice{other_tensors}",
         hint=hint,
         subject=name,
     )

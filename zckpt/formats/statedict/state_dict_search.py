@@ -42,14 +42,14 @@ BUFFERS = re.compile(  # usual names of buffers in modules of torch and transfor
 class OptimizerState(Struct, frozen=True):
     """An optimizer's state by name (or number), and its groups with their members.
 
-    `others` are values under `state` that are not states of a parameter.
+    `other_values` are values under `state` that are not states of a parameter.
     """
 
     layout: str
     state: dict[Any, dict[str, Any]]
     groups: list[dict[str, Any]]
     members: list[list[Any]] = field(default_factory=list)
-    others: dict[Any, Any] = field(default_factory=dict)
+    other_values: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def is_numbered(self) -> bool:
@@ -108,20 +108,20 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     values = state_dict.get("state") or {}
     values = values if isinstance(values, dict) else {"state": values}
     state = {key: own for key, own in values.items() if isinstance(own, dict)}
-    others = {key: own for key, own in values.items() if key not in state}
+    other_values = {key: own for key, own in values.items() if key not in state}
     keys = [next(key for key in MEMBERS if key in group) for group in state_dict["param_groups"]]
     pairs = list(zip(keys, state_dict["param_groups"], strict=True))
     members = [list(group[key]) for key, group in pairs]
     groups = [{name: value for name, value in group.items() if name != key} for key, group in pairs]
-    optimizer = OptimizerState("nested", state, groups, members, others)
+    optimizer = OptimizerState("nested", state, groups, members, other_values)
     if not optimizer.is_numbered:
         return optimizer
     # planners of torch.distributed.checkpoint turn the numbers into text
-    state, others = (
-        {int(key) if str(key).isdecimal() else key: own for key, own in each.items()}
-        for each in (state, others)
+    state, other_values = (
+        {int(key) if str(key).isdecimal() else key: own for key, own in values_by_key.items()}
+        for values_by_key in (state, other_values)
     )
-    return replace(optimizer, layout="raw", state=state, others=others)
+    return replace(optimizer, layout="raw", state=state, other_values=other_values)
 
 
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:
@@ -173,17 +173,17 @@ def _models_in(
 
 
 def lists_in(
-    tree: Any, others: Collection[TreePath], path: TreePath = ()
+    tree: Any, excluded: Collection[TreePath], path: TreePath = ()
 ) -> Iterator[tuple[TreePath, list[Any]]]:
-    """The lists of tensors outside of `others`, with their paths."""
-    if (path and path in others) or not isinstance(tree, (dict, list)) or len(path) > DEPTH:
+    """The lists of tensors outside of `excluded`, with their paths."""
+    if (path and path in excluded) or not isinstance(tree, (dict, list)) or len(path) > DEPTH:
         return
     if isinstance(tree, list) and any(isinstance(item, Leaf) for item in tree):
         yield path, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
             if type(value) not in PLAIN:
-                yield from lists_in(value, others, (*path, key))
+                yield from lists_in(value, excluded, (*path, key))
 
 
 def choose_models(
@@ -248,13 +248,13 @@ def beside(
     models: Mapping[TreePath, Mapping[Any, Any]], chosen: Sequence[TreePath]
 ) -> dict[TreePath, Mapping[Any, Any]]:
     """Dictionaries of weights beside the chosen models, for example an EMA's weights."""
-    own = [path for path in chosen if path]
+    chosen_paths = [path for path in chosen if path]
     return {
         path: model
         for path, model in models.items()
         if path  # a tensor may be beside the model's key
         and path not in chosen
-        and not any(path[: len(each)] == each for each in own)
+        and not any(path[: len(each)] == each for each in chosen_paths)
         and not any(map(is_extra, path))
         and any(is_float(leaf) and leaf.shape for leaf in model.values())
     }

@@ -79,14 +79,14 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
             if key < 0 or room < 0:
                 raise CorruptCheckpoint("file-damaged", f"{METADATA} names place {key} of a list")
             container.extend([None] * (key + 1 - len(container)))
-        known = container[key] if isinstance(container, list) else container.get(key)
-        if following is None and known is not None:
+        value_before = container[key] if isinstance(container, list) else container.get(key)
+        if following is None and value_before is not None:
             raise CorruptCheckpoint(
                 "file-damaged", f"{METADATA} names two values {'.'.join(map(str, path))}"
             )
         if following is None:
             container[key] = value
-        elif known is None:
+        elif value_before is None:
             container[key] = [] if type(following) is int else {}
         container = container[key]
     return room
@@ -165,7 +165,7 @@ class SavedTree(Struct, eq=False):
     model's parameters; by default one list per group.
     `models` are the keys of several models, if separate files show that these are models.
     `beside` is the key invented for optimizer entries that were mixed with the model's.
-    `stated` are zckpt's facts beside the state dicts: aliases, buffers, frozen weights; `stated_of`
+    `record` are zckpt's facts beside the state dicts: aliases, buffers, frozen weights; `stated_of`
     has those of each model by its place.
     `folders` are the folders of model and optimizer, if these are separate.
     `in_order` states whether the model's names are in the program's order (safetensors sorts them).
@@ -198,7 +198,7 @@ class SavedTree(Struct, eq=False):
     orders: list[list[int]] | None = None
     models: list[str] = field(default_factory=list)
     beside: str = ""
-    stated: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
     stated_of: dict[TreePath, dict[str, Any]] = field(default_factory=dict)
     folders: list[str] | None = None
     in_order: bool = True

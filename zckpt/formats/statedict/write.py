@@ -192,10 +192,10 @@ class StateDicts:
     def save_adapter_alone(self) -> None:
         """Restricts the model's state to what PEFT saves, and notes what that leaves out."""
         self.adapter = True
-        others = [name for name, _ in self._weights() if not self.is_saved(name)]
-        if others:
-            message = f"{listed(others, 4)}: weights of the base model, not the adapter"
-            self.omitted.append(note("weights-omitted", message, subject=others[0]))
+        base_weights = [name for name, _ in self._weights() if not self.is_saved(name)]
+        if base_weights:
+            message = f"{listed(base_weights, 4)}: weights of the base model, not the adapter"
+            self.omitted.append(note("weights-omitted", message, subject=base_weights[0]))
 
     def _weights(self) -> Iterator[tuple[str, Any]]:
         source = self.source
@@ -233,9 +233,9 @@ class StateDicts:
             if self.layout == "flat":
                 _refuse_tensors(group)
                 for name in members:
-                    own = self.own_name(name)
+                    own_name = self.own_name(name)
                     for key, value in group.items():
-                        path = (*self.optimizer, f"param_groups.{own}.{key}")
+                        path = (*self.optimizer, f"param_groups.{own_name}.{key}")
                         yield from flattened(path, value)
                 continue
             for key, value in group.items():
@@ -267,15 +267,15 @@ class StateDicts:
         key = _kept_key(key)
         if self.layout == "flat":
             return (*self.optimizer, f"state.{self.own_name(name)}.{key}")
-        own = str(self.numbers[name]) if self.layout == "raw" else self.own_name(name)
-        return (*self.optimizer, "state", own, key)
+        member = str(self.numbers[name]) if self.layout == "raw" else self.own_name(name)
+        return (*self.optimizer, "state", member, key)
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every trainable parameter's state, as torch's optimizers keep it."""
         source = self.source
         slots = list(filter(is_optimizers, source.slots))
         place = self.step_place if self.step_place.where == "state" else WRITTEN["torch"]
-        others = source.states.others
+        other_values = source.states.other_values
         for name, parameter in source.parameters.items():
             state: dict[str, Any] = {}
             if parameter.step is not None and not self.step_in_group:
@@ -286,7 +286,7 @@ class StateDicts:
                 entry = source.entries.get((name, slot))
                 if entry is not None:
                     state[slot_key(slot)] = BlankTensor(entry.dtype, entry.shape)
-            state |= others.get(name, {})
+            state |= other_values.get(name, {})
             if state:
                 yield name, state
 
@@ -341,22 +341,26 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
         for key, value in kept.items()
         if key not in written and value is not None
     ]
-    others = {key: value for key, value in everything.items() if value and key not in OF_TORCH}
-    lost += [name for key, value in others.items() for name in own_names(key, value)]
+    other_values = {
+        key: value for key, value in everything.items() if value and key not in OF_TORCH
+    }
+    lost += [name for key, value in other_values.items() for name in own_names(key, value)]
     engine = source.run.engine.name if source.run.engine else None
     message = f"of {engine} alone: {', '.join(lost)}"
     lines = [note("state-omitted", message, subject=lost[0])] if lost else []
     return [*lines, *clipping, *_rounded_off(source, options)]
 
 
-def _clipping(source: Manifest, stated: Any) -> list[Notice]:
+def _clipping(source: Manifest, stated_norm: Any) -> list[Notice]:
     """A note on DeepSpeed's clipping norm; a trainer clips by its own argument."""
     if (
         not isinstance(source.run.engine, FlatBufferEngine)
         or program_of(source.files.siblings) is not None
     ):
         return []
-    norm = number(source.run.engine.config.get("gradient_clipping") if stated is None else stated)
+    norm = number(
+        source.run.engine.config.get("gradient_clipping") if stated_norm is None else stated_norm
+    )
     if type(norm) not in (int, float) or not 0 < norm < math.inf:
         return []
     message = f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"

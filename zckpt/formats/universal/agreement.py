@@ -53,11 +53,11 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
         for name, parameter in parameters.items()
         if has_groups and parameter.trainable and parameter.group is None
     ]
-    found: dict[str, Iterable[str]] = {
+    claims: dict[str, Iterable[str]] = {
         "it has tensors of no parameter and no buffer": (
             entry.name
-            for entry, own in pairs
-            if own is None and not (entry.parameter in buffers and entry.slot == "param")
+            for entry, parameter in pairs
+            if parameter is None and not (entry.parameter in buffers and entry.slot == "param")
         ),
         "tensors have other shapes than their parameters": (
             entry.name for entry, own in pairs if own is not None and entry.shape != own.shape
@@ -67,15 +67,15 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
         "second names of tied weights are names of others too": sorted(twice),
         "frozen parameters have states of an optimizer": (
             entry.name
-            for entry, own in pairs
-            if own and not own.trainable and is_optimizers(entry.slot)
+            for entry, parameter in pairs
+            if parameter and not parameter.trainable and is_optimizers(entry.slot)
         ),
         "steps are not numbers, or `trainable` is not true or false": wrong,
         "trainable parameters are in no group": groupless,
     }
-    for sentence, names in found.items():
-        if own := list(names):
-            yield f"{sentence}: {listed(own, 4)}"
+    for sentence, names in claims.items():
+        if named := list(names):
+            yield f"{sentence}: {listed(named, 4)}"
     if step != manifest.step:
         steps = {item.step for item in parameters.values() if item.step is not None}
         of_each = listed(sorted(steps), 4) if steps else "none"

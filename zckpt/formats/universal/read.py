@@ -188,14 +188,14 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
     warnings = (*_notices(document, "warnings"), *_check_checksum(path, document))
     members = [item["group"] for item in document["parameters"].values()]
     origin = _origin(path, document["source"], document["groups"], members)
-    stated, tensors = document.get("files") or {}, document["entries"]
+    listed_files, tensors = document.get("files") or {}, document["entries"]
     if kept is not None:
-        stated = {name: own for name, own in stated.items() if _slot_of(name) in kept}
+        listed_files = {name: own for name, own in listed_files.items() if _slot_of(name) in kept}
         tensors = {name: own for name, own in tensors.items() if key_of(name)[1] in kept}
-    stored, files = _stored(path, stated)
+    stored, files = _stored(path, listed_files)
     entries = _entries(path, tensors, stored)
     _require_room(path, entries, [*files, *_listed_files(entries)])
-    records = _records(path, stated)
+    records = _records(path, listed_files)
     facts = facts_of(from_json(document["state"]))
     values = [facts.state, *(row.value for row in facts.states)]
     if lost := [name for name in tensors_in(values) if (name, "state") not in entries]:
@@ -249,13 +249,13 @@ def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
     """
     texts = texts_from_json(document.get(key, []))
     try:
-        stated = convert(document["notices"][key], list[_Stated])
+        facts_of_notices = convert(document["notices"][key], list[_Stated])
     except (LookupError, TypeError, ValueError):
-        stated = []
-    if len(stated) != len(texts):
+        facts_of_notices = []
+    if len(facts_of_notices) != len(texts):
         unstated = _Stated("said-by-source", "note" if key == "left_out" else "warning")
-        stated = [unstated] * len(texts)
-    pairs = zip(stated, texts, strict=True)
+        facts_of_notices = [unstated] * len(texts)
+    pairs = zip(facts_of_notices, texts, strict=True)
     return tuple(Notice(**asdict(about), message=text) for about, text in pairs)
 
 
@@ -325,16 +325,16 @@ def _stored_as(
 def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
     """The listed files as records; raises CorruptCheckpoint for a file of another size."""
     records = []
-    for name, stated in listed.items():
+    for name, facts in listed.items():
         full = path_inside(path, name, MANIFEST)
-        if not sources.is_file(full) or sources.size(full) != stated["size"]:
+        if not sources.is_file(full) or sources.size(full) != facts["size"]:
             raise CorruptCheckpoint(
                 "file-cut-short",
-                f"{full} does not have the {brief(stated['size'])} bytes that the manifest states",
+                f"{full} does not have the {brief(facts['size'])} bytes that the manifest states",
                 hint="copy the file again: it is missing, or was cut short",
             )
-        if "crc32" in stated:
-            records.append(Record(Extent(full, 0, stated["size"]), crc_from_json(stated["crc32"])))
+        if "crc32" in facts:
+            records.append(Record(Extent(full, 0, facts["size"]), crc_from_json(facts["crc32"])))
     return tuple(records)
 
 
@@ -369,24 +369,26 @@ def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str
 
     A small manifest could list the same bytes as a million tensors, and reading would never end.
     """
-    stated = sum([entry.length for entry in entries.values()])
+    stated_bytes = sum([entry.length for entry in entries.values()])
     room = sum([sources.size(file) for file in {*files}])
-    if stated > room:
+    if stated_bytes > room:
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{os.path.join(path, MANIFEST)} states tensors of {stated} bytes, but its files have "
-            f"{room}",
+            f"{os.path.join(path, MANIFEST)} states tensors of {stated_bytes} bytes, but its "
+            f"files have {room}",
             file=os.path.join(path, MANIFEST),
         )
 
 
-def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Iterable[Any]) -> Origin:
+def _origin(
+    path: str, source_facts: Any, groups: Sequence[Any] | None, members: Iterable[Any]
+) -> Origin:
     """The origin that manifest.json states as `source`.
 
     Raises CorruptCheckpoint for values that are impossible as names of folders or numbers of ranks.
     """
     try:
-        origin = Origin.of_json(stated)
+        origin = Origin.of_json(source_facts)
     except ValidationError as error:
         raise CorruptCheckpoint(
             "file-damaged",

@@ -99,11 +99,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         siblings = [(item.name, item) for item in loaded]
         kept = {item.path for item in loaded}
         beside = (*source.files.siblings, *source.files.around)
-        others = [item for item in beside if item.path not in kept]
-        if others:
-            names = ", ".join(item.name for item in others)
+        other_files = [item for item in beside if item.path not in kept]
+        if other_files:
+            names = ", ".join(item.name for item in other_files)
             message = f"{names}: not needed to load the weights"
-            omitted.append(note("file-omitted", message, file=others[0].path))
+            omitted.append(note("file-omitted", message, file=other_files[0].path))
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
     # with --family the target is for another program than the source's engine
@@ -157,9 +157,9 @@ CHECKSUM = ',\n "crc32": "00000000"'
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     room = DIGEST * len(chosen.entries)  # bytes that `seal` adds to the manifest
     weights: dict[str, str] = {}
-    for slot, own in chosen.slots.items():
+    for slot, entries_of_slot in chosen.slots.items():
         # large elements first, so that all tensors are aligned
-        entries = sorted(own, key=lambda entry: -SIZES[entry.dtype])
+        entries = sorted(entries_of_slot, key=lambda entry: -SIZES[entry.dtype])
         stem = "model" if slot == "param" else slot
         for name, part in safefile.split(
             stem, entries, lambda entry: entry.length, options.file_size

@@ -73,15 +73,15 @@ def places_of(
     for side in (HUGGING_FACE, MEGATRON):
         spelled = FamilyNames(family, side)
         by_side[side] = {name: at for name in names if (at := spelled.place(name)) is not None}
-    known = [side for side, places in by_side.items() if places]
-    if len(known) > 1:
-        examples = " and ".join(f"{next(iter(by_side[side]))} of {side}" for side in known)
+    sides = [side for side, places in by_side.items() if places]
+    if len(sides) > 1:
+        examples = " and ".join(f"{next(iter(by_side[side]))} of {side}" for side in sides)
         raise WrongOption(
             "family-does-not-fit",
             f"--family {text}: the source has names of both programs: {examples}",
             hint=RENAME_HINT,
         )
-    side = known[0] if known else HUGGING_FACE
+    side = sides[0] if sides else HUGGING_FACE
     if unknown := [name for name in names if name not in by_side[side]]:
         raise WrongOption(
             "family-does-not-fit",

@@ -73,19 +73,21 @@ def sizes_of(
         # the writer needs the file, and reports an error if it is missing
         siblings = [Sibling(CONFIG, file, sources.size(file))] if sources.is_file(file) else []
     config = json_of(siblings, CONFIG)
-    stated: dict[str, tuple[str, int]] = {key: ("--family", value) for key, value in given.items()}
+    stated_sizes: dict[str, tuple[str, int]] = {
+        key: ("--family", value) for key, value in given.items()
+    }
     places = [("config.json", _of_config(config or {}, family, to_hugging_face))]
     places.append(("Megatron's arguments", _of_arguments(manifest, to_hugging_face)))
     for place, sizes in places:
         for key, value in sizes.items():
-            first, known = stated.setdefault(key, (place, value))
-            if known != value and not (key == "vocab_size" and first == "--family"):
+            first, stated_value = stated_sizes.setdefault(key, (place, value))
+            if stated_value != value and not (key == "vocab_size" and first == "--family"):
                 raise InconsistentCheckpoint(
                     "options-conflict",
-                    f"{first} says {key}={known}, {place} says {key}={value}",
+                    f"{first} says {key}={stated_value}, {place} says {key}={value}",
                     hint="give the sizes that are true for the source, or leave them out",
                 )
-    return Sizes(**{key: value for key, (_, value) in stated.items()})
+    return Sizes(**{key: value for key, (_, value) in stated_sizes.items()})
 
 
 def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool) -> dict[str, int]:
@@ -111,8 +113,8 @@ def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool)
 def _of_arguments(manifest: Manifest, to_hugging_face: bool) -> dict[str, int]:
     """The sizes in Megatron's arguments, if a checkpoint has them."""
     state = manifest.state
-    own = (state.get("megatron") or {}).get("common")
-    for holder in (own, state.get("client_state"), state):
+    common_state = (state.get("megatron") or {}).get("common")
+    for holder in (common_state, state.get("client_state"), state):
         values = arguments(holder if isinstance(holder, dict) else None)
         if "num_attention_heads" in values:
             break

@@ -77,8 +77,8 @@ class _Translation(Struct, eq=False, dict=True):
         omitted = re.compile("|".join(family.buffers))
         names = names_of(source)
         self.buffers = [name for name in names if omitted.fullmatch(name)]
-        known = [name for name in names if name not in self.buffers]
-        self.side, self.places = places_of(family, self.text, known)
+        weights = [name for name in names if name not in self.buffers]
+        self.side, self.places = places_of(family, self.text, weights)
         if wrong := [name for name in source.buffers if name in self.places]:
             raise UnsupportedCheckpoint(
                 "family-does-not-fit",
@@ -88,9 +88,11 @@ class _Translation(Struct, eq=False, dict=True):
         self.target = OTHER[self.side]
         self.sizes = sizes_of(source, family, self.given, self.target == HUGGING_FACE, self.config)
         aliases = source.owners
-        own = {name: at for name, at in self.places.items() if name not in aliases}
-        stacked = {name: shape[0] for name in own if (shape := source.parameters[name].shape)}
-        self.groups = groups_of(family, self.side, own, stacked)
+        own_places = {name: at for name, at in self.places.items() if name not in aliases}
+        stacked = {
+            name: shape[0] for name in own_places if (shape := source.parameters[name].shape)
+        }
+        self.groups = groups_of(family, self.side, own_places, stacked)
         second = {name: at for name, at in self.places.items() if name in aliases}
         self.second_names = {
             group.sources[0]: group.targets[0]
@@ -139,7 +141,7 @@ class _Translation(Struct, eq=False, dict=True):
         ]
         state = {k: v for k, v in source.state.items() if k not in MODULE}
         extra = source.state.get("module_extra") or {}
-        if other := source.states.others:
+        if other := source.states.other_values:
             message = f"{listed(list(other), 4)}: states that are no tensors"
             self.omitted.append(note("state-omitted", message, subject=next(iter(other))))
         return source.replace(
@@ -232,31 +234,34 @@ class _Translation(Struct, eq=False, dict=True):
     def _entries(self, group: TensorGroup) -> Iterator[Entry]:
         """Yields the tensors of a group's targets, slot by slot."""
         entries = chain.from_iterable(self.of_parameter.get(name, ()) for name in group.sources)
-        for slot, own in by_key((entry.slot, entry) for entry in entries).items():
-            having = [entry.parameter for entry in own]
+        for slot, entries_of_slot in by_key((entry.slot, entry) for entry in entries).items():
+            having = [entry.parameter for entry in entries_of_slot]
             if lacking := [name for name in group.sources if name not in having]:
                 raise MissingData(
                     "state-missing",
                     f"{listed(having, 3)} have a state {slot}, but {listed(lacking, 3)} do not",
                 )
-            first = own[0]
-            if len({entry.dtype for entry in own}) > 1:
+            first = entries_of_slot[0]
+            if len({entry.dtype for entry in entries_of_slot}) > 1:
                 raise InconsistentCheckpoint(
                     "type-unsupported",
-                    f"{listed([entry.name for entry in own], 3)} would become one tensor, but have "
-                    f"the types {listed([entry.dtype for entry in own], 3)}",
+                    f"{listed([entry.name for entry in entries_of_slot], 3)} would become one "
+                    "tensor, but have "
+                    f"the types {listed([entry.dtype for entry in entries_of_slot], 3)}",
                 )
             if group.rule.packing == "same":
                 yield replace(first, parameter=group.targets[0])
                 continue
-            if odd := [e for e in own if e.shape != self.source.parameters[e.parameter].shape]:
+            if odd := [
+                e for e in entries_of_slot if e.shape != self.source.parameters[e.parameter].shape
+            ]:
                 raise UnsupportedCheckpoint(
                     "state-unsupported",
                     f"{odd[0].name} has the shape {list(odd[0].shape)}, which is not that of its "
                     "weight: --family cannot pack it",
                     hint="--weights-only leaves the optimizer's states out",
                 )
-            views = [view_of(e.fragments, e.shape, SIZES[e.dtype]) for e in own]
+            views = [view_of(e.fragments, e.shape, SIZES[e.dtype]) for e in entries_of_slot]
             for name, view in zip(group.targets, self._laid_out(group, views), strict=True):
                 if view is views[0]:  # nothing was packed
                     yield replace(first, parameter=name)

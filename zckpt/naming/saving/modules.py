@@ -34,15 +34,15 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
     A config.json beside one of them selects the rules. Returns the same manifest without a
     config.json, or if its names are already of that kind.
     """
-    theirs, own = {*names_of(first)}, {*names_of(other)}
-    for siblings in (first.files.siblings, other.files.siblings) if theirs != own else ():
+    theirs, own_names = {*names_of(first)}, {*names_of(other)}
+    for siblings in (first.files.siblings, other.files.siblings) if theirs != own_names else ():
         config = json_of(siblings, CONFIG)
         if config is None or rules_of(config) is None:
             continue
         try:
-            if theirs & own < theirs.intersection(names_of(saved := as_saved(other, config))):
+            if theirs & own_names < theirs.intersection(names_of(saved := as_saved(other, config))):
                 return saved
-            if theirs & own < own.intersection(names_of(as_saved(first, config))):
+            if theirs & own_names < own_names.intersection(names_of(as_saved(first, config))):
                 return as_modules(other, first, config)
         except ZckptError:  # the config is of another model
             continue
@@ -75,32 +75,32 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
     buffers: list[str] = []
     entries: dict[Key, Entry] = {}
     taken, moved = set[str](), set[Key]()
-    known = {*saved.parameters, *saved.buffers}
+    saved_names = {*saved.parameters, *saved.buffers}
     spelled = {own[0].name: name for name, own in places.items()}
-    for name, own in places.items():
-        files = {place.name for place in own}
-        if not files <= known:
+    for name, spans_of_name in places.items():
+        files = {place.name for place in spans_of_name}
+        if not files <= saved_names:
             continue
         shape = blank.parameters[name].shape
-        about = saved.parameters.get(own[0].name)
+        about = saved.parameters.get(spans_of_name[0].name)
         if about is None:
             buffers.append(name)
         else:
             aliases = tuple(spelled.get(alias, alias) for alias in about.aliases)
             parameters[name] = replace(about, shape=shape, aliases=aliases)
-            owners[name] = own[0].name
+            owners[name] = spans_of_name[0].name
         for slot in saved.slots:
-            keys = [(place.name, slot) for place in own]
+            keys = [(place.name, slot) for place in spans_of_name]
             parts = [saved.entries[key] for key in keys if key in saved.entries]
-            whole = _joined((name, slot), shape, own, parts)
+            whole = _joined((name, slot), shape, spans_of_name, parts)
             if whole is not None:
                 entries[whole.key] = whole
                 moved |= {*keys}
         taken |= files
     rest = {name: about for name, about in saved.parameters.items() if name not in taken}
-    others = {key: entry for key, entry in saved.entries.items() if key not in moved}
+    other_entries = {key: entry for key, entry in saved.entries.items() if key not in moved}
     return saved.replace(
-        entries=entries | others,
+        entries=entries | other_entries,
         parameters=parameters | rest,
         states=saved.states.with_numbers_of(owners | {name: name for name in rest}),
         buffers=(*buffers, *(name for name in saved.buffers if name not in taken)),

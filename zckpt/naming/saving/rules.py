@@ -24,13 +24,13 @@ Step = Sequence[Any]
 
 
 class NameMatch(Struct, frozen=True):
-    """The place where a rule matches a name: the text before and after the text `found`.
+    """The place where a rule matches a name: the text before and after the text `matched_text`.
 
     `number` is the number of the rule's source, `group` the text of its first bracket.
     """
 
     before: str
-    found: str
+    matched_text: str
     after: str
     number: int
     group: str | None
@@ -74,8 +74,8 @@ class SavingRule(Struct, frozen=True):
         source = next(key for key, text in match.groupdict().items() if text is not None)
         place = self.pattern.groupindex[source]
         group = match[place + 1] if self.pattern.groups > place else None
-        before, found, after = rest.partition(match[0])
-        return NameMatch(front + before, found, after, int(source[1:]), group)
+        before, matched_text, after = rest.partition(match[0])
+        return NameMatch(front + before, matched_text, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
         """The name changed by a rule without steps."""
@@ -140,8 +140,8 @@ def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
         return None
     sizes = {}
     for key, (*path, default) in about.get("sizes", {}).items():
-        stated = nested(config, *path)
-        sizes[key] = default if stated is None else stated
+        stated_size = nested(config, *path)
+        sizes[key] = default if stated_size is None else stated_size
     return SavingRules(
         [rule for rule in rules if not rule.steps],
         [rule for rule in rules if rule.steps],
@@ -158,20 +158,20 @@ def _inside(
     about: Mapping[str, Any], config: Mapping[str, Any], above: str = ""
 ) -> Iterator[Inner]:
     """The models inside of a model, as the configuration chooses them."""
-    others: list[str] = []
+    outer_paths: list[str] = []
     for path, name, kind, where, chooser in about["modules"]:
-        if any(path.startswith(f"{other}.") for other in others):
+        if any(path.startswith(f"{other}.") for other in outer_paths):
             continue
         inner = nested(config, *filter(None, where.split(".")))
-        stated = inner.get("model_type") if isinstance(inner, Mapping) else None
-        stated = stated if isinstance(stated, str) else None
+        model_type = inner.get("model_type") if isinstance(inner, Mapping) else None
+        model_type = model_type if isinstance(model_type, str) else None
         full = f"{above}.{path}" if above else path
-        if stated is None or stated == kind or chooser is None or not where:
+        if model_type is None or model_type == kind or chooser is None or not where:
             yield full, name, kind
             continue
-        others.append(path)
-        chosen = _table()["classes"][chooser].get(stated, "")
-        yield full, chosen, stated
+        outer_paths.append(path)
+        chosen = _table()["classes"][chooser].get(model_type, "")
+        yield full, chosen, model_type
         if chosen in _models():
             yield from _inside(_models()[chosen], inner, full)
 
@@ -202,8 +202,8 @@ def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple
 
 def rules_for(key: str) -> list[dict[str, Any]]:
     """The rules of a class or of a type in the table."""
-    found = _table()["rules"].get(key, [])
-    return rules_for(found) if isinstance(found, str) else list(found)
+    rules = _table()["rules"].get(key, [])
+    return rules_for(rules) if isinstance(rules, str) else list(rules)
 
 
 def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> SavingRule:

@@ -150,9 +150,9 @@ class _Translation(Struct, eq=False, dict=True):
 
     def _is_whole(self, group: NameGroup, parts: Mapping[int, Entry]) -> bool:
         """Whether all tensors of a group exist, with one type and the shapes of their weights."""
-        known = self.source.parameters
+        parameters = self.source.parameters
         fits = all(
-            entry.parameter not in known or entry.shape == known[entry.parameter].shape
+            entry.parameter not in parameters or entry.shape == parameters[entry.parameter].shape
             for entry in parts.values()
         )
         return fits and parts.keys() == group.names.keys() and len(_types(parts)) == 1

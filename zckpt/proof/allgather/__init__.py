@@ -203,10 +203,10 @@ class _Findings(Struct, frozen=True):
     bytes: int
 
 
-def _of_all_processes(world: World, own: Gathering) -> ComparisonOutcome:
+def _of_all_processes(world: World, gathering: Gathering) -> ComparisonOutcome:
     """The combined outcome of all processes; each of them receives it."""
-    crcs = [(*key, ranges) for key, ranges in own.crcs.items()]
-    mine = msgpack.encode(_Findings(own.differences, crcs, own.bytes))
+    crcs = [(*key, ranges) for key, ranges in gathering.crcs.items()]
+    mine = msgpack.encode(_Findings(gathering.differences, crcs, gathering.bytes))
     everyone = [msgpack.decode(each, type=_Findings) for each in exchanged(world, mine)]
     differences: dict[int, Difference] = {}
     covers: dict[tuple[int, int], Cover] = {}
@@ -214,14 +214,14 @@ def _of_all_processes(world: World, own: Gathering) -> ComparisonOutcome:
         for place, difference in its.differences.items():
             differences.setdefault(place, Difference()).add(difference)
         for place, side, ranges in its.crcs:
-            item = own.matches[place]
+            item = gathering.matches[place]
             entry = item.b if side else item.a
             assert entry is not None
             cover = covers.setdefault((place, side), Cover(entry.length))
             for start, stop, crc in ranges:
                 cover.add(start * SIZES[entry.dtype], stop * SIZES[entry.dtype], crc)
     results = []
-    for place, item in enumerate(own.matches):
+    for place, item in enumerate(gathering.matches):
         sides = [covers.get((place, side)) for side in (0, 1)]
         digests = [0 if not item.a.numel else cover.crc if cover else None for cover in sides]
         results.append(Result(item, (digests[0], digests[1]), differences.get(place)))

@@ -55,7 +55,7 @@ class Beside(Struct, frozen=True):
         """The number of elements in a rank's part."""
         return self.apart.length(rank)
 
-    def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+    def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """The range of a rank's part in a segment, which counts elements of the widest part."""
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
@@ -87,13 +87,13 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
     are as wide as the longest part in it.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
-    others: list[BoxPart] = []
+    other_boxes: list[BoxPart] = []
     for part in tensor.parts:
         axis = tensor.inner(part)
         if axis and part.extent.length == prod(part.sizes) * SIZES[tensor.dtype]:
             rows.setdefault((part.offsets[:axis], part.sizes[:axis]), []).append(part)
         else:
-            others.append(part)
+            other_boxes.append(part)
     for (offsets, _), row in rows.items():
         axis = len(offsets)
         row.sort(key=lambda part: part.offsets[axis])
@@ -102,9 +102,9 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
             widths = tuple(prod(part.sizes[axis:]) for part in row)
             yield Beside(replace(tensor, parts=tuple(row)), axis, widths)
         else:
-            others += row
-    others.sort(key=lambda part: part.extent.length.bit_length())
-    for _, alike in groupby(others, key=lambda part: part.extent.length.bit_length()):
+            other_boxes += row
+    other_boxes.sort(key=lambda part: part.extent.length.bit_length())
+    for _, alike in groupby(other_boxes, key=lambda part: part.extent.length.bit_length()):
         yield replace(tensor, parts=tuple(alike))
 
 
@@ -129,7 +129,7 @@ Cut = Partitioned | Joined | Beside
 class Segment(Struct, frozen=True):
     """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`.
 
-    A part may have fewer of them than others: see `own`.
+    A part may have fewer of them than others: see `own_range`.
     """
 
     part: Cut

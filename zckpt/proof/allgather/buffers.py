@@ -51,7 +51,7 @@ class BucketBuffers:
     def _near(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
-    def own(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_rows(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory into which this process's rows are read, and the memory that is gathered."""
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
@@ -64,14 +64,14 @@ class BucketBuffers:
 
     def rows(self, bucket: Bucket) -> int:
         """The bytes of all rows, with padding rows to give every process the same number."""
-        each = -(-bucket.rows // self.world.size)
-        return each * self.world.size * bucket.width * bucket.size
+        rows_of_process = -(-bucket.rows // self.world.size)
+        return rows_of_process * self.world.size * bucket.width * bucket.size
 
     def move(self, bucket: Bucket, other: int) -> None:
         """All-gathers the rows; moves them, and `other` bytes of the other side, to the device."""
-        read, part = self.own(bucket)
+        own_rows, part = self.own_rows(bucket)
         if self._rows is not None:
-            part.copy_(read, non_blocking=True)
+            part.copy_(own_rows, non_blocking=True)
         if self.cuda:
             self.near_other[:other].copy_(self.other[:other], non_blocking=True)
         whole = self.gathered[: self.rows(bucket)]

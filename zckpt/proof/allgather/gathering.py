@@ -54,8 +54,10 @@ class Gathering:
         self.progress = progress
         self.readers = Readers(jobs)
         self.matches = [item for _, item in matches]
-        read = enumerate(matches)
-        self.places = by_key((key, place) for place, (key, item) in read if item.is_read)
+        numbered_matches = enumerate(matches)
+        self.places = by_key(
+            (key, place) for place, (key, item) in numbered_matches if item.is_read
+        )
         # no compared side has the same bits, so these tensors need their own CRC
         self.apart = {
             places[0]
@@ -92,10 +94,10 @@ class Gathering:
             most = max(most, sum(SIZES[entry.dtype] for entry in entries if entry) / size)
         cuda = self.world.device.type == "cuda"
         near = self.world.transport != self.world.device
-        own = 1 / self.world.size if cuda and not near else 0
+        own_share = 1 / self.world.size if cuda and not near else 0
         # gathered rows, their copy on the device, this process's rows, the other side twice, a mask
         share = (most * (2 if cuda else 1) + 1) / self.world.size
-        room = int(memory / 2 / (1 + near + own + share))
+        room = int(memory / 2 / (1 + near + own_share + share))
         if self.world.transport.type == "cpu":
             room = min(room, GLOO)
         room = max(room // 4096 * 4096, least)
@@ -104,18 +106,20 @@ class Gathering:
     def _read(self, bucket: Bucket, slot: BucketBuffers) -> Flight:
         """Starts reading this process's rows, and its share of the other checkpoint."""
         world = self.world
-        each = -(-bucket.rows // world.size)
-        read, _ = slot.own(bucket)
+        rows_of_process = -(-bucket.rows // world.size)
+        own_rows, _ = slot.own_rows(bucket)
         wanted = []
-        for row in range(world.rank * each, min((world.rank + 1) * each, bucket.rows)):
+        for row in range(
+            world.rank * rows_of_process, min((world.rank + 1) * rows_of_process, bucket.rows)
+        ):
             for segment in bucket.segments:
                 part = segment.part
-                start, stop = part.own(row, segment.start, segment.stop)
+                start, stop = part.own_range(row, segment.start, segment.stop)
                 if start < stop:
-                    at = (row - world.rank * each) * bucket.width + segment.at
+                    at = (row - world.rank * rows_of_process) * bucket.width + segment.at
                     extent = part.extent(row).part(start * bucket.size, stop * bucket.size)
                     wanted.append((extent, at * bucket.size))
-        reads = self.readers.extents(wanted, memory_of(read))
+        reads = self.readers.extents(wanted, memory_of(own_rows))
         items, end = [], 0
         for block in share_of(bucket, world.rank, world.size):
             for place in self.places.get(block.member.key, ()):
@@ -124,14 +128,14 @@ class Gathering:
                 end = -(-item.end // ALIGNMENT) * ALIGNMENT
         if end > len(slot.other):  # alignment adds up over many small tensors
             slot.grow(end)
-        others = self.readers.elements(items, memory_of(slot.other))
+        other_reads = self.readers.elements(items, memory_of(slot.other))
         self.bytes += sum(extent.length for extent, _ in wanted)
-        return Flight(bucket, slot, items, reads, others)
+        return Flight(bucket, slot, items, reads, other_reads)
 
     def _compare(self, flight: Flight) -> None:
         """Waits for the reads, then compares. On a GPU the comparison is only started."""
-        for read in flight.reads:
-            read.result()
+        for reading in flight.reads:
+            reading.result()
         flight.seen = [seen for read in flight.other_reads for seen in read.result()]
         slot, end = flight.slot, max((item.end for item in flight.items), default=0)
         self.bytes += end
@@ -181,8 +185,8 @@ class Gathering:
         """Compares one box that is not row-major, in the processor's memory."""
         (part,) = tensor.parts
         data = torch.empty(part.extent.length, dtype=torch.uint8)
-        for read in self.readers.extents([(part.extent, 0)], memory_of(data)):
-            read.result()
+        for reading in self.readers.extents([(part.extent, 0)], memory_of(data)):
+            reading.result()
         assert part.strides is not None
         elements = data.view(BITS[SIZES[tensor.dtype]]).as_strided(part.sizes, part.strides)
         elements = elements.reshape(-1)

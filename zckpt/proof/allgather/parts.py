@@ -165,9 +165,9 @@ def _spread(part: Whole, size: int) -> Spread:
     """A complete tensor, cut into a part for each process."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
-    each = -(-numel // size) * width
-    ends = [min((rank + 1) * each, numel * width) for rank in range(size)]
-    ranks = [part.extent.part(min(rank * each, end), end) for rank, end in enumerate(ends)]
+    part_size = -(-numel // size) * width
+    ends = [min((rank + 1) * part_size, numel * width) for rank in range(size)]
+    ranks = [part.extent.part(min(rank * part_size, end), end) for rank, end in enumerate(ends)]
     return Spread(part.dtype, tuple(ranks), [FlatMember(part.key, part.shape, 0)])
 
 

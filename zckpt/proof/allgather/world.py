@@ -54,8 +54,8 @@ def join_world(asked: str | None) -> World:
                 hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
                 "WORLD_SIZE",
             )
-        own = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
-        backend = "nccl" if cuda and own and dist.is_nccl_available() else "gloo"
+        has_own_gpus = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
+        backend = "nccl" if cuda and has_own_gpus and dist.is_nccl_available() else "gloo"
         with together_with_others("another process of this gathering failed, or cannot be reached"):
             dist.init_process_group(backend)
     if not dist.is_initialized():

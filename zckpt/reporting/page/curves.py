@@ -20,7 +20,7 @@ TITLES = {
     "seconds": "Root of the mean of exp_avg_sq",
 }
 """The measures of checkpoints, in their order behind the loss."""
-Place = tuple[float, float | None]
+Point = tuple[float, float | None]
 """Where on the axis of steps, and the value: None for one that is not finite."""
 
 
@@ -58,11 +58,11 @@ def curves(run: Mapping[str, Any]) -> list[Curve]:
     between = [(step, loss) for step, loss in run.get("losses") or ()] if by_step else []
     ends = [*places, *(step for step, _ in between)]
     axis = Axis(labels, places, min(ends), max(ends))
-    found = [_curve("Loss", points, axis, losses, between)]
+    all_curves = [_curve("Loss", points, axis, losses, between)]
     for key, title in TITLES.items():
         values = [(point.get("totals") or {}).get(key) for point in points]
-        found.append(_curve(title, points, axis, values, ()))
-    return [curve for curve in found if curve is not None]
+        all_curves.append(_curve(title, points, axis, values, ()))
+    return [curve for curve in all_curves if curve is not None]
 
 
 class Axis(Struct, frozen=True):
@@ -84,12 +84,12 @@ def _curve(
     points: Sequence[Mapping[str, Any]],
     axis: Axis,
     values: Sequence[float | None],
-    between: Sequence[Place],
+    between: Sequence[Point],
 ) -> Curve | None:
     places, across = axis.places, axis.across
-    own = [*zip(places, values, strict=True)]
-    line = between or own
-    present = [value for _, value in (*line, *own) if value is not None]
+    own_points = [*zip(places, values, strict=True)]
+    line = between or own_points
+    present = [value for _, value in (*line, *own_points) if value is not None]
     if len(present) < 2:
         return None
     low, high = min(present), max(present)
@@ -131,7 +131,7 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _parts(line: Iterable[Place]) -> list[list[tuple[float, float]]]:
+def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
     """The line in parts: it ends where a value is not finite."""
     parts: list[list[tuple[float, float]]] = [[]]
     for x, y in line:

@@ -142,10 +142,10 @@ def _names(document: Mapping[str, Any]) -> Any:
 
 def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
     """The charts of bars that need no script."""
-    found: dict[str, Chart] = {}
+    charts: dict[str, Chart] = {}
     if run := document.get("run"):
         points = run["checkpoints"]
-        found["run"] = chart(
+        charts["run"] = chart(
             words.run_labels(run),
             [point["bytes"] or 0 for point in points],
             [
@@ -160,7 +160,7 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
     against = document.get("against") or {}
     layers = against.get("layers") or []
     if any(row["relative"] for row in layers):
-        found["layers"] = chart(
+        charts["layers"] = chart(
             [words.cut(words.shown(words.layer(document, row["layer"])), 12) for row in layers],
             [row["relative"] for row in layers],
             [
@@ -169,4 +169,4 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
                 for row in layers
             ],
         )
-    return found
+    return charts

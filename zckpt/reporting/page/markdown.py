@@ -64,10 +64,10 @@ def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") ->
 
 def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the table has: some facts share a line."""
-    known = dict(words.facts(document))
+    facts = dict(words.facts(document))
     rows: dict[str, str] = {}
     owner = {key: line for line, others in SHARED.items() for key in (line, *others)}
-    for key, value in known.items():
+    for key, value in facts.items():
         line = owner.get(key, key)
         text = value if line == key else f"{key} {value}"
         rows[line] = f"{rows[line]}, {text}" if line in rows else text
@@ -135,11 +135,11 @@ def _picture(document: Mapping[str, Any], name: str) -> Iterator[str]:
 def _head(document: Mapping[str, Any], name: str, width: int, height: int) -> Iterator[str]:
     """The card, its style and its first two lines."""
     kind, judged = words.verdict(document)
-    known = dict(words.facts(document))
+    facts_by_name = dict(words.facts(document))
     said = (
-        f"step {known['step']}" if "step" in known else "",
-        *(known.get(key, "") for key in ("written by", "ranks")),
-        f"{known['parameters']} parameters" if "parameters" in known else "",
+        f"step {facts_by_name['step']}" if "step" in facts_by_name else "",
+        *(facts_by_name.get(key, "") for key in ("written by", "ranks")),
+        f"{facts_by_name['parameters']} parameters" if "parameters" in facts_by_name else "",
     )
     facts = " · ".join(filter(None, said))
     yield f"<title>{_xml(name, 200)}: {_xml(judged, 200)}</title>"
@@ -190,20 +190,20 @@ def _fitting(
     names = [words.layer(document, row) for row in numbers.get("rows") or []]
     tall, rows = _merged(names, ROWS)
     wide, columns = _merged(numbers.get("columns") or [], COLUMNS)
-    found: dict[tuple[int, int], tuple[float | None, str]] = {}
+    cells_by_place: dict[tuple[int, int], tuple[float | None, str]] = {}
     for row, column, value, tensor in cells:
         key = row // tall, column // wide
-        before, sign = found.get(key, (None, ""))
-        known = [item for item in (value, before) if item is not None]
-        found[key] = max(known, default=None), sign or marked.get(tensor, "")
-    return rows, columns, found
+        before, sign = cells_by_place.get(key, (None, ""))
+        finite_values = [item for item in (value, before) if item is not None]
+        cells_by_place[key] = max(finite_values, default=None), sign or marked.get(tensor, "")
+    return rows, columns, cells_by_place
 
 
 def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
     """How many neighbors become one, and the names of these."""
     parts = neighbors(names, most)
-    each = len(parts[0]) if parts else 1
-    return each, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in parts]
+    size = len(parts[0]) if parts else 1
+    return size, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in parts]
 
 
 def _style() -> str:

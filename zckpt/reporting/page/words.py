@@ -62,8 +62,8 @@ def rounded(value: int) -> str:
 
 def sizes(line: Mapping[str, Any]) -> str:
     """The sizes of the grid: dp 2, tp 4; those of one rank are left out if others are larger."""
-    known = line.get("sizes") or {}
-    larger = {key: value for key, value in known.items() if value != 1} or known
+    all_sizes = line.get("sizes") or {}
+    larger = {key: value for key, value in all_sizes.items() if value != 1} or all_sizes
     return ", ".join(f"{key} {value}" for key, value in larger.items())
 
 
@@ -165,12 +165,12 @@ def learning_rate(document: Mapping[str, Any]) -> str | None:
     """
     logged = (document.get("about") or {}).get("learning_rate")
     groups = (document.get("steps") or {}).get("groups") or ()
-    stated = [group["values"].get("lr") for group in groups]
-    rates = {rate for rate in stated if isinstance(rate, (int, float))} - {logged}
+    stated_rates = [group["values"].get("lr") for group in groups]
+    rates = {rate for rate in stated_rates if isinstance(rate, (int, float))} - {logged}
     if logged is None or not rates:
         return _known(logged)
-    own = " and ".join(map(short, sorted(rates)))
-    return f"{short(logged)} in the trainer's log, {own} in the optimizer"
+    rates_of_optimizer = " and ".join(map(short, sorted(rates)))
+    return f"{short(logged)} in the trainer's log, {rates_of_optimizer} in the optimizer"
 
 
 def loss(about: Mapping[str, Any], step: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zckpt.errors import UnsupportedCheckpoint
-from zckpt.formats.deepspeed.gather.tensor import Cut, rules_of, stated
+from zckpt.formats.deepspeed.gather.tensor import Cut, rules_of, stated_rules
 
 
 def whole_of(cut: Cut, slices: Sequence[torch.Tensor], copy: int = 0) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_replicas_are_copies() -> None:
 def test_what_a_checkpoint_states(info: dict[str, list[str]], expected: str) -> None:
     """In the engine's order: of two patterns that fit, replicated counts."""
     slices = numbers(8, 4).chunk(2, 0)
-    cut = stated(info).explicit("w", shapes(slices))
+    cut = stated_rules(info).explicit("w", shapes(slices))
     assert cut is not None
     wholes = {
         "copy": slices[0],
@@ -92,12 +92,14 @@ def test_what_a_checkpoint_states(info: dict[str, list[str]], expected: str) -> 
 
 
 def test_a_name_that_no_pattern_fits() -> None:
-    assert stated({"vocabulary_parameter_patterns": ["embed"]}).explicit("w", [(2, 2)]) is None
+    assert (
+        stated_rules({"vocabulary_parameter_patterns": ["embed"]}).explicit("w", [(2, 2)]) is None
+    )
 
 
 def test_a_view_that_is_no_axis() -> None:
     view = {"patterns": ["w"], "shape": (5, 3), "partition_dim": 0}
-    info = stated({"parameter_with_sub_params": [view]})
+    info = stated_rules({"parameter_with_sub_params": [view]})
     with pytest.raises(UnsupportedCheckpoint, match="does not join sub-parameters"):
         info.explicit("w", [(4, 4), (4, 4)])
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from zckpt.core.checkpoint.entries import Entry
 from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine
-from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, GridPlace
 from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
 from zckpt.core.checkpoint.origin import Origin
 from zckpt.core.storage.fragments import Extent, solid
@@ -67,7 +67,7 @@ def stage(
         parameters={name: Parameter((values[name].numel(),), group=0, step=3) for name in names},
         groups=({"lr": 0.1},),
         state={"module": []},
-        place=Place(number, GRID, buffers if number else (), tied),
+        place=GridPlace(number, GRID, buffers if number else (), tied),
         run=Run(origin=Origin(), engine=ENGINE),
     )
 

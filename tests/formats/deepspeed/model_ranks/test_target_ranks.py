@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.checkpoint.facts import ExpertLayer, FlatBufferEngine, Pipeline, TensorParallel
-from zckpt.core.checkpoint.grid import Grid, Place
+from zckpt.core.checkpoint.grid import Grid, GridPlace
 from zckpt.core.checkpoint.manifest import Manifest, Parameter, Run
 from zckpt.core.checkpoint.origin import Origin
 from zckpt.core.checkpoint.placement import Cut
@@ -43,7 +43,7 @@ PIPE = model(Origin(dp=1, pp=2, tp=1), pipeline=PIPELINE, tensor_parallel=RULES)
 
 def apart(grid: Grid, whole: Manifest) -> Manifest:
     """The ranks of a grid, which are not joined; each tensor rank has the same."""
-    places = [Place(n, grid) for n in range(grid.pp * grid.tp)]
+    places = [GridPlace(n, grid) for n in range(grid.pp * grid.tp)]
     ranks = [
         replace(
             whole,

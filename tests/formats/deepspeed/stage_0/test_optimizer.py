@@ -188,7 +188,7 @@ def test_states_of_other_shapes(masters: str, tmp_path: Path) -> None:
     first = [*GROUPS[0]] if masters == FLAT else ["a"]
     assert all(isinstance(number, Scalar) for number in numbers.values())
     assert {name for name, number in numbers.items() if number.value == 0.5} == {*first}
-    other = manifest.states.others
+    other = manifest.states.other_values
     assert other.keys() == ({"a", "c"} if masters == FLAT else {*"abcd"})
     assert {key for states in other.values() for key in states} == {"rows"}
     if masters == WHOLE:  # a flat group has no place for rows

@@ -103,10 +103,10 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     by_rank = []
     for number in range(tp):
         parts = [part for rank in ranks[number::tp] for part in rank.partitions()]
-        own = [each for part in parts for each in slices(part)]
+        tensors = [each for part in parts for each in slices(part)]
         files = [(layer, TorchFile(path, parsed)) for layer, path in sorted(layers.get(number, ()))]
-        own += [*_of_layers(files, trained, own)]
-        by_rank.append(by_key((each.key, each) for each in own))
+        tensors += [*_of_layers(files, trained, tensors)]
+        by_rank.append(by_key((each.key, each) for each in tensors))
     rules = rules_of(tp_rules, ranks[0].model.get("universal_checkpoint_info"))
     return list(_joined(by_rank, trained, rules))
 
@@ -120,9 +120,9 @@ def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
     first = ranks[0]
     if not first.experts:
         return len(ranks)
-    stated = first.model.get("checkpoint_parallel_dimensions")  # since 0.19.7
-    if stated:
-        return int(stated["tp_degree"])
+    dimensions = first.model.get("checkpoint_parallel_dimensions")  # since 0.19.7
+    if dimensions:
+        return int(dimensions["tp_degree"])
     names = [[*map(tuple, rank.param_shapes())] for rank in ranks]
     return names.count(names[0])
 
@@ -156,17 +156,17 @@ def slices(part: Partition) -> Iterator[Slice]:
 
 
 def _of_layers(
-    files: Sequence[tuple[int, TorchFile]], trained: set[str], own: Sequence[Slice]
+    files: Sequence[tuple[int, TorchFile]], trained: set[str], tensors: Sequence[Slice]
 ) -> Iterator[Slice]:
     """The tensors of one tensor rank's layers: "{number of the layer}.{name in the file}".
 
     A tied layer is `tied_modules.{key}`. No file states the key. It is the key whose masters, among
-    the rank's `own` tensors, all round to the weights in the file.
+    the rank's `tensors`, all round to the weights in the file.
     """
     tied = by_key(
-        (m[1], (m[2], each))
-        for each in own
-        if each.key[1] == "master" and (m := TIED.fullmatch(each.key[0]))
+        (m[1], (m[2], tensor))
+        for tensor in tensors
+        if tensor.key[1] == "master" and (m := TIED.fullmatch(tensor.key[0]))
     )
     for number, file in files:
         weights = {
@@ -182,8 +182,8 @@ def _of_layers(
             for name, masters in tied.items():
                 rounded = {key for key, each in masters if _rounds(each, weights.get(key))}
                 prefix = name if rounded == {key for key, _ in masters} else prefix
-        for key, each in weights.items():
-            yield replace(each, key=(f"{prefix}.{key}", "param"))
+        for key, weight in weights.items():
+            yield replace(weight, key=(f"{prefix}.{key}", "param"))
 
 
 def _rounds(master: Slice, weight: Slice | None) -> bool:
@@ -195,8 +195,10 @@ def _rounds(master: Slice, weight: Slice | None) -> bool:
     if not prod(master.shape):
         return True
     wide, narrow = (
-        torch.frombuffer(bytearray(each.head(HEAD)), dtype=getattr(torch, TORCH_NAMES[each.dtype]))
-        for each in (master, weight)
+        torch.frombuffer(
+            bytearray(tensor.head(HEAD)), dtype=getattr(torch, TORCH_NAMES[tensor.dtype])
+        )
+        for tensor in (master, weight)
     )
     return torch.equal(wide.to(narrow.dtype), narrow)
 
@@ -216,32 +218,32 @@ def _joined(
     }
     for key in dict.fromkeys(chain.from_iterable(by_rank)):
         parameter, _ = key
-        for own in zip_longest(*(rank.get(key, ()) for rank in by_rank)):
-            shapes = [None if each is None else each.shape for each in own]
-            cut = rules.explicit(parameter, shapes) if len(own) > 1 else Cut.replicated(shapes)
+        for tensors in zip_longest(*(rank.get(key, ()) for rank in by_rank)):
+            shapes = [None if each is None else each.shape for each in tensors]
+            cut = rules.explicit(parameter, shapes) if len(tensors) > 1 else Cut.replicated(shapes)
             if cut is None:
-                is_whole = parameter not in trained and _is_whole(own, weights)
+                is_whole = parameter not in trained and _is_whole(tensors, weights)
                 cut = Cut.replicated(shapes) if is_whole else Cut.along(shapes, 0)
-            yield from _join(key, own, cut)
+            yield from _join(key, tensors, cut)
 
 
-def _is_whole(own: Sequence[Slice | None], weights: set[str]) -> bool:
+def _is_whole(slices_of_ranks: Sequence[Slice | None], weights: set[str]) -> bool:
     """Whether all ranks have an untrained tensor complete, if no rule names the tensor.
 
     The engine never joins such tensors. A tensor of another type than all trained weights is a
     buffer, and buffers are replicated. So is a tensor with the same bytes on all ranks.
     """
-    if None in own or len({each.shape for each in own if each}) > 1:
+    if None in slices_of_ranks or len({each.shape for each in slices_of_ranks if each}) > 1:
         return False
-    return {each.dtype for each in own if each}.isdisjoint(weights) or (
-        len({each.head(HEAD) for each in own if each}) == 1
+    return {each.dtype for each in slices_of_ranks if each}.isdisjoint(weights) or (
+        len({each.head(HEAD) for each in slices_of_ranks if each}) == 1
     )
 
 
-def _join(key: Key, own: Sequence[Slice | None], cut: Cut) -> Iterator[Named]:
-    dtype = next(each.dtype for each in own if each)
+def _join(key: Key, slices_of_ranks: Sequence[Slice | None], cut: Cut) -> Iterator[Named]:
+    dtype = next(each.dtype for each in slices_of_ranks if each)
     for pieces in cut.copies:
-        pairs = [(own[piece.rank], piece) for piece in pieces]
+        pairs = [(slices_of_ranks[piece.rank], piece) for piece in pieces]
         boxes = [box for tensor, piece in pairs if tensor for box in tensor.boxes(piece)]
         if len(boxes) == 1 and boxes[0].sizes == cut.shape:
             yield Whole(key, dtype, cut.shape, boxes[0].extent, boxes[0].strides)

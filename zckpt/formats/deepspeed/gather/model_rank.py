@@ -63,9 +63,9 @@ class ModelRank:
 
         def opened(pattern: re.Pattern[str]) -> list[TorchFile]:
             matches = [m for name in names if (m := pattern.fullmatch(name))]
-            own = [m for m in matches if number in (None, int(m["number"]))]
-            own.sort(key=lambda m: (int(m.groupdict().get("rank", 0)), m[0]))
-            return [TorchFile(os.path.join(directory, m[0]), parsed) for m in own]
+            matching = [m for m in matches if number in (None, int(m["number"]))]
+            matching.sort(key=lambda m: (int(m.groupdict().get("rank", 0)), m[0]))
+            return [TorchFile(os.path.join(directory, m[0]), parsed) for m in matching]
 
         self.optimizers, self.models = opened(OPTIMIZER), opened(MODEL)
         if not self.models:  # except in stage 3, one file for all data ranks
@@ -93,8 +93,8 @@ class ModelRank:
         for number, shapes in enumerate(groups):
             about = next(iter(_groups(self.states[0])[number:]), {})
             for ep_rank, ranks in enumerate(_sharing(self.model, self.dp, about)):
-                own = {named(name, ep_rank): shape for name, shape in shapes.items()}
-                yield from self._flat_group(number, own, ranks)
+                named_shapes = {named(name, ep_rank): shape for name, shape in shapes.items()}
+                yield from self._flat_group(number, named_shapes, ranks)
         yield from self._frozen()
         yield from self._module()
         for file in self.experts:  # each one has the expert's number in the full layer
@@ -120,8 +120,8 @@ class ModelRank:
         Before 0.6.0 the optimizer files list them, before 0.5.4 in one dictionary.
         """
         places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
-        stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
-        if (shapes := next(stated, None)) is None:
+        lists = (place["param_shapes"] for place in places if place.get("param_shapes"))
+        if (shapes := next(lists, None)) is None:
             return None
         groups = [shapes] if isinstance(shapes, dict) else shapes
         return [_sliced(_tuples(group), self.model) for group in groups]
@@ -140,8 +140,8 @@ class ModelRank:
         pairs = zip(masters, states, strict=True)
         kept = [{"master": master, **_tensors(own)} for master, own in pairs]
         first, names = (
-            [group.get("name") for group in _groups(own)[: len(kept)]]
-            for own in (self.states[0], state)
+            [group.get("name") for group in _groups(file_state)[: len(kept)]]
+            for file_state in (self.states[0], state)
         )
         places = by_key((name, place) for place, name in enumerate(names))
         return [kept[places[name].pop(0)] for name in first] if first and names else kept
@@ -255,8 +255,8 @@ def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
     Files of experts contain slices. auto_ep_layer.py, `load_moe_state_dict` of engine.py: a rank's
     slices are in the order of experts.
     """
-    stated = model.get("ds_autoep_layers") or ()
-    stacks = {f"{each['expert_key_prefix']}.{w}" for each in stated for w in ("w1", "w2", "w3")}
+    layers = model.get("ds_autoep_layers") or ()
+    stacks = {f"{each['expert_key_prefix']}.{w}" for each in layers for w in ("w1", "w2", "w3")}
     sliced: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name in stacks:
@@ -290,16 +290,16 @@ def _whole_momenta(
     stop = 0
     for file, master, tensor in zip(files, masters, tensors, strict=True):
         start, stop, at = stop, stop + master.numel, 0
-        for each in members:
-            if each.numel and each.first < stop and each.first + each.numel > start:
-                parts.append((each, file, tensor, at))
-                at += each.numel
+        for member in members:
+            if member.numel and member.first < stop and member.first + member.numel > start:
+                parts.append((member, file, tensor, at))
+                at += member.numel
         if at != (0 if tensor is None else tensor.numel):
             return
-    for each, file, tensor, at in parts:
+    for member, file, tensor, at in parts:
         assert tensor is not None
-        extent = file.extent(tensor.part(at, at + each.numel))
-        yield Whole(each.key, tensor.dtype, each.shape, extent)
+        extent = file.extent(tensor.part(at, at + member.numel))
+        yield Whole(member.key, tensor.dtype, member.shape, extent)
 
 
 # -- stage 0
@@ -323,36 +323,40 @@ def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[
         for place, group in enumerate(base["param_groups"]):
             firsts = [ranks[0] for ranks in _sharing(model.value, len(files), group)]
             if rank in firsts:
-                own = shapes[place].items() if shapes else ()
-                listed = {named(name, firsts.index(rank)): shape for name, shape in own}
+                shapes_of_group = shapes[place].items() if shapes else ()
+                listed = {named(name, firsts.index(rank)): shape for name, shape in shapes_of_group}
                 yield from _group(file, optimizer, place, group["params"], listed)
 
 
 def _group(
-    file: TorchFile, optimizer: Mapping[str, Any], place: int, numbers: Sequence[Any], known: Shapes
+    file: TorchFile,
+    optimizer: Mapping[str, Any],
+    place: int,
+    numbers: Sequence[Any],
+    shapes: Shapes,
 ) -> Iterator[Partition]:
-    """The tensors of one group; `known` has its parameters' names and shapes, if there are any."""
+    """The tensors of one group; `shapes` has its parameters' names and shapes, if there are any."""
     states = optimizer.get("optimizer_state_dict", optimizer)["state"]
     if FLATS in optimizer:
         (number,) = numbers
-        own = {"master": optimizer[FLATS][place], **_tensors(states.get(number, {}))}
-        for slot, tensor in own.items():
-            if tensor.numel == own["master"].numel:
-                yield _partitioned([file], [tensor], _behind_each_other(slot, known))
+        tensors = {"master": optimizer[FLATS][place], **_tensors(states.get(number, {}))}
+        for slot, tensor in tensors.items():
+            if tensor.numel == tensors["master"].numel:
+                yield _partitioned([file], [tensor], _behind_each_other(slot, shapes))
         return
     frozen = {*(optimizer.get("zckpt_frozen") or ())}  # these have no names
     numbers = [number for number in numbers if number not in frozen]
-    names: list[str | None] = [*known] or [None] * len(numbers)
+    names: list[str | None] = [*shapes] or [None] * len(numbers)
     masters = optimizer.get("fp32_groups")
     for position, (number, name) in enumerate(zip(numbers, names, strict=True)):
-        own = _tensors(states.get(number) or {})
+        tensors = _tensors(states.get(number) or {})
         if masters is not None:
-            own["master"] = masters[place][position]
-        for slot, tensor in own.items():
+            tensors["master"] = masters[place][position]
+        for slot, tensor in tensors.items():
             if slot == "step":
                 continue
             # numbers, and factors such as Adafactor's rows and columns, do not have its shape
-            if name is None or tensor.numel < 2 or tensor.shape != known[name]:
+            if name is None or tensor.numel < 2 or tensor.shape != shapes[name]:
                 yield Nameless(slot, _stored(UNNAMED, file, tensor))
             else:
                 yield _stored((name, slot), file, tensor)

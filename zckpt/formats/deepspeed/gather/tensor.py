@@ -1,8 +1,8 @@
 """Places the slices of tensor ranks in the full tensor, by DeepSpeed's own rule.
 
 `merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) asks in this order: the affine
-map, replicated, averaged, two halves, sub-parameters, rows or columns. `stated` makes a table in
-that order, and a file of --tp-rules is also such a table. Its lines give the places of elements.
+map, replicated, averaged, two halves, sub-parameters, rows or columns. `stated_rules` makes a table
+in that order, and a file of --tp-rules is also such a table. Its lines give the places of elements.
 Padded rows of a vocabulary stay. All this is written independently of the reader.
 """
 
@@ -47,9 +47,9 @@ class Cut(Struct, frozen=True):
     @classmethod
     def replicated(cls, shapes: Shapes) -> Cut:
         """Every rank has the full tensor."""
-        own = [(rank, shape) for rank, shape in enumerate(shapes) if shape is not None]
-        copies = [[Piece(rank, (0,) * len(shape), shape, 0)] for rank, shape in own]
-        return cls(own[0][1], copies)
+        present = [(rank, shape) for rank, shape in enumerate(shapes) if shape is not None]
+        copies = [[Piece(rank, (0,) * len(shape), shape, 0)] for rank, shape in present]
+        return cls(present[0][1], copies)
 
     @classmethod
     def along(
@@ -94,7 +94,7 @@ LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_pa
 """Keys of a checkpoint that apply before and after sub-parameters, as lines of --tp-rules."""
 
 
-def stated(info: Mapping[str, Any]) -> Rules:
+def stated_rules(info: Mapping[str, Any]) -> Rules:
     """The rules that a checkpoint states: its `universal_checkpoint_info`."""
     maps = (info.get("affine_map") or {}).get("params") or {}
     views = [getattr(each, "state", each) for each in info.get("parameter_with_sub_params") or ()]
@@ -117,27 +117,27 @@ def _by_view(
     """The cut of sub-parameters in a view: full widths; before version 0.4 also their count."""
     view, axis = about["shape"], about["partition_dim"]
     spec, ranks = view[axis], len(shapes)
-    own = [shape for shape in shapes if shape is not None]
+    present = [shape for shape in shapes if shape is not None]
     if float(info.get("universal_checkpoint_version") or 0) >= 0.4:
         widths: Widths = info["sub_param_shard_widths"][pattern]
     else:
         if isinstance(spec, int):
-            spec = [sum(shape[axis] for shape in own) // spec] * spec
+            spec = [sum(shape[axis] for shape in present) // spec] * spec
         widths = [[size // ranks] * ranks for size in spec]
     sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
     sizes[axis] = sum(map(sum, widths))
-    total, known = sum(map(prod, own)), prod(size for size in sizes if size >= 0)
-    sizes = [size if size >= 0 else total // known for size in sizes]
+    total, stated_size = sum(map(prod, present)), prod(size for size in sizes if size >= 0)
+    sizes = [size if size >= 0 else total // stated_size for size in sizes]
     outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
-    dims = range(len(own[0]))
+    dims = range(len(present[0]))
     # the axis itself first: along other axes a slice may have one element
-    for dim in [axis, *dims] if len(view) == len(own[0]) else dims:
-        before, behind = prod(own[0][:dim]), prod(own[0][dim + 1 :])
+    for dim in [axis, *dims] if len(view) == len(present[0]) else dims:
+        before, behind = prod(present[0][:dim]), prod(present[0][dim + 1 :])
         if before and behind and not outer % before and not inner % behind:
             return Cut.along(shapes, dim, widths, outer // before, inner // behind)
     raise UnsupportedCheckpoint(
         "proof-unsupported",
-        f"--gather does not join sub-parameters of the view {sizes} of {name}: {list(own[0])}",
+        f"--gather does not join sub-parameters of the view {sizes} of {name}: {list(present[0])}",
         hint="verify without --gather",
         subject=name,
     )
@@ -148,8 +148,8 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
     shape = tuple(about["logical_shape"])
     steps = _strides(shape)
     boxes: dict[Any, list[list[Piece]]] = {}
-    for rank, own in sorted((int(rank), own) for rank, own in about["ranks"].items()):
-        for piece in own["pieces"]:
+    for rank, rank_map in sorted((int(rank), own) for rank, own in about["ranks"].items()):
+        for piece in rank_map["pieces"]:
             sizes = tuple(piece["shape"])
             (begin, strides), dest = piece["source"], piece["dest"]
             if not prod(sizes):
@@ -205,17 +205,17 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
     """The rules of a user's file or family, followed by those of the checkpoint."""
-    own = stated(info or {})
+    checkpoint_rules = stated_rules(info or {})
     if given is None:
-        return own
+        return checkpoint_rules
     text = FAMILIES.get(given)
     if text is None:
         with sources.opened(given) as file:
             text = file.read().decode()
     if text.lstrip().startswith("{"):
-        return stated(json.loads(text))
+        return stated_rules(json.loads(text))
     lines = [(re.compile(p).fullmatch, partial(_by_line, rule)) for p, rule in _lines(text)]
-    return Rules([*lines, *own.lines])
+    return Rules([*lines, *checkpoint_rules.lines])
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

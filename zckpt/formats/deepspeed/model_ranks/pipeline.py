@@ -106,7 +106,7 @@ class _Layers:
             number: {k: v for k, v in dictionary(file, file.value).items() if not is_extra(k, v)}
             for number, file in files.items()
         }
-        self.alike = self._alike()
+        self.alike = self._keys_by_shape()
         tied = self._tied() if places[0].tied is None else places[0].tied
         self.tied = {number: tied[number] for number in files if number in tied}
         self.pipeline = Pipeline(
@@ -127,12 +127,12 @@ class _Layers:
 
     # -- tied layers
 
-    def _alike(self) -> dict[int, list[str]]:
+    def _keys_by_shape(self) -> dict[int, list[str]]:
         """Maps layers without numbered names to the keys of tied layers with their shapes."""
-        wanted, known = of_tied(self.shapes), {*self.shapes, *self.buffers}
+        wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
         for number, tensors in self.tensors.items():
-            if not any(f"{number}.{inner}" in known for inner in tensors):
+            if not any(f"{number}.{inner}" in all_names for inner in tensors):
                 shapes = {inner: tensor.shape for inner, tensor in tensors.items()}
                 alike[number] = [k for k, own in wanted.items() if own.items() <= shapes.items()]
         return alike
@@ -181,8 +181,8 @@ class _Layers:
                     f"the pipeline with layer {number} does not have"
                 )
         for stage, span in zip(self.stages, spans(self.pipeline, self.count), strict=True):
-            own = [number for number in self.tied if number in span]
-            uses = {self.tied[number]: number for number in reversed(own)}
+            tied_numbers = [number for number in self.tied if number in span]
+            uses = {self.tied[number]: number for number in reversed(tied_numbers)}
             for names in _in_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
@@ -228,11 +228,13 @@ class _Layers:
                     copies.append(entry)
         for name, shape in self.shapes.items():
             self._check_weight(name, shape, entries.get((name, "param")))
-        own = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
-        buffers = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
+        weights = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
+        buffers = {name: None for name, entry in weights.items() if self._is_buffer(name, entry)}
         return self.stages[0].replace(
             entries=entries,
-            parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in buffers},
+            parameters={
+                n: Parameter(e.shape, False) for n, e in weights.items() if n not in buffers
+            },
             buffers=tuple(buffers),
             replicas=tuple(copies),
             state={"module": [entry.parameter for entry in entries.values()]},

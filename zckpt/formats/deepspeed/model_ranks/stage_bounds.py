@@ -229,13 +229,13 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     for _ in range(stages):
         longer = {}
         for stop in range(1, count + 1):
-            known = [
-                (max(most, own), min(least, own), (*bounds, stop))
+            candidates = [
+                (max(most, size), min(least, size), (*bounds, stop))
                 for start, (most, least, bounds) in best.items()
                 if start < stop
-                for own in [sums[stop] - sums[start]]
+                for size in [sums[stop] - sums[start]]
             ]
-            if known:
-                longer[stop] = min(reversed(known), key=lambda each: each[0] - each[1])
+            if candidates:
+                longer[stop] = min(reversed(candidates), key=lambda each: each[0] - each[1])
         best = longer
     return best[count][2]

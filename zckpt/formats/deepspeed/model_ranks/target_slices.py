@@ -51,8 +51,8 @@ def sized(source: Manifest, tp: int) -> Manifest:
     engine = source.run.engine
     assert isinstance(engine, FlatBufferEngine)
     if is_auto(source):
-        own = {**engine.config["tensor_parallel"], "autotp_size": tp}
-        engine = replace(engine, config={**engine.config, "tensor_parallel": own})
+        config = {**engine.config["tensor_parallel"], "autotp_size": tp}
+        engine = replace(engine, config={**engine.config, "tensor_parallel": config})
     return source.replace(
         origin=replace(source.run.origin, tp=None, pp=None),
         engine=engine,
@@ -84,14 +84,17 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[No
         )
     whole = sized(source, tp)
     info = whole.state["client_state"].get(INFO)
-    stated = UniversalInfo(info) if isinstance(info, Mapping) else None
+    universal_info = UniversalInfo(info) if isinstance(info, Mapping) else None
     auto = auto_of(source) if is_auto(source) else None
     cuts: dict[str, Sliced] = {}
     rows: list[dict[str, tuple[int, ...]]] = [{} for _ in range(tp)]
     uneven = []
     for name, parameter in source.parameters.items():
-        rules = [stated_rule(name, placements[name]), *([] if stated is None else [stated])]
-        shapes = _candidates(name, parameter, tp, stated, auto)
+        rules = [
+            stated_rule(name, placements[name]),
+            *([] if universal_info is None else [universal_info]),
+        ]
+        shapes = _candidates(name, parameter, tp, universal_info, auto)
         cut = shapes_by(rules, name, parameter.shape, shapes)
         if not cut:
             uneven.append(f"{name} {list(parameter.shape)} ({placements[name].text})")
@@ -112,12 +115,16 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[No
 
 
 def _candidates(
-    name: str, parameter: Parameter, tp: int, stated: UniversalInfo | None, auto: AutoTP | None
+    name: str,
+    parameter: Parameter,
+    tp: int,
+    universal_info: UniversalInfo | None,
+    auto: AutoTP | None,
 ) -> Iterator[Shapes]:
     """Candidate shapes of the ranks: as the source states for `tp` ranks, or even shares."""
-    own = None if stated is None else stated.stated_shapes(name)
-    if own is not None and len(own) == tp:
-        yield own
+    stated_shapes = None if universal_info is None else universal_info.stated_shapes(name)
+    if stated_shapes is not None and len(stated_shapes) == tp:
+        yield stated_shapes
     whole = parameter.shape
     yield [whole] * tp
     for axis, size in enumerate(whole):
@@ -147,8 +154,8 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     `args` state that number, and the source has more rows than its ranks need, the rows are kept.
     They change only if the target's ranks cannot share them.
     """
-    stated = arguments(source.state.get("client_state")).get(DIVISOR)
-    unit = stated if isinstance(stated, int) and stated > 0 else None
+    divisor = arguments(source.state.get("client_state")).get(DIVISOR)
+    unit = divisor if isinstance(divisor, int) and divisor > 0 else None
     given, facts = options[VOCAB_SIZE], _vocabularies(source)
     if given is not None and not facts:
         raise WrongOption(
@@ -191,8 +198,10 @@ def auto_of(source: Manifest) -> AutoTP:
     """AutoTP's rule for shares, from config.json beside the source or from uneven shares."""
     heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:
-        stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
+        universal_info = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
         parameters = source.parameters.items()
-        shapes = (((n, *own.aliases), stated.stated_shapes(n) or ()) for n, own in parameters)
+        shapes = (
+            ((n, *own.aliases), universal_info.stated_shapes(n) or ()) for n, own in parameters
+        )
         heads = heads_shown(shapes)
     return AutoTP(heads)

@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.checkpoint.facts import FlatBufferEngine, Pipeline
-from ....core.checkpoint.grid import Grid, Place
+from ....core.checkpoint.grid import Grid, GridPlace
 from ....core.checkpoint.manifest import Manifest
 from ....core.checkpoint.placement import Row
 from ....core.ranks.split import names_in, part
@@ -53,8 +53,8 @@ def recut(
     for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True):
         row = Row(names, has_weights=not grid.staged)  # the weights are in files of layers
         for model in models:
-            own = _part(model, row, grid.pp)
-            ranks.append(replace(own, place=Place(len(ranks), grid, tuple(buffers))))
+            part_of_model = _part(model, row, grid.pp)
+            ranks.append(replace(part_of_model, place=GridPlace(len(ranks), grid, tuple(buffers))))
     return grid, tuple(ranks), inferred
 
 
@@ -82,11 +82,11 @@ def cut_again(
     for names, span in zip(pipeline.parameters, spans(pipeline, bounds[-1]), strict=True):
         _Stage(model, span, uses).check_order(names)
     stages = [_Stage(model, span, uses) for span in map(range, bounds, bounds[1:])]
-    stated = dict.fromkeys(chain.from_iterable(pipeline.buffers))
+    buffers_of_source = dict.fromkeys(chain.from_iterable(pipeline.buffers))
     parameters = [stage.trained() for stage in stages]
     if not has_files:
         parameters = [stage.having(names_in(model)) for stage in stages]
-    buffers = [stage.having(stated) for stage in stages]
+    buffers = [stage.having(buffers_of_source) for stage in stages]
     return replace(pipeline, parameters=parameters, buffers=buffers), inferred
 
 
@@ -109,9 +109,9 @@ def _uses(
         is_shown = bool(places)
         holders = spans_with(pipeline, key, bounds[-1])
         for span in holders:
-            known = places.intersection(span) if is_shown else set[int]()
+            shown = places.intersection(span) if is_shown else set[int]()
             free = [layer for layer in span if layer not in pipeline.layers]
-            if len(known) > 1 or (known and (len(holders) > 1 or not free)):
+            if len(shown) > 1 or (shown and (len(holders) > 1 or not free)):
                 continue
             if not free:
                 raise WrongOption(
@@ -121,7 +121,7 @@ def _uses(
                     f"and {span.stop - 1} for that",
                     hint=LAST,
                 )
-            if is_shown and len({_stage_of(at, bounds) for at in (*known, *free)}) > 1:
+            if is_shown and len({_stage_of(at, bounds) for at in (*shown, *free)}) > 1:
                 message = (
                     f"the tied layer {key} is taken to be used again at layer {free[-1]}, which "
                     f"has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
@@ -208,21 +208,21 @@ class _Stage(Struct, frozen=True):
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
     """One of `pp` stages of a full pipeline: its parameters, groups and layers of experts."""
-    own = part(model, row)
-    assert isinstance(own.run.engine, FlatBufferEngine)
+    stage = part(model, row)
+    assert isinstance(stage.run.engine, FlatBufferEngine)
     layers = tuple(
         layer
-        for layer in own.run.engine.experts
+        for layer in stage.run.engine.experts
         if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
-    state = dict(own.state)
+    state = dict(stage.state)
     state["client_state"] = with_sizes(state.get("client_state") or {}, {STAGES: pp})
     if extra := state.get("module_extra"):
         state["module_extra"] = {n: value for n, value in extra.items() if n in row.names}
     return without_empty_groups(
-        own.replace(
-            origin=replace(own.run.origin, ep=max((layer.ep for layer in layers), default=None)),
-            engine=replace(own.run.engine, experts=layers),
+        stage.replace(
+            origin=replace(stage.run.origin, ep=max((layer.ep for layer in layers), default=None)),
+            engine=replace(stage.run.engine, experts=layers),
             state=state,
         )
     )

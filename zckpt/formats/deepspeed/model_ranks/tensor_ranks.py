@@ -67,13 +67,13 @@ def _on_ranks(ranks: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, Shape
 
 def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
     """The rules that the checkpoint states; all ranks must state the same."""
-    stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
-    if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
+    infos = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
+    if any(to_json(info) != to_json(infos[0]) for info in infos[1:]):
         raise InconsistentCheckpoint(
             "ranks-disagree", f"{ranks[0].root}: tensor ranks differ in {INFO}", file=ranks[0].root
         )
-    if isinstance(stated[0], Mapping):
-        yield UniversalInfo(stated[0])
+    if isinstance(infos[0], Mapping):
+        yield UniversalInfo(infos[0])
 
 
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
@@ -86,8 +86,8 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
         name: sliced
         for rules in given
         if isinstance(rules, RuleFile)
-        for name, each in shapes.items()
-        if (sliced := rules.sliced(name, each)) is not None
+        for name, shapes_on_ranks in shapes.items()
+        if (sliced := rules.sliced(name, shapes_on_ranks)) is not None
     }
     unlike = {n: each for n, each in shapes.items() if n not in decided and len({*each}) > 1}
     return decided | decide(ranks[0].root, unlike, given, len(ranks))

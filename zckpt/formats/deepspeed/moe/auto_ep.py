@@ -49,17 +49,17 @@ def with_slices(ranks: EngineStates) -> EngineStates:
     shapes = [_sliced(names, prefixes) for names in ranks.param_shapes()]
     info = {k: v for k, v in (model.get(INFO) or {}).items() if k not in OWN_INFO}
     model = {k: v for k, v in model.items() if k != INFO} | ({INFO: info} if info else {})
-    found = replace(
-        ranks.found,
+    overrides = replace(
+        ranks.overrides,
         shapes=shapes,
         second_names={**ranks.second_names, **_second_gates(ranks, layers)},
     )
     if frozen := ranks.frozen_shapes:
         sliced = _sliced({n: tuple(s) for n, s in frozen.items()}, prefixes)
-        found = replace(found, frozen_shapes=sliced)
+        overrides = replace(overrides, frozen_shapes=sliced)
     paddings = {"param_alignment_paddings": [[0] * len(names) for names in shapes]}
     states = [{**state, **paddings} for state in ranks.states]
-    return replace(ranks, model=model, states=states, found=found)
+    return replace(ranks, model=model, states=states, overrides=overrides)
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -69,8 +69,8 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
     were saved, with the same bytes.
     """
     file = ranks.models[0]
-    known = {*chain.from_iterable(ranks.param_shapes())}
-    known |= {*ranks.buffer_names, *ranks.second_names}
+    listed_names = {*chain.from_iterable(ranks.param_shapes())}
+    listed_names |= {*ranks.buffer_names, *ranks.second_names}
     owners: dict[str, str] = {}
     for path in (layer["module_path"] for layer in layers):
         forms = {
@@ -80,7 +80,9 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
         }
         form = forms.pop(owner := f"{path}{ROUTER}", None)
         if form is not None and form[2][1] is not None:  # saved with checksums
-            owners |= {n: owner for n, own in forms.items() if own == form and n not in known}
+            owners |= {
+                n: owner for n, own in forms.items() if own == form and n not in listed_names
+            }
     return owners
 
 

@@ -189,19 +189,22 @@ def spread_over(
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
     for layer in files:
-        experts, own = len(layer.files), {*numbers.get(layer.name, ())}
-        if ep is None and not own:
+        experts, numbers_on_rank_0 = len(layer.files), {*numbers.get(layer.name, ())}
+        if ep is None and not numbers_on_rank_0:
             refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
-        if ep is None and (own != set(range(len(own))) or experts % len(own)):
+        if ep is None and (
+            numbers_on_rank_0 != set(range(len(numbers_on_rank_0)))
+            or experts % len(numbers_on_rank_0)
+        ):
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{path}: rank 0 has {len(own)} of the {experts} experts of {layer.name}, which is "
-                "no equal share",
+                f"{path}: rank 0 has {len(numbers_on_rank_0)} of the {experts} experts of "
+                f"{layer.name}, which is no equal share",
                 hint="model and expert files of different saves seem to be mixed",
                 file=path,
                 subject=layer.name,
             )
-        size = ep or experts // len(own)
+        size = ep or experts // len(numbers_on_rank_0)
         if ranks.dp % size or experts % size:
             raise InconsistentCheckpoint(
                 "mixed-saves",
@@ -236,8 +239,8 @@ def with_tensors(
         every = (layers.everywhere([name]) if alias == owner else [name] for name in pair)
         shared |= zip(*every, strict=True)
     buffers = layers.everywhere(ranks.buffer_names)
-    found = replace(ranks.found, module=module, buffer_names=buffers, second_names=shared)
-    return replace(ranks, found=found, apart=apart)
+    overrides = replace(ranks.overrides, module=module, buffer_names=buffers, second_names=shared)
+    return replace(ranks, overrides=overrides, apart=apart)
 
 
 class Experts(Struct, frozen=True):
@@ -260,14 +263,17 @@ class Experts(Struct, frozen=True):
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
-        ep, ranks, stated = max(eps, default=1), self.ranks, self.ranks.groups(group)[0]
+        ep, ranks, group_on_rank_0 = max(eps, default=1), self.ranks, self.ranks.groups(group)[0]
         counts = ranks.first.get("partition_count")
         count = counts[group] if isinstance(counts, list) and group < len(counts) else None
-        is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
+        is_named = (
+            not (any(layers) and group_on_rank_0.get("moe")) or size_in(group_on_rank_0) == ep
+        )
         if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is cut "
+                f"{ranks.directory.path}: flat group {group}, named "
+                f"{group_on_rank_0.get('name')!r}, is cut "
                 f"over {count} of {ranks.dp} ranks, and {listed(sorted(eps))} expert-parallel "
                 "ranks share its parameters",
                 hint=MIXED,
@@ -430,12 +436,12 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, with one step per group; raises if steps differ."""
-    stated = by_key(
+    steps_by_group = by_key(
         (buffer.group, (f"flat group {buffer.group}, {next(iter(buffer.shapes))}", buffer.step))
         for buffer in buffers
         if buffer.step is not None and buffer.shapes
     )
-    of_group = {group: agreement.agree(own, policy) for group, own in stated.items()}
+    of_group = {group: agreement.agree(own, policy) for group, own in steps_by_group.items()}
     return [replace(buffer, step=of_group.get(buffer.group)) for buffer in buffers]
 
 

@@ -198,12 +198,12 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
     cut: list[str] = []
     size = 0
     for _, slices in groupby(names, parameter_of):
-        own = list(slices)
-        numel = sum(prod(source.parameters[name].shape) for name in own)
+        expert_slices = list(slices)
+        numel = sum(prod(source.parameters[name].shape) for name in expert_slices)
         if cut and size + numel > GROUP_SIZE:
             yield cut
             cut, size = [], 0
-        cut += own
+        cut += expert_slices
         size += numel
     yield cut
 
@@ -232,15 +232,16 @@ def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
     names = (*(source.state.get("module") or ()), *source.parameters)
     numbers = by_key((p.layer, p.number) for p in map(expert_name, names) if p)
     layers = []
-    for layer, known in ((layer, {*own}) for layer, own in numbers.items()):
-        missing = sorted(set(range(max(known) + 1)) - known)
+    for layer, expert_numbers in ((layer, {*own}) for layer, own in numbers.items()):
+        missing = sorted(set(range(max(expert_numbers) + 1)) - expert_numbers)
         if missing:
             raise InconsistentCheckpoint(
                 "elements-missing",
-                f"{source.root} has expert {max(known)} of {layer}, but not expert {missing[0]}",
+                f"{source.root} has expert {max(expert_numbers)} of {layer}, but not expert "
+                f"{missing[0]}",
                 file=source.root,
             )
-        layers.append(ExpertLayer(layer, len(known), sizes.get(layer, 1)))
+        layers.append(ExpertLayer(layer, len(expert_numbers), sizes.get(layer, 1)))
     return source.replace(engine=replace(engine, experts=tuple(layers)))
 
 

@@ -63,7 +63,7 @@ class Named(NamedTuple):
 class Nameless(Struct, frozen=True):
     """An optimizer (or some groups) without names, and the weights that may be its parameters.
 
-    `stated` are names by group in a file that zckpt wrote. Of these, `inferred` were already
+    `stated_names` are names by group in a file that zckpt wrote. Of these, `inferred` were already
     inferred when that file was written. `given` are the user's names by group.
     """
 
@@ -71,7 +71,7 @@ class Nameless(Struct, frozen=True):
     groups: Groups
     weights: Weights
     is_flat: bool = False
-    stated: Sequence[Iterable[str]] | None = None
+    stated_names: Sequence[Iterable[str]] | None = None
     inferred: Sequence[str] = ()
     given: Sequence[Sequence[str]] | None = None
 
@@ -111,15 +111,15 @@ def names_of(
     InconsistentCheckpoint if a file states names that are not among `weights`.
     """
     asked = [Nameless.of(states, weights) for states in every]
-    if param_names is not None and not any(each.stated for each in asked):
+    if param_names is not None and not any(each.stated_names for each in asked):
         shares = shared_out(asked, param_names)
         asked = [replace(each, given=own) for each, own in zip(asked, shares, strict=True)]
     try:
         return [*map(named, asked)]
     except MissingData:
-        if param_names is not None or (found := of_stages(asked)) is None:
+        if param_names is not None or (names_of_all := of_stages(asked)) is None:
             raise
-        return found
+        return names_of_all
 
 
 def named(asked: Nameless) -> Named:
@@ -132,11 +132,11 @@ def named(asked: Nameless) -> Named:
 
 def by_file(asked: Nameless) -> Named | None:
     """Names that a file written by zckpt states; None without them."""
-    if not asked.stated:
+    if not asked.stated_names:
         return None
-    members: Members = [[*own] for own in asked.stated]
+    members: Members = [[*own] for own in asked.stated_names]
     if not asked.is_flat:
-        members = _with_frozen(asked.groups, asked.stated)
+        members = _with_frozen(asked.groups, asked.stated_names)
     if asked.weights:  # no weights: this is a stage whose layers are not written yet
         _check_known(asked, members)
     return Named(members, [*asked.inferred])
@@ -152,9 +152,12 @@ def by_user(asked: Nameless) -> Named | None:
     shapes, names = shapes_of(asked.weights), [*chain.from_iterable(asked.given)]
     if asked.is_flat:
         pieces: list[TensorInFile] = []
-        for flat, own in zip(asked.flats, asked.given, strict=True):
-            starts = accumulate((prod(shapes[name]) for name in own), initial=0)
-            pieces += [_piece(flat, n, shapes[name]) for name, n in zip(own, starts, strict=False)]
+        for flat, names_of_group in zip(asked.flats, asked.given, strict=True):
+            starts = accumulate((prod(shapes[name]) for name in names_of_group), initial=0)
+            pieces += [
+                _piece(flat, n, shapes[name])
+                for name, n in zip(names_of_group, starts, strict=False)
+            ]
         check_rounding(pieces, names, asked.weights, strict=asked.is_apart)
         return Named(asked.given, [])
     orders = [[number.shape for number in own] for own in asked.groups]
@@ -185,8 +188,8 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
 def _without_frozen(groups: Groups, names: Sequence[Sequence[str]]) -> Members:
     """The given names of all parameters, with frozen ones replaced by None."""
     return [
-        [None if number.is_frozen else name for number, name in zip(group, own, strict=True)]
-        for group, own in zip(groups, names, strict=True)
+        [None if number.is_frozen else name for number, name in zip(group, numbers, strict=True)]
+        for group, numbers in zip(groups, names, strict=True)
     ]
 
 
@@ -244,14 +247,14 @@ def check_rounding(
     weights since.
     """
     of_weights, of_masters = labels([*weights.values()], masters)
-    known = dict(zip(weights, of_weights, strict=True))
+    labels_by_name = dict(zip(weights, of_weights, strict=True))
     for master, name, fitting in zip(masters, names, of_masters, strict=True):
-        others = [other for other, label in known.items() if label in fitting]
-        if (others or strict) and name not in others:
+        fitting_names = [other for other, label in labels_by_name.items() if label in fitting]
+        if (fitting_names or strict) and name not in fitting_names:
             raise WrongOption(
                 "names-do-not-fit",
                 f"--param-names: the master at the place of {name} in {master.file.path} is that "
-                f"of {others[0] if others else 'no weight'}, as the weights show",
+                f"of {fitting_names[0] if fitting_names else 'no weight'}, as the weights show",
                 hint="name the trained parameters in the optimizer's order, group by group",
             )
 
@@ -300,9 +303,9 @@ def by_bytes(asked: Nameless) -> Named | None:
     if not (masters := [*chain.from_iterable(orders)]):
         return None
     of_weights, of_masters = labels([*asked.weights.values()], masters)
-    for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
-        if len(own) != 1:
-            which = "weights of several types" if own else "no weight"
+    for number, (master, possible_labels) in enumerate(zip(masters, of_masters, strict=True)):
+        if len(possible_labels) != 1:
+            which = "weights of several types" if possible_labels else "no weight"
             raise MissingData(
                 "names-needed",
                 f"{asked.path}: master {number} of the optimizer, of shape "
@@ -327,13 +330,13 @@ def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
     while left := flat.tensor.numel - start:
         near = [_piece(flat, start, shape) for shape in shapes if 0 < prod(shape) <= left]
         _, rounded = labels(weights, near)
-        found = [piece for piece, own in zip(near, rounded, strict=True) if own]
-        if len(found) != 1:
+        fitting = [piece for piece, own in zip(near, rounded, strict=True) if own]
+        if len(fitting) != 1:
             raise asked.missing(
                 "a piece of its masters rounds to no weight, or to weights of several shapes"
             )
-        pieces += found
-        start += found[0].tensor.numel
+        pieces += fitting
+        start += fitting[0].tensor.numel
     return pieces
 
 
@@ -350,8 +353,8 @@ def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
 def by_shapes(asked: Nameless) -> Named:
     """Names for torch's own optimizer: each state has the shape of exactly one weight."""
     trained = [[number.shape for number in own if not number.is_frozen] for own in asked.groups]
-    found = _matched(asked, trained, shapes_of(asked.weights), "shape")
-    return Named(_with_frozen(asked.groups, found.members), found.inferred)
+    matched = _matched(asked, trained, shapes_of(asked.weights), "shape")
+    return Named(_with_frozen(asked.groups, matched.members), matched.inferred)
 
 
 WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
@@ -378,11 +381,16 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
         return None
     remaining = [*map(iter, members)]
     names = [
-        [[*islice(own, len(group))] for own, group in zip(remaining, each.groups, strict=True)]
-        for each in asked
+        [
+            [*islice(remaining_names, len(group))]
+            for remaining_names, group in zip(remaining, asked_of_stage.groups, strict=True)
+        ]
+        for asked_of_stage in asked
     ]
-    known = [untied_layers(filter(None, chain.from_iterable(own))) for own in names]
-    if any(max(own) >= min(following) for own, following in pairwise(filter(None, known))):
+    layers_of_stages = [untied_layers(filter(None, chain.from_iterable(own))) for own in names]
+    if any(
+        max(own) >= min(following) for own, following in pairwise(filter(None, layers_of_stages))
+    ):
         return None
     return [Named(own, inferred) for own in names]
 
@@ -419,8 +427,8 @@ def _matched(
     try:
         matched = match(unclear, [item for item in labelled.items() if item[0] not in taken], True)
     except MissingData as error:
-        others = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
-        equal = [name for label in others for name in owners.get(label, ())]
+        unclear_labels = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
+        equal = [name for label in unclear_labels for name in owners.get(label, ())]
         why = f"does not show the {what} of every parameter"
         if equal:
             order = "which the order of the module does not tell apart"

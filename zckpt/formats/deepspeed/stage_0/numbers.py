@@ -89,10 +89,10 @@ def numbers_of(states: EngineStates) -> Groups:
     if states.listed_shapes:
         frozen = {*(optimizer.get(FROZEN) or ())}
     groups: list[list[Number]] = [[] for _ in numbers]
-    for place, own in enumerate(numbers):
+    for place, numbers_of_group in enumerate(numbers):
         names = list(base["param_groups"][place].get("param_names") or ())
-        names = names if len(names) == len(own) else [None] * len(own)
-        for number, tensor, name in zip(own, masters[place], names, strict=True):
+        names = names if len(names) == len(numbers_of_group) else [None] * len(numbers_of_group)
+        for number, tensor, name in zip(numbers_of_group, masters[place], names, strict=True):
             master = None if tensor is None else TensorInFile(file, tensor)
             state = kept.get(number) or {}
             groups[place].append(Number(place, state, master, name, number in frozen))

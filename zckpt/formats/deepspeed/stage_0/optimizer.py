@@ -49,7 +49,7 @@ from ...deepspeed_states.states import (
     BufferSlot,
     EngineStates,
     FlatBuffer,
-    Found,
+    ModuleOverrides,
     dictionary,
     open_files,
     stated_config,
@@ -109,7 +109,7 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
-    found = Found(module={} if is_stage and model.get("module") is None else None)
+    overrides = ModuleOverrides(module={} if is_stage and model.get("module") is None else None)
     if files.of_ep:
         refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
     if files.experts or model.get("num_experts"):
@@ -120,7 +120,7 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
             file=directory.path,
         )
-    return states_with(directory, file, model, file, model.get("optimizer"), found)
+    return states_with(directory, file, model, file, model.get("optimizer"), overrides)
 
 
 def states_with(
@@ -129,24 +129,24 @@ def states_with(
     model: dict[str, Any],
     beside: TorchFile,
     optimizer: Any,
-    found: Found,
+    overrides: ModuleOverrides,
 ) -> EngineStates:
     """The states of a model file, with the `optimizer` from the file `beside` or the same file.
 
-    `found` overrides the model file. Raises the same errors as `states_of`.
+    `overrides` overrides the model file. Raises the same errors as `states_of`.
     """
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
     version = version_of(model)
-    check_kind(directory, version, found.module_of(model), stated_config(model, model))
+    check_kind(directory, version, overrides.module_of(model), stated_config(model, model))
     wrapper = wrapper_of(optimizer)
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
         raise CorruptCheckpoint(
             "file-damaged", f"{beside.path} holds no state of a torch optimizer", file=beside.path
         )
-    stated = model.get("dp_world_size")
-    dp = stated if isinstance(stated, int) and stated > 0 else 1
+    stated_size = model.get("dp_world_size")
+    dp = stated_size if isinstance(stated_size, int) and stated_size > 0 else 1
     return EngineStates(
         directory,
         [file],
@@ -158,7 +158,7 @@ def states_with(
         dp,
         partitioned=False,
         whole=True,
-        found=found,
+        overrides=overrides,
     )
 
 
@@ -178,9 +178,11 @@ def named_optimizers(
 
 def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) -> WholeOptimizer:
     """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
-    own = [{name: shapes[name] for name in group if name is not None} for group in named.members]
-    known = replace(states, found=replace(states.found, shapes=own))
-    return WholeOptimizer(known, *named, [*shapes])
+    shapes_by_group = [
+        {name: shapes[name] for name in group if name is not None} for group in named.members
+    ]
+    named_states = replace(states, overrides=replace(states.overrides, shapes=shapes_by_group))
+    return WholeOptimizer(named_states, *named, [*shapes])
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
@@ -194,19 +196,19 @@ def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
         return
     listed_in = zip(whole.members, numbers_of(states), strict=True)
     for group, (names, numbers) in enumerate(listed_in):
-        where, own = f"{whole.file.path}: group {group} of the optimizer", shapes[group]
+        where, shapes_of_group = f"{whole.file.path}: group {group} of the optimizer", shapes[group]
         if FLAT_MASTERS in states.first:
-            (flat,), numel = numbers, sum(map(prod, own.values()))
+            (flat,), numel = numbers, sum(map(prod, shapes_of_group.values()))
             if flat.shape != (numel,):
                 raise misfit(where, counted(numel, "element"), prod(flat.shape or ()))
-            yield replace(flat, shapes=own)
+            yield replace(flat, shapes=shapes_of_group)
             continue
         if len(numbers) != len(names):
             raise misfit(where, counted(len(names), "parameter"), len(numbers))
         for number, name in zip(numbers, names, strict=True):
             if name is None:
                 continue
-            shape = own[name]
+            shape = shapes_of_group[name]
             if number.master and number.shape != shape:
                 raise misfit(where, f"{name} of shape {[*shape]}", [*(number.shape or ())])
             yield replace(number, shapes={name: shape})
@@ -232,10 +234,10 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
     for number in numbers:
         of_group = states.groups(number.group)[0]
-        for stated, own in ((in_states, number.state), (in_groups, of_group)):
-            value = own.get("step")
+        for statement, values in ((in_states, number.state), (in_groups, of_group)):
+            value = values.get("step")
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
-            stated.add(number.owner, states.number(0, value), shape)
+            statement.add(number.owner, states.number(0, value), shape)
     groups = by_key((number.group, number.owner) for number in numbers)
     by_last = steps.counted_by_last(in_states, in_groups, groups.values())
     believed = steps.believed(by_last, in_groups)
@@ -318,8 +320,8 @@ def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
     """The model file, and with experts the optimizers of all ep ranks."""
     yield from model_files(target, True, None if target.experts else optimizer)
     for rank in range(max(target.experts.sizes, default=0)):
-        own = target.expert_ranks.in_layers(target.experts, rank)
-        named = partial(target.experts.named_in, of_layer=own)
+        places = target.expert_ranks.in_layers(target.experts, rank)
+        named = partial(target.experts.named_in, of_layer=places)
         value = {"optimizer": optimizer(target, storages := Storages(), named)}
         name = f"expp_rank_{rank}_{target.mp_rank}_optim_states.pt"
         yield shell(f"{target.tag}/{name}", value, storages)
@@ -339,8 +341,8 @@ def optimizer(
     def state(buffer: TargetBuffer) -> dict[str, Any]:
         numbers = optimizer_values.numbers(target, buffer, storages)
         slots = {slot_key(slot): tensor(buffer, dtype) for slot, dtype in buffer.slots.items()}
-        others = target.others.get(named(buffer.names[0])) or {}
-        return {**numbers, **slots, **target.thawed(others, storages)}
+        other_values = target.other_values.get(named(buffer.names[0])) or {}
+        return {**numbers, **slots, **target.thawed(other_values, storages)}
 
     groups, following = _members(target), count()
     numbers = [[next(following) for _ in group] for group in groups]
@@ -348,9 +350,9 @@ def optimizer(
     states = {number: state(own) for number, own in enumerate(every) if own}
     frozen = [number for number, own in enumerate(every) if own is None]
     base = optimizer_values.base_state(target, states, storages, numbers=numbers)
-    own = optimizer_values.own_statements(target) | ({FROZEN: frozen} if frozen else {})
+    own_values = optimizer_values.own_statements(target) | ({FROZEN: frozen} if frozen else {})
     if target.wrapper is None:
-        return {**base, **own}
+        return {**base, **own_values}
     wholes = [[tensor(each, each.master) for each in group if each] for group in groups]
     masters: dict[str, Any] = {WHOLE_MASTERS: wholes}
     if is_flat:
@@ -358,7 +360,7 @@ def optimizer(
         masters |= optimizer_values.clipping(target)
     is_scaled = not is_flat or target.engine.dtype == "F16"
     scaling = optimizer_values.whole_scaling(target) if is_scaled else {}
-    return {**scaling, "optimizer_state_dict": base, **masters, **own}
+    return {**scaling, "optimizer_state_dict": base, **masters, **own_values}
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
@@ -368,6 +370,6 @@ def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
     if not target.lists_frozen:
         return [[*group] for group in groups]
     return [
-        [None if name is None else next(own) for name in names]
-        for names, own in zip(target.listed_names(), map(iter, groups), strict=True)
+        [None if name is None else next(buffers) for name in names]
+        for names, buffers in zip(target.listed_names(), map(iter, groups), strict=True)
     ]

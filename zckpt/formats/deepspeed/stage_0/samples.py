@@ -53,8 +53,8 @@ def labels(
     of_masters: list[list[Label]] = [[] for _ in masters]
     with ExitStack() as opened:
         sampler = _Sampler(opened, weights, masters)
-        for (shape, dtype), own in typed.items():
-            sets = sampler.split(own, shaped.get(shape, []), dtype)
+        for (shape, dtype), places in typed.items():
+            sets = sampler.split(places, shaped.get(shape, []), dtype)
             for number, (alike, rounded) in enumerate(sets):
                 label = (*shape, dtype, number)
                 for place in alike:
@@ -81,7 +81,7 @@ class _Sampler(Struct, frozen=True):
     masters: Sequence[TensorInFile]
     descriptors: dict[str, int] = field(default_factory=dict)
 
-    def split(self, own: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
+    def split(self, weights: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
         """Yields sets of equal weights of one shape and type, with the masters that round to them.
 
         Both are given by their places. Weights to which no master rounds may differ. A master
@@ -89,12 +89,12 @@ class _Sampler(Struct, frozen=True):
         """
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
-        numel = self.weights[own[0]].tensor.numel
+        numel = self.weights[weights[0]].tensor.numel
         if not theirs or not numel:
-            yield [*own], theirs
+            yield [*weights], theirs
             return
         middle = max(0, (numel - SAMPLE) // 2)
-        undecided = [([*own], theirs, middle, min(numel, middle + SAMPLE))]
+        undecided = [([*weights], theirs, middle, min(numel, middle + SAMPLE))]
         while undecided:
             alike, rounded, start, stop = undecided.pop()
             parts: dict[tuple[int, ...], _Set] = {}
@@ -114,18 +114,18 @@ class _Sampler(Struct, frozen=True):
 
     def _first_difference(self, places: Sequence[int]) -> int | None:
         """The first element at which weights differ; None if all of them are equal."""
-        first, *others = (self.weights[place] for place in places)
+        first, *other_weights = (self.weights[place] for place in places)
         numel, dtype = first.tensor.numel, first.tensor.dtype
         step = CHUNK // SIZES[dtype]
-        for start in range(0, numel if others else 0, step):
+        for start in range(0, numel if other_weights else 0, step):
             stop = min(numel, start + step)
             expected = self._bytes(first, start, stop)
-            for other in others:
+            for other in other_weights:
                 if self._bytes(other, start, stop) == expected:
                     continue
                 bits = (self._bits(each, dtype, start, stop) for each in (first, other))
-                for number, (own, theirs) in enumerate(zip(*bits, strict=True), start):
-                    if own != theirs:  # they differ in more than NaNs
+                for number, (first_bits, theirs) in enumerate(zip(*bits, strict=True), start):
+                    if first_bits != theirs:  # they differ in more than NaNs
                         return number
         return None
 
@@ -139,8 +139,8 @@ class _Sampler(Struct, frozen=True):
         if file.path not in self.descriptors:
             opened = self.opened.enter_context(sources.opened(file.path))
             self.descriptors[file.path] = opened.fileno()
-        read = self.descriptors[file.path]
-        return b"".join(sources.pread(read, part.length, part.offset) for part in parts)
+        descriptor = self.descriptors[file.path]
+        return b"".join(sources.pread(descriptor, part.length, part.offset) for part in parts)
 
     def _bits(self, stored: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
         """Row-major elements [start, stop) as unsigned integers; all NaNs become one number.

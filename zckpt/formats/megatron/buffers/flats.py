@@ -372,8 +372,12 @@ class FlatFragments:
         local: tuple[int, ...] = ()
         if len(grid) == len(shape) and all(grid):
             local = tuple(size // count for size, count in zip(shape, grid, strict=True))
-        each = self.item.shape[-1]
-        if len(local) != len(shape) or prod(local) != each or each * prod(grid) != prod(shape):
+        part_numel = self.item.shape[-1]
+        if (
+            len(local) != len(shape)
+            or prod(local) != part_numel
+            or part_numel * prod(grid) != prod(shape)
+        ):
             raise InconsistentCheckpoint(
                 "ranks-disagree",
                 f"{self.folder}: {self.key} of shape {list(self.item.shape)} is no state of a "

@@ -78,10 +78,10 @@ def predicts(names: Iterable[str]) -> bool:
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
     """The possible orders of the parameters, one per spec; none if a name is not a GPTModel's."""
     listed = list(names)
-    known = frozenset(listed)
+    all_names = frozenset(listed)
     given: list[list[str]] = []
     for fused, grouped in product((False, True), repeat=2):
-        keys = {name: _key(name, fused, grouped, known) for name in listed}
+        keys = {name: _key(name, fused, grouped, all_names) for name in listed}
         if None in keys.values():
             return
         order = sorted(listed, key=lambda name: keys[name] or ())

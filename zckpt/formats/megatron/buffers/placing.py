@@ -73,7 +73,7 @@ State = tuple[int, int, int]
 
 
 def places(
-    locals_: Sequence[Local], flat: Flat, read: ReadBytes, may_lack: bool = False
+    locals_: Sequence[Local], flat: Flat, read_bytes: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
     """Possible ways to place parameters, in buffer order, so that they fill the buffer exactly.
 
@@ -83,7 +83,9 @@ def places(
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(
-        (read(local.first)[: SIZES[local.dtype]], number) for number, local in firsts if local.numel
+        (read_bytes(local.first)[: SIZES[local.dtype]], number)
+        for number, local in firsts
+        if local.numel
     )
     full = len(flat.sizes) - 1, flat.sizes[-1]
     ends: list[Any] = []
@@ -97,18 +99,20 @@ def places(
                 ends += ways
                 continue
             for place in _starts(flat, state):
-                found = by_first.get(_rounded(flat, place, read), ()) if may_lack else [number]
-                for other in found:
+                candidates = (
+                    by_first.get(_rounded(flat, place, read_bytes), ()) if may_lack else [number]
+                )
+                for other in candidates:
                     if not number <= other < len(locals_):
                         continue
                     local = locals_[other]
-                    if not _fits(local, flat, state, place, read):
+                    if not _fits(local, flat, state, place, read_bytes):
                         continue
                     base = place[1] % ALIGNMENT if flat.coalesced else 0
                     behind = place[0], place[1] + local.numel, base
-                    known = at[other + 1].setdefault(behind, [])
-                    known += [(way, (other, place)) for way in ways]
-                    del known[2:]
+                    kept_ways = at[other + 1].setdefault(behind, [])
+                    kept_ways += [(way, (other, place)) for way in ways]
+                    del kept_ways[2:]
         states.clear()
     result = []
     for way in ends[:2]:
@@ -137,13 +141,15 @@ def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
     return result
 
 
-def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
+def _rounded(flat: Flat, place: tuple[int, int], read_bytes: ReadBytes) -> bytes:
     """The first master at a place, rounded to a weight; empty at the end or for other types."""
-    first = [rounded(read(run.extent), flat.dtype) for run in flat.part("master", place, 1)]
+    first = [rounded(read_bytes(run.extent), flat.dtype) for run in flat.part("master", place, 1)]
     return next(iter(first), None) or b""
 
 
-def _fits(local: Local, flat: Flat, state: State, place: tuple[int, int], read: ReadBytes) -> bool:
+def _fits(
+    local: Local, flat: Flat, state: State, place: tuple[int, int], read_bytes: ReadBytes
+) -> bool:
     """Whether a parameter may begin at a place after a state.
 
     There must be room for it, and no room in the previous bucket. Its first masters must round to
@@ -154,5 +160,5 @@ def _fits(local: Local, flat: Flat, state: State, place: tuple[int, int], read: 
     if place[1] + local.numel > flat.sizes[place[0]]:
         return False
     runs = flat.part("master", place, local.first.length // SIZES[local.dtype])
-    wide = b"".join(read(run.extent) for run in runs)
-    return not local.numel or are_rounded(wide, "F32", read(local.first), local.dtype) is True
+    wide = b"".join(read_bytes(run.extent) for run in runs)
+    return not local.numel or are_rounded(wide, "F32", read_bytes(local.first), local.dtype) is True

@@ -21,7 +21,7 @@ from ..names import EMBEDDING, OUTPUT
 from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
 
-Place = tuple[Flat, tuple[int, int]]
+BufferPlace = tuple[Flat, tuple[int, int]]
 """A buffer, and the place of a parameter in it: (bucket, element)."""
 
 
@@ -36,7 +36,7 @@ class ModelRank(Struct, frozen=True, eq=False):
     flats: tuple[Flat, ...]
     experts: range | None = None
 
-    def own(self, parts: Mapping[str, Local]) -> Mapping[str, Local]:
+    def own_parts(self, parts: Mapping[str, Local]) -> Mapping[str, Local]:
         """The tensor rank's parameters that may be in these buffers."""
         if self.experts is None:
             return parts
@@ -44,8 +44,11 @@ class ModelRank(Struct, frozen=True, eq=False):
 
 
 def placed(
-    ranks: Sequence[ModelRank], parts: Sequence[Mapping[str, Local]], read: ReadBytes, where: str
-) -> list[dict[str, list[Place]]]:
+    ranks: Sequence[ModelRank],
+    parts: Sequence[Mapping[str, Local]],
+    read_bytes: ReadBytes,
+    where: str,
+) -> list[dict[str, list[BufferPlace]]]:
     """The places of all parameters, per tensor rank; `parts` are the ranks' parts of parameters.
 
     A tied embedding has a second place, for the last stage's copy. Frozen parameters have none: if
@@ -55,20 +58,20 @@ def placed(
     ranks.
     """
     last = max(rank.pp for rank in ranks)
-    result: list[dict[str, list[Place]]] = [{} for _ in parts]
+    result: list[dict[str, list[BufferPlace]]] = [{} for _ in parts]
     copies = predicts(parts[0])
     for rank in ranks:
         for flats in by_key((flat.dtype, flat) for flat in rank.flats).values():
             for number, flat in enumerate(flats):
                 ends = rank.pp == number == 0, rank.pp == last and number == len(flats) - 1
-                own = rank.own(parts[rank.tp])
-                ways = _ways(flat, own, ends, read)
-                ways = ways or _ways(flat, own, ends, read, may_lack=True)
+                locals_of_rank = rank.own_parts(parts[rank.tp])
+                ways = _ways(flat, locals_of_rank, ends, read_bytes)
+                ways = ways or _ways(flat, locals_of_rank, ends, read_bytes, may_lack=True)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
                     result[rank.tp].setdefault(name, []).append((flat, place))
-    for tp, known in enumerate(result):
-        elsewhere = {*chain(*result)} - {*known}
+    for tp, places_by_name in enumerate(result):
+        elsewhere = {*chain(*result)} - {*places_by_name}
         if lost := [name for name in parts[tp] if name in elsewhere]:
             raise InconsistentCheckpoint(
                 "partition-does-not-fit",
@@ -77,8 +80,10 @@ def placed(
             )
         twice = [
             name
-            for name in known
-            if len(known[name]) > 1 and name != EMBEDDING and not (is_before(name) and copies)
+            for name in places_by_name
+            if len(places_by_name[name]) > 1
+            and name != EMBEDDING
+            and not (is_before(name) and copies)
         ]
         if twice:
             raise InconsistentCheckpoint(
@@ -113,19 +118,23 @@ def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
 
 
 def _ways(
-    flat: Flat, parts: Mapping[str, Local], ends: Ends, read: ReadBytes, may_lack: bool = False
+    flat: Flat,
+    parts: Mapping[str, Local],
+    ends: Ends,
+    read_bytes: ReadBytes,
+    may_lack: bool = False,
 ) -> list[Way]:
     """The ways in which a range of layers fills a buffer.
 
     If the buffer `may_lack` parameters, these are frozen, or on other ranks.
     """
     ways: list[Way] = []
-    for each in _kinds(flat, parts, ends):
-        for order in orders(each):
-            for names in _ranges(order, each, flat, ends, may_lack):
-                locals_ = [each[name] for name in reversed(names)]
-                for found in places(locals_, flat, read, may_lack):
-                    pairs = zip(locals_, found, strict=True)
+    for locals_by_name in _kinds(flat, parts, ends):
+        for order in orders(locals_by_name):
+            for names in _ranges(order, locals_by_name, flat, ends, may_lack):
+                locals_ = [locals_by_name[name] for name in reversed(names)]
+                for starts in places(locals_, flat, read_bytes, may_lack):
+                    pairs = zip(locals_, starts, strict=True)
                     way = tuple((own.name, place) for own, place in pairs if place is not None)
                     if way not in ways:
                         ways.append(way)

@@ -43,9 +43,9 @@ class Folders:
         staged = int(self.args.get("pipeline_model_parallel_size") or 1) > 1 or not self.spread
         self.ranks: dict[tuple[int, int, int], tuple[str, TorchFile]] = {}
         for name, folder, file in zip(names, folders, files, strict=True):
-            rank, *others = map(int, name.split("_")[2:])
-            stage = others.pop(0) if staged and others else 0
-            self.ranks[stage, others.pop() if others else 0, rank] = folder, file
+            rank, *further_numbers = map(int, name.split("_")[2:])
+            stage = further_numbers.pop(0) if staged and further_numbers else 0
+            self.ranks[stage, further_numbers.pop() if further_numbers else 0, rank] = folder, file
         self.stages, self.ep, self.tp = (1 + max(each) for each in zip(*self.ranks, strict=True))
 
     def partitions(self) -> Iterator[Joined]:
@@ -68,17 +68,17 @@ class Folders:
                     rule.require_known(self.path, name, ranks[0], self.tp)
                     shape = rule.whole_shape(name, tensor.shape, self.tp)
                     parts: list[BoxPart] = []
-                    for rank, own in enumerate(ranks):
+                    for rank, tensors in enumerate(ranks):
                         boxes = rule.boxes_of(name, shape, self.tp, rank, gated)
                         if not rank or boxes != rule.boxes_of(name, shape, self.tp, 0, gated):
-                            file, local = own[name]
+                            file, local = tensors[name]
                             runs = solid(local.numel, file.extent(local))
                             parts += rule.in_boxes(runs, SIZES[local.dtype], boxes)
                     saved = Joined((name, "param"), tensor.dtype, shape, tuple(parts))
                     weights.setdefault(name, saved)
                     whole[name] = shape
-                for place, own in zip(places, ranks, strict=True):
-                    filled += self._buffers(place, number, own)
+                for place, tensors in zip(places, ranks, strict=True):
+                    filled += self._buffers(place, number, tensors)
                 layers = [int(match[1]) for name in ranks[0] if (match := rule.LAYER.match(name))]
                 first = max([first, *(layer + 1 for layer in layers)])
         yield from weights.values()

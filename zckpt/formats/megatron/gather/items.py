@@ -161,8 +161,10 @@ class _Items:
             for chunk, slots in enumerate(listed):
                 names = self._names(whole, chunk * stages + stage, count)
                 if apart:
-                    own = {number} if spread else {None}
-                    names = [name for name in names if _rank_of(name, experts // ep) in own]
+                    expert_ranks = {number} if spread else {None}
+                    names = [
+                        name for name in names if _rank_of(name, experts // ep) in expert_ranks
+                    ]
                 sizes = [
                     (name, sum(prod(n) for _, n in rule.boxes_of(name, shapes[name], of, 0, gated)))
                     for name in names

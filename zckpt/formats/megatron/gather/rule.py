@@ -154,9 +154,9 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
             boxes = boxes_of(name, whole[name], filled.of, filled.rank, gated)
             if filled.rank and boxes == boxes_of(name, whole[name], filled.of, 0, gated):
                 continue
-            for slot, own in slots.items():
+            for slot, runs in slots.items():
                 of_ranks = parts.setdefault((name, slot), {})
-                of_ranks.setdefault(filled.rank, list(in_boxes(own, SIZE, boxes)))
+                of_ranks.setdefault(filled.rank, list(in_boxes(runs, SIZE, boxes)))
     for (name, slot), of_ranks in parts.items():
         listed = tuple(part for _, own in sorted(of_ranks.items()) for part in own)
         yield Joined((name, slot), "F32", whole[name], listed)

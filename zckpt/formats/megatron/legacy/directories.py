@@ -212,9 +212,9 @@ class LegacyReader:
                         file=self.folder,
                         subject=name,
                     )
-        for name, own in homes.items():
+        for name, homes_of_name in homes.items():
             may_be = name == EMBEDDING or (is_before(name) and predicts(homes))
-            if len(own) > 1 and not may_be:
+            if len(homes_of_name) > 1 and not may_be:
                 raise InconsistentCheckpoint(
                     "elements-overlap",
                     f"{self.folder}: two folders have {name}, which only one should have",
@@ -231,7 +231,7 @@ class LegacyReader:
         """Adds masters and moments, and the groups of all ranks, by optimizer."""
         content, first = self.content, self.ranks[0].optimizers[0]
         parts: list[tuple[int, Entry]] = []
-        known: list[set[str]] = [set() for _ in range(self.tp)]
+        names_with_states: list[set[str]] = [set() for _ in range(self.tp)]
         groups_of: dict[bool, list[Any]] = {}
         for rank in self.ranks:
             for number, optimizer in enumerate(rank.optimizers):
@@ -249,13 +249,13 @@ class LegacyReader:
                 groups_of.setdefault(spread, []).extend(groups)
                 content.steps += [(rank.file.path, group.get("step")) for group in groups]
                 for name, entries in states:
-                    known[rank.tp].add(name)
+                    names_with_states[rank.tp].add(name)
                     for entry in entries:
                         parts.append((rank.tp, entry))
         trained = {name for name in self.shapes if not BUFFERS.fullmatch(name)}
-        trained -= self.frozen - set[str]().union(*known)
-        for tp, own in enumerate(known):
-            if lost := [name for name in self.shapes if name in trained - own]:
+        trained -= self.frozen - set[str]().union(*names_with_states)
+        for tp, names_of_rank in enumerate(names_with_states):
+            if lost := [name for name in self.shapes if name in trained - names_of_rank]:
                 raise InconsistentCheckpoint(
                     "partition-does-not-fit",
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
@@ -268,9 +268,9 @@ class LegacyReader:
         content.common = with_groups(content.common, groups, [beside])
 
     def _distributed(
-        self, rank: RankDirectory, number: int, own: set[str]
+        self, rank: RankDirectory, number: int, own_names: set[str]
     ) -> Iterator[tuple[str, Iterable[Entry]]]:
-        """The states of a rank's `own` parameters in the flat buffers of one optimizer."""
+        """The states of a rank's parameters `own_names` in the flat buffers of one optimizer."""
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
             raise missing_file(path, LEGACY, f"the distributed optimizer's states; {WEIGHTS_ONLY}")
@@ -291,7 +291,7 @@ class LegacyReader:
                 file=path,
             )
         kinds = (
-            by_key((rank.weights[name].dtype, name) for name in chunk if name in own)
+            by_key((rank.weights[name].dtype, name) for name in chunk if name in own_names)
             for chunk in rank.chunks
         )
         of_types = by_key(item for of_chunk in kinds for item in of_chunk.items())
@@ -310,15 +310,18 @@ class LegacyReader:
             ways = ways or places(locals_, flat, read_bytes, may_lack=True)
             require_one(ways, flat, self.folder)
             for local, place in zip(locals_, ways[0], strict=True):
-                own.discard(local.name)
+                own_names.discard(local.name)
                 if place is None:
                     self.frozen.add(local.name)
                 else:
                     shape = rank.weights[local.name].shape
                     yield local.name, flat.entries(local.name, place, shape)
-        if own:
+        if own_names:
             raise InconsistentCheckpoint(
-                "mixed-saves", f"{path} has no buffer for {min(own)}", hint=WEIGHTS_ONLY, file=path
+                "mixed-saves",
+                f"{path} has no buffer for {min(own_names)}",
+                hint=WEIGHTS_ONLY,
+                file=path,
             )
 
 
@@ -339,8 +342,8 @@ def whole_states(
     file, weights = rank.file, rank.weights
     member = members(groups, {name: weights[name].shape for name in order}, args)
     masters = optimizer.get("fp32_from_fp16_params", [])
-    known = optimizer.get("optimizer", optimizer).get("state")
-    if member is None or not isinstance(known, dict) or not isinstance(masters, list):
+    states = optimizer.get("optimizer", optimizer).get("state")
+    if member is None or not isinstance(states, dict) or not isinstance(masters, list):
         raise UnsupportedCheckpoint(
             "layout-unknown",
             f"{file.path}: Megatron-Core's usual rule does not give the members of the groups",
@@ -360,7 +363,7 @@ def whole_states(
             )
         for name, key in zip(names, numbers, strict=True):
             weight = weights[name]
-            state = {**known.get(key, {})}
+            state = {**states.get(key, {})}
             if weight.dtype != "F32":
                 state["param"] = next(halves, None)
             entries = []
@@ -389,8 +392,8 @@ def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any
     """A group without the numbers of its parameters, with the step of their states."""
     numbers = group.get("params", ())
     result = {key: value for key, value in group.items() if key != "params"}
-    known = inner.get("state", {})
-    steps = [known[key].get("step") for key in numbers if key in known]
+    state = inner.get("state", {})
+    steps = [state[key].get("step") for key in numbers if key in state]
     if steps and "step" not in result and steps[0] is not None:
         values = [*map(file.number, steps)]
         if any(value != values[0] for value in values):

@@ -68,14 +68,14 @@ class RankDirectory(Struct, eq=False):
         """
         state = self.file.value.get("optimizer")
         states = state if isinstance(state, list) else [state]
-        known = [each for each in states if isinstance(each, dict)]
-        if not known or len(known) < len(states):
+        optimizers = [each for each in states if isinstance(each, dict)]
+        if not optimizers or len(optimizers) < len(states):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
                 f"{self.file.path} has an optimizer of an unknown form",
                 file=self.file.path,
             )
-        return known
+        return optimizers
 
 
 def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
@@ -108,10 +108,10 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     files = {name: _file(folder, name, parsed) for name in names}
     args = arguments(files[names[0]].value)
     kinds = ("pipeline", "expert", "tensor")
-    stated = [size_of(args, f"{kind}_model_parallel_size") for kind in kinds]
-    spread = (stated[1] or 1) > 1
-    staged = (stated[0] or 1) > 1 or not spread
-    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, stated[2]):
+    sizes_in_args = [size_of(args, f"{kind}_model_parallel_size") for kind in kinds]
+    spread = (sizes_in_args[1] or 1) > 1
+    staged = (sizes_in_args[0] or 1) > 1 or not spread
+    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, sizes_in_args[2]):
         raise UnsupportedCheckpoint(
             "grid-unsupported",
             f"{folder} has experts that are cut over another number of tensor ranks than the rest "
@@ -121,13 +121,15 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         )
     places: dict[tuple[int, int, int], str] = {}
     for name in names:
-        own = known((MODEL,), files[name].path)
-        assert own is not None
-        tp, *numbers = own.numbers
+        name_parts = known((MODEL,), files[name].path)
+        assert name_parts is not None
+        tp, *numbers = name_parts.numbers
         pp = numbers.pop(0) if numbers and staged else 0
         ep = numbers.pop(0) if numbers and spread else 0
         place = pp, ep, tp
-        if numbers or any(size and at >= size for at, size in zip(place, stated, strict=True)):
+        if numbers or any(
+            size and at >= size for at, size in zip(place, sizes_in_args, strict=True)
+        ):
             raise InconsistentCheckpoint(
                 "mixed-saves",
                 f"{folder} has the folder {name}, but by its arguments the run had no such rank",
@@ -137,7 +139,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
             )
         places[place] = name
     seen = [1 + max(numbers) for numbers in zip(*places, strict=True)]
-    sizes = [size or own for size, own in zip(stated, seen, strict=True)]
+    sizes = [size or own for size, own in zip(sizes_in_args, seen, strict=True)]
     example = f"mp_rank_00{'_000' * (sizes[0] > 1)}{'_000' * (sizes[1] > 1)}/{LEGACY}"
     there = {_numbers(place, sizes): name for place, name in places.items()}
     wanted = (_numbers(place, sizes) for place in every(*map(range, sizes)))
@@ -182,16 +184,16 @@ def _require_known(
         )
     require_groups(folder, args, tp)
     for rank in ranks:
-        own, first = len(rank.models), len(ranks[0].models)
-        if own != first:
+        own_chunks, first = len(rank.models), len(ranks[0].models)
+        if own_chunks != first:
             raise InconsistentCheckpoint(
                 "mixed-saves",
-                f"{rank.file.path} has {counted(own, 'model chunk')}, but "
+                f"{rank.file.path} has {counted(own_chunks, 'model chunk')}, but "
                 f"{ranks[0].file.path} has {first}",
                 file=rank.file.path,
             )
         are_core = (isinstance(each, dict) and "language_model" not in each for each in rank.models)
-        if not own or not all(are_core):
+        if not own_chunks or not all(are_core):
             raise UnsupportedCheckpoint(
                 "writer-unsupported",
                 f"{rank.file.path} has no state dict of a Megatron-Core model",
@@ -201,12 +203,12 @@ def _require_known(
 
 def extra_states(folder: str, ranks: Sequence[RankDirectory]) -> list[Notice]:
     """Notes on files and folders of the directory that zckpt does not read."""
-    own = {os.path.basename(rank.folder) for rank in ranks}
+    own_folders = {os.path.basename(rank.folder) for rank in ranks}
     inside = [
         f"{os.path.basename(rank.folder)}/{name}"
         for rank in ranks
         for name in os.listdir(rank.folder)
         if name not in (LEGACY, STATES_FILE)
     ]
-    names = sorted([name for name in os.listdir(folder) if name not in own] + inside)
+    names = sorted([name for name in os.listdir(folder) if name not in own_folders] + inside)
     return [stranger(folder, name) for name in names]
