@@ -420,7 +420,7 @@ def refuse(*_: object, **__: object) -> Any:
 
 def test_a_read_only_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so before it reads; a folder for scratch is the way out."""
-    monkeypatch.setattr(resuming.beside.os, "access", lambda path, mode: str(run) not in path)
+    monkeypatch.setattr(resuming.cache.os, "access", lambda path, mode: str(run) not in path)
     with monkeypatch.context() as before:
         before.setattr(api, "verify", refuse)
         with pytest.raises(UnsupportedCheckpoint, match="nothing can be written below"):
@@ -432,7 +432,7 @@ def test_a_read_only_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_that_became_read_only(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there needs not be written."""
     path = resumed(run, dp=3)
-    monkeypatch.setattr(resuming.beside.os, "access", lambda *_: False)
+    monkeypatch.setattr(resuming.cache.os, "access", lambda *_: False)
     assert resumed(run, dp=3) == path
 
 
