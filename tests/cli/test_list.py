@@ -599,3 +599,13 @@ def test_the_function(run: Path) -> None:
         package.list_checkpoints(run, tag="checkpoint-80")
     with pytest.raises(NotACheckpoint):
         package.list_checkpoints(run / "checkpoint-80" / "nothing")
+
+
+def test_bytes_are_offered_only_of_checkpoints_that_have_all_files(
+    tmp_path: Path, zckpt: Zckpt
+) -> None:
+    """--intact would read none that lacks a file."""
+    folder = tmp_path / TRAINER.name
+    shutil.copytree(TRAINER, folder)
+    (folder / OPTIM.format(1)).unlink()
+    assert zckpt("list", tmp_path).out.endswith("whole by the metadata: 0 of 1 checkpoint\n")

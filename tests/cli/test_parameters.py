@@ -48,11 +48,11 @@ def test_files(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(value_of: Callable[[str], Any], tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("[")
     for name, why in (
-        ("nothing", "No such file"),
-        ("broken", "Expecting value"),
-        (".", "directory"),
+        ("nothing", "nothing does not exist"),
+        ("broken", "broken is no JSON: Expecting value, line 1"),
+        (".", "cannot be read: .*directory"),
     ):
-        with pytest.raises(click.BadParameter, match=rf"cannot be read: .*{why}"):
+        with pytest.raises(click.BadParameter, match=why):
             value_of(str(tmp_path / name))
 
 

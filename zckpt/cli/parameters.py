@@ -73,6 +73,10 @@ def in_file(path: str, parse: Callable[[str], Any]) -> Any:
     try:
         with local(path) as here, opened(here) if is_url(path) else open(here, "rb") as file:
             return parse(file.read().decode("utf-8-sig"))  # Windows begins with a mark
+    except FileNotFoundError as error:
+        raise click.BadParameter(f"{path} does not exist") from error
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"{path} is no JSON: {error.msg}, line {error.lineno}") from error
     except (OSError, *MALFORMED) as error:
         why = error if isinstance(error, OSError) else cause(error)
         raise click.BadParameter(f"{path} cannot be read: {why}") from error

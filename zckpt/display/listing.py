@@ -131,7 +131,8 @@ def _print_count(rows: Sequence[Row], wrong: int) -> None:
     if any(row["intact"] is not None for row in rows):
         print(f"intact, of which all bytes were read: {count}")
     else:
-        print(f"whole by the metadata: {count} (--intact reads all bytes)")
+        more = " (--intact reads all bytes)" if wrong < len(rows) else ""
+        print(f"whole by the metadata: {count}{more}")
 
 
 def _warn(rows: Sequence[Row]) -> None:

@@ -20,19 +20,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import formats
-from ..core.checkpoint.facts import FlatBufferEngine
 from ..core.checkpoint.inert import plain_group
 from ..core.checkpoint.manifest import Manifest, Sibling
 from ..core.storage import sources
 from ..errors import ZckptError, literal
 from ..training import lightning
-from ..training.megatron_arguments import arguments
+from ..training.batches import MOST_SAMPLES, global_batch
 from ..training.trainers import STATE, config_of
 
 LONGEST = 200  # characters of a name
 MOST_POINTS = 500  # the most losses that are kept
 LARGEST = 1e300  # larger numbers are ignored
-MOST_SAMPLES = 1 << 40  # in a batch
 TAGGED = "deepspeed"  # loads one of a run by its tag
 Name = str | None
 Point = tuple[float, float | None]
@@ -68,7 +66,7 @@ def about(manifest: Manifest) -> About:
         rates = {number(plain_group(group).get("lr")) for group in manifest.groups or ()}
         if len(rates) == 1:
             stated_about = replace(stated_about, learning_rate=rates.pop())
-    return replace(stated_about, global_batch=batch_of(manifest))
+    return replace(stated_about, global_batch=global_batch(manifest))
 
 
 def about_folder(folder: str) -> About:
@@ -196,21 +194,3 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
         order = sorted(part, key=lambda place: points[place][1] or math.inf)
         kept |= {place: points[place] for place in (order[0], order[-1])}
     return tuple(kept[place] for place in sorted(kept))
-
-
-def batch_of(manifest: Manifest) -> int | None:
-    """The samples of one update, by the engine's configuration or the program's arguments."""
-    engine, origin = manifest.run.engine, manifest.run.origin
-    total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
-    if isinstance(engine, FlatBufferEngine):
-        config = engine.config
-        micro = config.get("train_micro_batch_size_per_gpu")
-        accumulation = config.get("gradient_accumulation_steps", 1)
-        total = total or config.get("train_batch_size")
-        if not _is_count(total) and _is_count(micro) and _is_count(accumulation) and origin.dp:
-            total = micro * accumulation * (origin.dp // (origin.sp or 1))
-    return total if _is_count(total) else None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value < MOST_SAMPLES

@@ -6,6 +6,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     optimizers.py       the states of each optimizer, and defaults of its hyper-parameters
     schedulers.py       what learning rate schedulers keep for each group
     hyperparameters.py  the hyper-parameters of a target's groups
+    batches.py          the global batch, and how another number of ranks keeps it
     trainers.py         the files that trainer programs put beside a checkpoint
     needs.py            the files that each program needs to resume
     trainers_steps.py   the steps that these programs state, and which of them must be equal

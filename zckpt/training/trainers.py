@@ -35,6 +35,7 @@ OPEN_FILES = frozenset({".metadata.json"})
 """Hidden files that a program needs: OLMo-core (3.0) loads no folder without this file."""
 CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
 _OF_RANKS = re.compile(r"(?P<folder>\w+)/(?:(?P=folder)_(?:global|dp)_)?rank_?\d+\.pt")
+_RANDOM_STATE = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
 # files for from_pretrained of models, tokenizers and processors, and a model's own code
 LOADED = re.compile(
@@ -276,6 +277,25 @@ def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
     """Folders that have a file of each rank, with the number of the files."""
     matches = filter(None, (_OF_RANKS.fullmatch(item.name) for item in siblings))
     return Counter(match["folder"] for match in matches)
+
+
+def for_ranks(
+    siblings: Iterable[Sibling], before: int, ranks: int
+) -> tuple[list[Sibling], list[Notice]]:
+    """The siblings that `ranks` data-parallel ranks load, and notes on the omitted ones.
+
+    Random states of single ranks have no meaning at another data-parallel size. `before` is that of
+    the source; 1 or less if the source states none.
+    """
+    taken, lines = list(siblings), []
+    of_ranks = [item for item in taken if _RANDOM_STATE.fullmatch(item.name)]
+    before = before if before > 1 else len(of_ranks)
+    if before != ranks:
+        taken = [item for item in taken if item not in of_ranks]
+        for item in of_ranks:
+            message = f"{item.name}: random state of one of {before} ranks"
+            lines.append(note("rank-state-omitted", message, file=item.path))
+    return taken, lines
 
 
 def _is_of_rank(file: os.DirEntry[str]) -> bool:

@@ -51,7 +51,7 @@ from ...files.dcptable import ItemBox, Items, TensorItem
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, shell, thawed
 from ...naming import peft
-from ...training import lightning, trainers
+from ...training import batches, lightning, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
@@ -78,7 +78,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     written.
     """
     writer = DcpWriter(source, options, number)
-    siblings = [(item.name, item) for item in source.files.siblings]
+    siblings = [(item.name, item) for item in writer.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
     def loading(path: str) -> str:
@@ -126,6 +126,11 @@ class DcpWriter(Struct, eq=False, dict=True):
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
         self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
         self.omitted = self.dicts.omitted
+        self.siblings = list(source.files.siblings)
+        if (ranks := options[DP]) is not None:
+            self.siblings, lines = trainers.for_ranks(self.siblings, source.dp, ranks)
+            self.omitted += lines
+            self.warnings += batches.changes(source, ranks)
         self.omitted += [
             note(
                 "state-omitted",

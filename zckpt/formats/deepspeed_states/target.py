@@ -8,7 +8,6 @@ the engine does, with the options of the ds_config that the engine will run with
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -37,7 +36,7 @@ from ...files.torchshell import Contents, Storages, thawed
 from ...training import lightning, steps
 from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import GROUPS_FROM, Options
-from ...training.trainers import ACCELERATE, program_of
+from ...training.trainers import ACCELERATE, for_ranks, program_of
 from ...training.trainers_steps import counted_updates
 from .. import zero
 from . import schedulers
@@ -51,7 +50,6 @@ from .states import COUNTERS
 
 VERSION = "0.19.8"  # the version of the written layout
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
-PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
 
 
 class TargetBuffer(Struct, frozen=True):
@@ -390,19 +388,13 @@ class DeepSpeedTarget:
         Files of single ranks are left out, because they have no meaning at another data-parallel
         size. So are files that the target writes itself, which a universal checkpoint may contain.
         """
+        siblings, lines = for_ranks(self.source.files.siblings, self.source.dp, self.dp)
+        self.omitted += lines
         taken, tag_folder = [], f"{self.tag}/"
-        of_ranks = {
-            item.name for item in self.source.files.siblings if PER_RANK.fullmatch(item.name)
-        }
-        # a source of full tensors states no data-parallel size
-        ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
-        for sibling in self.source.files.siblings:
+        for sibling in siblings:
             if sibling.name in POINTERS or sibling.name.startswith(tag_folder):
                 message = f"{sibling.name}: the target has its own"
                 self.omitted.append(note("file-omitted", message, file=sibling.path))
-            elif sibling.name in of_ranks and self.dp != ranks:
-                message = f"{sibling.name}: random state of one of {ranks} ranks"
-                self.omitted.append(note("rank-state-omitted", message, file=sibling.path))
             else:
                 taken.append((sibling.name, sibling))
         return taken

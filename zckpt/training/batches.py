@@ -1,0 +1,53 @@
+"""The global batch of a run, and how another number of ranks keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.checkpoint.facts import FlatBufferEngine
+from ..core.checkpoint.manifest import Manifest
+from ..errors import Notice, warning
+from .megatron_arguments import arguments
+from .trainers import TRANSFORMERS, program_of
+
+MOST_SAMPLES = 1 << 40  # in a batch
+CHANGES = "batch-size-changes"
+
+
+def global_batch(manifest: Manifest) -> int | None:
+    """The samples of one update, by the engine's configuration or the program's arguments."""
+    engine, origin = manifest.run.engine, manifest.run.origin
+    total: Any = arguments(manifest.state.get("client_state")).get("global_batch_size")
+    if isinstance(engine, FlatBufferEngine):
+        config = engine.config
+        micro = config.get("train_micro_batch_size_per_gpu")
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        total = total or config.get("train_batch_size")
+        if not is_count(total) and is_count(micro) and is_count(accumulation) and origin.dp:
+            total = micro * accumulation * (origin.dp // (origin.sp or 1))
+    return total if is_count(total) else None
+
+
+def changes(source: Manifest, ranks: int) -> list[Notice]:
+    """A warning if a program must set other batch sizes to keep the global batch on `ranks` ranks.
+
+    For targets that state no batch size themselves.
+    """
+    total = global_batch(source)
+    if total is None or ranks == source.dp:
+        return []
+    of_trainer = program_of(source.files.siblings) == TRANSFORMERS
+    word = "per_device_train_batch_size" if of_trainer else "the batch size of a rank"
+    product = f"{word} times gradient_accumulation_steps"
+    batch, rest = divmod(total, ranks)
+    message = (
+        f"a global batch of {total} cannot be divided among {ranks} ranks: choose another {product}"
+        if rest
+        else f"set {product} to {batch} to keep a global batch of {total}"
+    )
+    return [warning(CHANGES, message, subject=word if of_trainer else None)]
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value can be a number of samples."""
+    return type(value) is int and 0 < value < MOST_SAMPLES
