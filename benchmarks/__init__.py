@@ -1,1 +1,1 @@
-"""Whole processes side by side: zckpt against `cp`, the engine's own scripts and bare Python."""
+"""Compares complete processes: zckpt against `cp`, the engines' converters and bare Python."""

@@ -1,7 +1,7 @@
-"""All figures of zckpt beside those of `cp` and of what engines convert with, as one table.
+"""Measures zckpt, `cp` and the engines' converters, and prints all figures as one table.
 
     python -m benchmarks WORK                   makes the checkpoints that WORK lacks; hours
-    python -m benchmarks WORK --only convert    the rows whose name begins so
+    python -m benchmarks WORK --only convert    only rows whose name begins with "convert"
     python -m benchmarks WORK --memory cold     hot, cold or short: see memory.py
     python -m benchmarks WORK --record          puts what it measures into figures.json
 

@@ -1,10 +1,10 @@
-"""Checkpoints that are large enough to measure, written by real DeepSpeed over gloo.
+"""Writes checkpoints that are large enough to measure, with real DeepSpeed over gloo.
 
     python -m benchmarks.checkpoints DIR --stage 3 --dp 4 --size 124M
     python -m benchmarks.checkpoints WIDE --widen DIR --dp 1024
 
-`--widen` makes a stage-3 checkpoint of many ranks out of one that exists: rank 0's files under
-every name, with the number of ranks and the shapes changed to fit. The copies are hard links.
+`--widen` makes a stage-3 checkpoint of many ranks from an existing one: every rank gets rank 0's
+files, with the number of ranks and the shapes changed to fit. The copies are hard links.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`zckpt convert` against `cp` and against what engines convert with, of the same checkpoint.
+"""Compares `zckpt convert` with `cp` and with the engines' converters, for the same checkpoint.
 
     python -m benchmarks.convert SRC --against cp --rounds 7
     python -m benchmarks.convert SRC --against cp --dp 3        `zckpt reshard --dp 3` instead
@@ -7,7 +7,7 @@
 
 SRC is a DeepSpeed run directory (see checkpoints.py), DCP one of torch.distributed.checkpoint
 (`zckpt convert SRC DCP --to dcp --dp 4`). Outputs go into SRC's own filesystem and end on the disk:
-the others' programs are followed by `sync`, since zckpt syncs its own files. Sources are warm.
+other programs are followed by `sync`, since zckpt syncs its files. Sources are in the page cache.
 """
 
 from __future__ import annotations

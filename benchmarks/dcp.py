@@ -1,9 +1,9 @@
-"""A checkpoint of torch.distributed.checkpoint as FSDP2 saves it, with holes for tensors.
+"""Writes a directory of torch.distributed.checkpoint as FSDP2 saves it, with holes for tensors.
 
     python -m benchmarks.dcp RUN --json     what torch's own reader of `.metadata` costs
 
-Each item is the file that torch.save writes for its shape: the bytes before and behind the data,
-and nothing between. Every rank has rows of every tensor, and rank 0 the numbers.
+An item is the file that torch.save writes for its shape, with a hole in place of the data. Every
+rank has rows of every tensor, and rank 0 also has the numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`zckpt verify --gather` against gathering every parameter by itself, and against reading alone.
+"""Compares `zckpt verify --gather` with gathering each parameter alone, and with only reading.
 
     python -m benchmarks.gather SRC --against DST --rounds 7
     torchrun --nproc-per-node 4 -m benchmarks.gather SRC --against DST

@@ -1,4 +1,4 @@
-"""What it costs to ask a checkpoint what it is, beside `python -c pass`.
+"""Measures `zckpt inspect` beside `python -c pass`.
 
 python -m benchmarks.inspect SRC --rounds 15
 """

@@ -1,4 +1,4 @@
-"""Several processes that share one conversion, against one process with as many threads.
+"""Compares several processes that share a conversion with one process of as many threads.
 
     python -m benchmarks.launches SRC --processes 2 --rounds 5
 

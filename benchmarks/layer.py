@@ -1,4 +1,4 @@
-"""How long do processes need to gather one layer's weights? Flat, as a list, and one by one.
+"""Measures how fast processes gather the weights of a layer: flat, as a list, and one by one.
 
     python -m benchmarks.gather --layer 9834560 --dtype fp16
     torchrun --nproc-per-node 4 -m benchmarks.gather --layer 9834560 --dtype fp16

@@ -1,9 +1,9 @@
-"""Loading into FSDP2: zckpt.dcp.StorageReader against torch's own checkpoint of the same state.
+"""Compares loading into FSDP2 by zckpt.dcp.StorageReader with loading torch's own checkpoint.
 
     python -m benchmarks.checkpoints DIR --stage 3 --dp 4 --size 124M
     python -m benchmarks.load DIR WORK --ranks 2
 
-Both fill the same state dict, in turn, from the page cache. Memory is what loading adds to it.
+Both fill the same state dict, in turn, from the page cache. Memory is the increase while loading.
 """
 
 from __future__ import annotations

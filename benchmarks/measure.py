@@ -1,7 +1,7 @@
-"""What a whole process costs: wall time, CPU of it and its children, memory of the largest.
+"""Measures a process: wall time, CPU seconds with its children, memory of the largest of them.
 
-Only pairs that ran one behind the other are compared: A B A B ..., and the ratio is the median over
-the pairs. On a shared machine wall times alone say little; CPU seconds and ratios do.
+Only runs that follow each other are compared: A B A B ... The ratio is the median over the pairs.
+On a shared machine, CPU seconds and ratios tell more than wall times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The states of a machine's memory, which decide what a buffered write costs.
+"""Puts a machine's memory into a state that decides how fast buffered writes are.
 
-    hot     pages that a process has just freed: a benchmark that repeats itself meets no other
+    hot     pages that a process has just freed: benchmarks that are repeated find only these
     cold    the machine was idle for a minute: a virtual machine's host may have taken pages back
-    short   3 GB are available: the page cache must drop pages for new ones
+    short   only 3 GB are available: the page cache must drop pages for new ones
 
 `python -m benchmarks.memory BYTES` takes and locks that memory until its standard input ends. It is
 a process of its own, since a program begins with the peak memory of the one that starts it.

@@ -1,4 +1,4 @@
-"""What recording costs: training steps of a transformer, recorded and not, one behind the other.
+"""Measures the cost of recording: training steps of a transformer, with and without recording.
 
     python -m benchmarks.probe --rounds 15
     python -m benchmarks.probe --parts            where the time of one step's recording goes

@@ -1,4 +1,4 @@
-"""What several processes that are measured together have in common."""
+"""Helpers for measuring several processes together."""
 
 from __future__ import annotations
 

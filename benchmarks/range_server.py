@@ -1,11 +1,11 @@
-"""How fast could a store be? A server of S3 on loopback that gives the bytes of local files.
+"""A server of S3 on loopback that serves local files, as a store with the highest speed.
 
     python -m benchmarks.range_server FOLDER      prints its address
 
-It speaks as much of S3 as reading takes: ListObjectsV2, HEAD, GET with ranges; `/BUCKET/KEY` is the
-file KEY below FOLDER. It checks no signature. The kernel sends the bytes, because a server that
-copies them in Python (moto) is slower than what is measured. `/counts` gives the requests and the
-bytes of bodies since the last `/counts`, as JSON.
+It implements the requests that reading needs: ListObjectsV2, HEAD, GET with ranges. `/BUCKET/KEY`
+is the file KEY below FOLDER. It checks no signature. The kernel sends the bytes, because a server
+that copies them in Python (moto) is slower than zckpt. `/counts` returns, as JSON, the requests and
+the bytes of bodies since the last `/counts`.
 """
 
 from __future__ import annotations

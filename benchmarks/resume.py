@@ -1,4 +1,4 @@
-"""From the call to the first step at another size: without a copy, with one, DeepSpeed's way.
+"""Measures the time to the first step on another number of ranks, for several ways to resume.
 
     python -m benchmarks.checkpoints /big/z3 --stage 3 --dp 4 --size 124M
     python -m benchmarks.resume /big/z3 /big/work --dp 2 --rounds 5
@@ -6,9 +6,9 @@
 Each round starts a training of DeepSpeed per way, whose engine is ready before the clock runs:
 
     no copy      zckpt.deepspeed.load_checkpoint, a step
-    engine       load_checkpoint of a checkpoint of this size, a step: what no way can do without
+    engine       load_checkpoint of a checkpoint of this size, a step: the lower limit
     auto         zckpt.auto_resume, load_checkpoint, a step
-    again        the same, of what an earlier start has written
+    again        the same, with the copy that an earlier start has written
     by hand      `zckpt reshard`, load_checkpoint, a step
     universal    ds_to_universal, load_checkpoint with load_universal, a step
 """

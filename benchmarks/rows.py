@@ -1,4 +1,4 @@
-"""What is compared with what, and how good zckpt should be: the rows of the table."""
+"""The rows of the table: what is compared with what, and the targets for zckpt."""
 
 from __future__ import annotations
 

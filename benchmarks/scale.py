@@ -1,4 +1,4 @@
-"""How the cost of zckpt grows with tensors and ranks: CPU, wall time and peak memory of each size.
+"""Measures how the cost of zckpt grows with tensors and ranks: CPU, wall time and peak memory.
 
     python -m benchmarks.scale WORK --tensors 100 1000 10000 100000 --dp 4
     python -m benchmarks.scale WORK --tensors 20000 --dp 4 16 64 --command convert

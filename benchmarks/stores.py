@@ -1,11 +1,11 @@
-"""What a checkpoint in a store costs, beside the store's own library and beside a folder.
+"""Compares a checkpoint in a store with the store's own library, and with a local folder.
 
     python -m benchmarks.stores WORK                 makes a ZeRO-3 checkpoint in WORK; a minute
     python -m benchmarks.stores WORK --source SRC    another checkpoint, a folder below WORK
 
 The store is a server of S3 on this machine (range_server.py). It counts requests and bytes itself.
-Bytes needed are those that the same command reads of the folder. `download` fetches all objects
-by obstore, each as a stream into a file that is synced, as many at a time as zckpt has threads.
+"Bytes needed" are the bytes that the same command reads from the folder. `download` fetches all
+objects by obstore, each as a stream into a file that is synced, with as many threads as zckpt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What streaming costs: forwards of GPT-2 from a checkpoint's files, against the loaded model's.
+"""Compares forwards of GPT-2 that stream weights from files with forwards of the loaded model.
 
     python -m benchmarks.checkpoints DIR --stage 3 --dp 4 --size 124M
     zckpt reshard DIR RESHARDED --dp 8 && zckpt convert DIR UNIVERSAL

@@ -1,10 +1,11 @@
-"""`zckpt verify` against reading the same checkpoints once with zckpt's own reader.
+"""Compares `zckpt verify` with reading the same checkpoints once with zckpt's own reader.
 
     python -m benchmarks.verify SRC --against DST --rounds 9
     python -m benchmarks.verify --read PATH...            the reading alone, in this process
 
-DST is SRC in another format, as `zckpt convert` makes it. The reading has the threads and chunks of
-`verify`, but no checksum and no comparison: what is above it is what a proof costs. Warm.
+DST is SRC in another format, as `zckpt convert` makes it. The reading uses the threads and chunks
+of `verify`, but no checksum and no comparison: the difference is the cost of the proof. Files are
+in the page cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checkpoints of DeepSpeed at the sizes that users have, with holes for tensors.
+"""Writes DeepSpeed checkpoints of realistic sizes, with holes for tensors.
 
     python -m benchmarks.zero RUN --json     what torch.load costs for its smallest file
 
-Every file is what torch.save writes for its shapes, and nothing between the heads of its records.
+Every file is what torch.save writes for its shapes, with holes in place of the tensors' data.
 The keys are those of DeepSpeed 0.19.8. Weights are `WEIGHT`, biases `BIAS`, in turn; a model rank
 of a grid has its slices of the tensors of its stage.
 """

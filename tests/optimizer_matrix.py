@@ -67,8 +67,8 @@ OUTCOMES: dict[str, tuple[Outcome, ...]] = {
     "SGD": (Outcome("DeepSpeed 0", "*", "yes", "", NAMES),),
     "Adagrad": (
         Outcome("DeepSpeed [123]", "*", "engine", "IndexError", "ZeRO takes one group of it"),
-        Outcome("*", "DeepSpeed [123]", "refused", "ZeRO takes one group of torch's Adagrad",
-                "ZeRO takes one group of it"),
+        Outcome("*", "DeepSpeed [123]", "refused",
+                "ZeRO supports one group only for torch's Adagrad", "ZeRO takes one group of it"),
     ),
     "Rprop": sharded("RuntimeError: aten.index_put_"),
     "Adafactor": (
@@ -116,7 +116,7 @@ OUTCOMES: dict[str, tuple[Outcome, ...]] = {
         *sharded("RuntimeError: aten.addmm"),
     ),
     "Prodigy": (
-        Outcome("DeepSpeed [123]", "*", "refused", "each has estimated its own", ESTIMATES),
+        Outcome("DeepSpeed [123]", "*", "refused", "each rank has its own estimate", ESTIMATES),
         Outcome("*", "DeepSpeed [23]", "own", "", "under ZeRO each rank estimates its own rate"),
         *sharded("AssertionError", "RuntimeError: Cannot flatten unevenly sharded"),
     ),
@@ -138,7 +138,7 @@ OUTCOMES: dict[str, tuple[Outcome, ...]] = {
     "torchao AdamW8bit": (
         Outcome("torch.save", "torch.save", "yes", "", OBJECTS),
         Outcome("torch.save", "DeepSpeed [23]", "refused", "the source holds exp_avg of", OBJECTS),
-        Outcome("*", "*", "refused", "the target cannot have the optimizer's exp_avg", OBJECTS),
+        Outcome("*", "*", "refused", "the target cannot store the optimizer's exp_avg", OBJECTS),
     ),
 }  # fmt: skip
 """By optimizer, what is not YES; the first that fits counts."""

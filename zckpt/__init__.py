@@ -1,21 +1,21 @@
 """Read, convert, write and prove sharded ZeRO checkpoints, without the engine that wrote them.
 
-    read, load              a checkpoint's manifest, and one of its tensors
-    inspect                 what a checkpoint holds
-    convert, reshard        write it in another format, or for another number of ranks
-    export                  weights for inference
-    mend                    a copy of a damaged one, with what can be restored
-    auto_resume             the path from which a run goes on, at any number of processes
-    list_checkpoints        in which state each checkpoint of a run is
-    group                   the processes of a launch, which share one of these functions
-    verify, diff, stats     check it, compare it, look at its numbers
-    report                  all of that as one document, and a page of it
+    read, load              reads a checkpoint's manifest; loads one tensor
+    inspect                 reports what a checkpoint contains
+    convert, reshard        writes it in another format, or for another number of ranks
+    export                  writes its weights for inference
+    mend                    writes a repaired copy of a damaged checkpoint
+    auto_resume             finds the path from which a run resumes, on any number of processes
+    list_checkpoints        lists the checkpoints of a run and their state
+    group                   joins the processes of a launch, to share one of these functions
+    verify, diff, stats     checks a checkpoint, compares two, measures the tensors
+    report                  makes one document of all this, which `zckpt report` shows as a page
     At                      a path in an object store that the program has opened
-    zckpt.dcp               load it into a program of torch.distributed.checkpoint
-    zckpt.deepspeed         load it into a DeepSpeed engine of any size; nothing is written
-    zckpt.probe             what a running model computes: recorded, compared, streamed
+    zckpt.dcp               loads a checkpoint into a program of torch.distributed.checkpoint
+    zckpt.deepspeed         loads it into a DeepSpeed engine of any size, without a copy on disk
+    zckpt.probe             records what a running model computes, compares runs, streams weights
 
-Functions give the reports that the command line prints with --json. Errors are ZckptError.
+The functions return the reports that the command line prints with --json. They raise ZckptError.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .resume.auto import auto_resume
     from .resume.listing import list_checkpoints
 
-_ELSEWHERE = {  # and not in api.py
+_ELSEWHERE = {  # names that are not in api.py
     "auto_resume": "resume.auto",
     "group": "processes.sharing",
     "list_checkpoints": "resume.listing",
@@ -86,7 +86,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # on use: `zckpt --help` needs none of them
+    # imported on use, because `zckpt --help` needs none of these modules
     if name in _NEED_TORCH:
         return import_module(f".{name}", __name__)
     if name in __all__:

@@ -1,7 +1,7 @@
-"""What zckpt does, one function each: read, load, inspect, convert, reshard, verify, diff, stats.
+"""The functions of the package `zckpt`, such as read, load, convert, reshard, verify and diff.
 
-These are the functions of the package `zckpt`. They return the reports that `--json` prints. The
-rooms that compare tensors are imported when they are used.
+They return the reports that `--json` prints. The rooms that compare tensors are imported when they
+are used.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ Options = Keywords
 
 
 class Conversion(SourceKeywords, RunningKeywords, Keywords, total=False):
-    """What is read, how it runs, and what the target is."""
+    """The keyword arguments of `convert` and `reshard`: the source, the run, and the target."""
 
 
 class Export(SourceKeywords, RunningKeywords, hf.Keywords, total=False):
-    """The same for `export`."""
+    """The keyword arguments of `export`."""
 
 
 def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
-    """What a user says of a checkpoint; raises TypeError for an unknown word."""
+    """The options for reading a checkpoint; raises TypeError for an unknown argument."""
     keywords = NamedKeywords.__annotations__
     if unknown := sorted(source.keys() - keywords.keys()):
         raise TypeError(f"there is no argument {unknown[0]!r}; there are {', '.join(keywords)}")
@@ -84,7 +84,7 @@ def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
 
 
 def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, TargetOptions]:
-    """What a user says of a conversion: of its source, of its run, and of its target."""
+    """Splits the arguments of a conversion: those of the source, of the run, and of the target."""
     rest = dict(words)
 
     def taken(kind: type) -> dict[str, Any]:
@@ -99,7 +99,11 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
 
 
 def _of_ranks(words: Mapping[str, Any], is_resharded: bool = True) -> dict[str, bool]:
-    """How a checkpoint is read that may be written for ranks that share a model, as it is."""
+    """The options for reading a source whose model ranks may stay as they are.
+
+    Without --tp and --groups-from, `reshard` reads model ranks apart. With --tp, it also reads how
+    ranks slice the tensors.
+    """
     tp = words.get("tp")
     cuts = tp is not None and (tp > 1 or words.get("vocab_size") is not None)
     apart = tp is None and words.get("groups_from") is None  # groups are those of the whole model
@@ -116,30 +120,35 @@ def read(
     opens_items: bool = False,
     **source: Unpack[NamedKeywords],
 ) -> Manifest:
-    """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor, but for
-    what ranks hold in files without checksums.
+    """The manifest of the checkpoint at `path`, whose format is recognized by content.
 
-        format          its name, if the path has checkpoints of several formats
-        tag             which of several checkpoints is meant
-        root            which of several models ("generator", "generator=optimizer_g")
-        step_policy     which step, if places disagree: "max", "min", "keep" or a number
-        tp_rules        a family or a file: how tensor-parallel ranks cut parameters, if the
-                        checkpoint does not say it
-        buffers         globs: tensors of the model that each rank has for itself
-        param_names     the parameters of an optimizer that knows them by number alone
+    No tensor is read, except replicas in files without checksums, which are compared.
 
-    With `weights_only` such an optimizer needs no names and may be left unread, and with `nameless`
-    it is read as the program's own state if no file shows them. With `by_checksums`, no tensor is
-    read in any file, and `uncompared` counts those that only their bytes could tell apart. With
-    `opens_items`, every item of torch.distributed.checkpoint is opened, also one whose form is
-    known from others: for whoever reads tensors at their places. Raises the ZckptError that fits.
+        format          the format, if the path has checkpoints of several formats
+        tag             the checkpoint to read, if the path has several
+        root            the model to read, if there are several ("generator",
+                        "generator=optimizer_g")
+        step_policy     the step to use if places disagree: "max", "min", "keep" or a number
+        tp_rules        a family or a file: how tensor-parallel ranks slice parameters, if the
+                        checkpoint does not state it
+        buffers         globs: buffers of which each rank stores its own values
+        param_names     the names of the parameters, if the optimizer only numbers them
+
+    With `weights_only`, such an optimizer needs no names and may be left unread. With `nameless`,
+    it is read as the program's own state if no file has the names. With `by_checksums`, no tensor
+    is read in any file, and `uncompared` counts the replicas whose bytes would have to be compared.
+    With `opens_items`, every item of torch.distributed.checkpoint is opened, also an item whose
+    form is known from others. Callers that read tensors need this. Raises a ZckptError.
     """
     more = {"weights_only": weights_only, "nameless": nameless, "by_checksums": by_checksums}
     return read_manifest(path, _reading(source, opens_items=opens_items, **more))
 
 
 def inspect(manifest: Manifest) -> Report:
-    """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
+    """The report of what a checkpoint contains.
+
+    `objects` in the report are pickled classes and functions that no engine needs.
+    """
     manifest = verdict.with_warnings(manifest)
     return dict(translated(description.inspect(manifest, formats.other_objects(manifest))))
 
@@ -153,17 +162,17 @@ def load(
     accept_weights: bool = False,
     **source: Unpack[NamedKeywords],
 ) -> Any:
-    """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
+    """Loads one complete tensor of the checkpoint at `path`, by its name `parameter/slot`.
 
-    It is a torch.Tensor on the CPU if torch is installed, else a numpy.ndarray. It has the type
-    that the checkpoint has, and memory of its own. `zckpt inspect --tensors '*'` lists the names,
-    such as `fc1.weight/exp_avg`. Raises the ZckptError that fits: WrongOption for an unknown name,
-    MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if the bytes do not
-    have the CRC-32 that a file states. `source` are the arguments of `read`.
+    Returns a torch.Tensor on the CPU if torch is installed, else a numpy.ndarray. It has the type
+    in the checkpoint, and its own memory. `zckpt inspect --tensors '*'` lists the names, such as
+    `fc1.weight/exp_avg`. `source` are the arguments of `read`. Raises a ZckptError: WrongOption for
+    an unknown name, MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if
+    the bytes do not have the CRC-32 that the file states.
 
-    What `convert` refuses is refused: InconsistentCheckpoint if weights are not the rounded
-    masters, unless `accept_weights` says that this is meant, or if copies of tensor ranks differ,
-    unless `replicas` is "rank0". The first load of a checkpoint asks for that.
+    As `convert`, it raises InconsistentCheckpoint if weights are not the rounded masters, unless
+    `accept_weights` is true, and if replicas of tensor-parallel ranks differ, unless `replicas` is
+    "rank0". This is checked at the first load of a checkpoint.
     """
     manifest = read_manifest(path, _reading(source, opens_items=True))
     entry = loading.entry_of(manifest, name)
@@ -190,28 +199,28 @@ def convert(
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `words` are the options of `zckpt convert`, which say what the target is: dtype="bf16",
-    weights_only=True, ... These say what is read, and how:
+    `words` are the options of `zckpt convert` for the target, such as dtype="bf16" or
+    weights_only=True, and these for reading and running:
 
-        format, tag, root, step_policy, tp_rules, buffers    those of `read`
-        replicas        "rank0" or "mean": which copy is taken if those of tensor ranks differ
+        format, tag, root, step_policy, tp_rules, buffers    as for `read`
+        replicas        "rank0" or "mean": which replica to use if tensor-parallel ranks differ
         masters_from_weights   drops masters of Megatron-Core that do not round to their weights;
-                        the target gets masters that are widened weights
-        copying         a `zckpt.Copying`: how many threads, how much memory
-        dry_run         reports what would be written, and writes nothing
+                        the target's masters are made from the weights
+        copying         a `zckpt.Copying`: the number of threads, and the memory
+        dry_run         reports what would be written, without writing
         begin           is called with the number of bytes to come, and returns a function that is
                         called with the number of bytes of every piece
         tell            is called with the warnings, before the first byte is written
         resume          continues an interrupted run of the same source and options
         before_rename   is called before the last check
-        sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last one
+        sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last process
                         completes `target`. Or a `zckpt.group()` of processes that torchrun started
 
-    Before it writes, weights are compared with the masters that they were rounded from, and it
-    raises InconsistentCheckpoint if they differ. With the option `accept_weights` that is a
-    warning: a program may have saved other weights than it trained, such as those of an EMA.
+    Before it writes, `convert` compares the weights with the rounded masters. It raises
+    InconsistentCheckpoint if they differ. With the option `accept_weights` this is a warning,
+    because a program may have saved other weights than it trained, such as those of an EMA.
 
-    Raises a ZckptError; then there is no `target`.
+    Raises a ZckptError; then `target` does not exist.
     """
     reading, running, options = _split(words, masters_from_weights=masters_from_weights)
 
@@ -229,11 +238,12 @@ def reshard(
     best_in: str | None = None,
     **words: Unpack[Conversion],
 ) -> Report:
-    """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
+    """Writes the checkpoint at `source` for the same engine with other sizes: dp=16, stage=3, ...
 
-    A universal source goes back to the engine that its manifest names. With `checkpoints` ("all",
-    "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
-    written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
+    A universal source is written for the engine that its manifest names. With `checkpoints` ("all"
+    or "best-and-last"), `source` is a Trainer's output directory, and several of its checkpoints
+    are written. `best_in` is the directory where the best checkpoint will finally be. Otherwise as
+    `convert`.
     """
     more = _of_ranks(words)
     reading, running, options = _split(words, masters_from_weights=masters_from_weights, **more)
@@ -256,9 +266,10 @@ def try_out(
     to: str | None = None,
     **words: Unpack[Conversion],
 ) -> Decision:
-    """What `reshard`, or `convert` to the format `to`, would write; raises what it would refuse.
+    """What `reshard`, or `convert` to the format `to`, would write.
 
-    `manifest` is the source's, if it was read as the conversion reads it.
+    Raises the ZckptError with which the conversion would refuse. `manifest` is the source's
+    manifest, if it was read with the same options as the conversion would.
     """
     reading, _, options = _split({**words, "dry_run": True}, **_of_ranks(words, to is None))
     manifest = manifest or read_source(source, reading, options)
@@ -266,10 +277,10 @@ def try_out(
 
 
 def decided(source: Path, to: str, **words: Unpack[Conversion]) -> tuple[Decision, Reading]:
-    """What a conversion to the format `to` is going to write, for whoever fills its files himself.
+    """What a conversion to the format `to` would write, for callers that fill the files themselves.
 
-    `check_beforehand` then reads the tensors that a conversion reads before its first byte. Both
-    raise what `convert` raises.
+    `check_beforehand` then reads the tensors that a conversion checks before it writes. Both raise
+    the same errors as `convert`.
     """
     reading, _, options = _split(words)
     manifest = read_source(source, reading, options)
@@ -292,13 +303,13 @@ def export(
     accept_weights: bool = False,
     **words: Unpack[Export],
 ) -> Report:
-    """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
+    """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, nothing else.
 
     `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
-    config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, for sources
-    that have none. `max_shard_size` is in bytes. `words` are those of `convert`.
-    Raises TypeError for an option that has another name here or is always set, and MissingData if
-    there is no configuration; otherwise as `convert`.
+    config.json (for PEFT an adapter_config.json), or a folder with this file and the tokenizer, for
+    sources that have none. `max_shard_size` is in bytes. `words` are those of `convert`. Raises
+    TypeError for an option that has another name here or is always set, and MissingData if there is
+    no configuration; otherwise as `convert`.
     """
     fixed_words: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     fixed_words |= {"model_config": None if config is None else os.fspath(config)}
@@ -329,18 +340,19 @@ def mend(
     before_rename: Callable[[], None] | None = None,
     **words: Unpack[NamedKeywords],
 ) -> Report:
-    """Writes a copy of the damaged checkpoint at `source`, with the bytes that were there before.
+    """Writes a copy of the damaged checkpoint at `source`, with the original bytes restored.
 
-    A flipped bit is known by the checksum that a file states of a record. In one of up to 256 KiB
-    it is restored. In a larger one, damage of many bits could look like it: then other bytes must
-    confirm it (a copy on another rank, the same tensor of the checkpoint `older`, a 16-bit weight
-    beside its master), or `accept_chance` must say so. A lost file is written if all other ranks,
-    at least two, have the same bytes. Of one that had masters and moments, whose weights are left,
-    `rebuild` says what is made up: "masters" from the weights, and "moments=zero" or
-    "moments=older". `tell` is called with the damaged places and what was lost,
-    before anything is written. `words` are the arguments of `read`, the others those of `convert`.
-    Raises a ZckptError if something that is needed stays lost, or if nothing is damaged; then there
-    is no `target`.
+    A flipped bit is found from the checksum that a file states for a record. In a record of up to
+    256 KiB the bit is restored. In a larger record, damage of many bits could look the same. Then
+    other bytes must confirm the bit (a replica on another rank, the same tensor of the checkpoint
+    `older`, a 16-bit weight beside its master), or `accept_chance` must be true.
+
+    A lost file is written if all other ranks, at least two, have the same bytes. If a lost file had
+    masters and moments and the weights are left, `rebuild` chooses replacements: "masters" from the
+    weights, and "moments=zero" or "moments=older". `tell` is called with the damaged places and the
+    losses, before anything is written. `words` are the arguments of `read`; the other arguments are
+    those of `convert`. Raises a ZckptError if something that is needed stays lost, or if nothing is
+    damaged; then `target` does not exist.
     """
     from .mending.mend import mend as write_mended
 
@@ -381,17 +393,19 @@ def verify(
     sharing: Pool = SINGLE,
     **source: Unpack[NamedKeywords],
 ) -> Report:
-    """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
+    """Checks the checkpoint at `path` for contradictions, or compares it with `against`.
 
-    `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
-    on `device` (cuda, cpu; by default a GPU if there is one). Under torchrun every process gathers,
-    and all but rank 0 get a report without findings. `tensors` is a glob that selects;
-    `weights_only` compares weights alone, and `drop_state` are states of the optimizer that are not
-    compared. A state that only one side has is a difference otherwise. `rename` are
-    pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
-    the other program's names and packings. `source` are the arguments of `read`. The report has
-    what was found; a ZckptError is raised only if nothing could be looked at. The processes of a
-    `zckpt.group()` as `sharing` share the reading, and all get the report.
+    `gather` rebuilds the tensors as the engine does, by all-gathering the ranks' partitions (needs
+    torch), on `device` (cuda or cpu; by default a GPU if there is one). Under torchrun every
+    process gathers, and all ranks but 0 return a report without findings.
+
+    `tensors` is a glob that selects tensors. `weights_only` compares only weights. `drop_state` are
+    optimizer states that are not compared; other states are a difference if only one side has them.
+    `rename` are pairs of a regular expression and its replacement, for the names of `path`.
+    `family` renames and repacks the parameters of `path` for the other program. `source` are the
+    arguments of `read`. If `sharing` is a `zckpt.group()`, its processes share the reading, and all
+    return the report. The report contains all findings. A ZckptError is raised only if the
+    checkpoint could not be read at all.
     """
     from .proving import prove
 
@@ -429,9 +443,9 @@ def diff(
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
-    `weights_only` and `drop_state` are those of `verify`, and `source` are the arguments of `read`.
-    `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
-    policy `keep` are for both.
+    `weights_only` and `drop_state` are as for `verify`; `source` are the arguments of `read`.
+    `format`, `tag`, `step_policy`, `rename` and `family` apply to `a`; `param_names` and the step
+    policy `keep` apply to both.
     """
     from .proof import verify as proof
 
@@ -461,11 +475,11 @@ def stats(
     begin: Begin | None = None,
     **source: Unpack[NamedKeywords],
 ) -> Report:
-    """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
+    """Statistics of every tensor in a checkpoint, with warnings of dead or impossible numbers.
 
-    `tensors` is a glob that selects, and `source` are the arguments of `read`. Over the finite
-    numbers of a tensor, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
-    counts, and a histogram of magnitudes.
+    `tensors` is a glob that selects tensors; `source` are the arguments of `read`. The statistics
+    are over the finite numbers of a tensor, in float64: min, max, mean, std (with n - 1, as
+    torch.std), norm (L2), counts, and a histogram of magnitudes.
     """
     from .proof import health
 

@@ -1,4 +1,4 @@
-"""The errors of zckpt: each has one sentence about what is wrong, and one hint what to do."""
+"""The errors of zckpt. An error has one sentence about what is wrong, and a hint what to do."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MALFORMED = (
     ValueError,
     struct.error,
 )
-"""What Python raises while a file is read whose values have other types or sizes than expected."""
+"""The exceptions that Python raises for files whose values have unexpected types or sizes."""
 MAX_MESSAGE = 2000  # characters
 RESTORABLE = (
     "use another copy of this file, or see what can be restored: zckpt mend SRC DST --dry-run"
 )
-"""The hint for damage of bytes whose checksum a file states."""
+"""The hint for damaged bytes that have a checksum in the file."""
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 100
 
@@ -42,16 +42,16 @@ def removal(path: str) -> str:
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
-    """Names or numbers for a sentence: the first `most`, and how many others there are.
+    """Names or numbers for a sentence: the first `most`, and how many more there are.
 
-    A line break in a name is no line break of the sentence.
+    Line breaks in names are escaped.
     """
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(str(item).replace("\n", "\\n") for item in items[:most]) + more
 
 
 def joined(names: Sequence[str]) -> str:
-    """Names as a sentence has them: `a, b and c`."""
+    """Joins names for a sentence: `a, b and c`."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
@@ -61,7 +61,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def sized(size: int) -> str:
-    """Bytes for a sentence: 1.49 GB."""
+    """A number of bytes for a sentence: 1.49 GB."""
     if size < 1000:
         return f"{size} B"
     number = float(size)
@@ -73,14 +73,14 @@ def sized(size: int) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as Python code, for a line that the user copies into a program."""
+    """A text as a Python string, for a line of code that the user copies."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    """A question about the names that a misspelled word is like: Did you mean --dp?
+    """A hint for a misspelled word: Did you mean --dp?
 
-    Empty if it is like none. Swapped letters come first.
+    Returns "" if no name is similar. Names with swapped letters come first.
     """
     names = [*names]
     swapped = [name for name in names if name != word and sorted(name) == sorted(word)]
@@ -89,22 +89,22 @@ def meant(word: str, names: Iterable[str]) -> str:
 
 
 def short(value: object, digits: int = 6) -> str:
-    """A number with so many digits that tell something; what is no float as it is."""
+    """A float with `digits` digits; any other value as text."""
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def safe(text: object) -> str:
-    """A text in one line, without control characters: names in a checkpoint are not trusted."""
+    """A text in one line without control characters: names in a checkpoint are not trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def brief(value: object) -> str:
-    """A value of a file for a sentence: a hostile one may be large, or nested without end."""
+    """A value from a file, shortened for a sentence: it may be large or nested without end."""
     return _REPR.repr(value)
 
 
 def cause(error: BaseException) -> str:
-    """Why a file could not be read, for a sentence. Some errors hold the whole text of a file."""
+    """Why a file could not be read, shortened: some exceptions contain the text of the file."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
@@ -121,10 +121,10 @@ Kind = TypeVar("Kind", bound="ZckptError")
 
 
 class Notice(Struct, frozen=True, kw_only=True):
-    """Something that zckpt says, as a record; `message` and `hint` are for people alone.
+    """An error, a warning or a note as a record. Only people read `message` and `hint`.
 
-    `code` is stable and stands for what the user does next: `notices.py` has the table of all.
-    `subject` is a parameter, a state or a rank, and `file` a path, where one is meant.
+    `code` is stable and tells what the user should do next; `notices.py` lists all codes. `subject`
+    is a parameter, a state or a rank, and `file` a path, if the notice is about one.
     """
 
     code: str
@@ -143,7 +143,7 @@ def warning(
     file: str | None = None,
     hint: str = "",
 ) -> Notice:
-    """What the user must know, although the command goes on."""
+    """A fact that the user must know, although the command goes on."""
     return Notice(
         code=code, severity="warning", subject=subject, file=file, message=message, hint=hint
     )
@@ -157,19 +157,19 @@ def problem(
     file: str | None = None,
     hint: str = "",
 ) -> Notice:
-    """What is wrong with a checkpoint, found by a command that looks and goes on."""
+    """A fault of a checkpoint, found by a command that reports it and goes on."""
     return Notice(
         code=code, severity="error", subject=subject, file=file, message=message, hint=hint
     )
 
 
 def note(code: str, message: str, *, subject: str | None = None, file: str | None = None) -> Notice:
-    """A fact that is harmless, or that lies in the nature of what was asked for."""
+    """A fact that is harmless, or a natural consequence of what the user asked for."""
     return Notice(code=code, severity="note", subject=subject, file=file, message=message)
 
 
 class ZckptError(Exception):
-    """Base of all errors that zckpt raises on purpose; the fields are those of `Notice`."""
+    """The base class of zckpt's errors. The fields are those of `Notice`."""
 
     usual_hint = ""
 
@@ -192,21 +192,21 @@ class ZckptError(Exception):
         return again, (type(self), self.__dict__)
 
     def again(self, **fields: Any) -> Self:
-        """The same error with other fields, such as a message that names the file."""
+        """A copy of the error with some fields replaced, such as the message."""
         return again(type(self), self.__dict__ | fields)
 
     def with_way(self, way: str) -> Self:
-        """The same error, whose hint names one more way out."""
+        """A copy of the error whose hint also contains `way`."""
         return self.again(hint=f"{self.hint}; {way}")
 
     def as_lost(self, what: str, *, hint: str, subject: str | None, file: str) -> Notice:
-        """A record of the optimizer that is not read for this error; `what` ends the sentence."""
+        """A notice that the optimizer is left out for this error; `what` ends the message."""
         message = f"{self.message}: {what}"
         return problem("optimizer-missing", message, subject=subject, file=file, hint=hint)
 
     @property
     def notice(self) -> Notice:
-        """The error as a record."""
+        """The error as a `Notice`."""
         return Notice(
             code=self.code,
             severity="error",
@@ -218,12 +218,12 @@ class ZckptError(Exception):
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """The error as records: one for each thing that is wrong."""
+        """The error as notices, one for each fault."""
         return (self.notice,)
 
 
 def log(logger: Logger, notices: Iterable[Notice]) -> None:
-    """Warnings, and notes at INFO, as lines of a program's log."""
+    """Logs warnings as WARNING and notes as INFO."""
     for notice in notices:
         logger.log(INFO if notice.severity == "note" else WARNING, "%s", safe(notice.message))
 
@@ -265,7 +265,7 @@ class IncompleteCheckpoint(ZckptError):
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """A record for each missing file, if they are known."""
+        """A notice for each missing file, if the files are known."""
         return tuple(replace(self.notice, file=path) for path in self.paths) or (self.notice,)
 
 
@@ -286,7 +286,7 @@ def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
 
 
 class SourceChanged(ZckptError):
-    """A file of the source is not the one that was read before: another program writes there."""
+    """A file of the source has changed since it was first read: another program writes there."""
 
     usual_hint = "stop the program that writes there, or copy the checkpoint; then start again"
 
@@ -294,7 +294,7 @@ class SourceChanged(ZckptError):
 class InconsistentCheckpoint(ZckptError):
     """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes.
 
-    If steps differ, `steps` are those of all places.
+    If steps differ, `steps` lists the places with their steps.
     """
 
     usual_hint = "files of different saves seem to be mixed; use the files of one save"
@@ -320,7 +320,7 @@ class UnsupportedCheckpoint(ZckptError):
 
 
 class FlatParameters(UnsupportedCheckpoint):
-    """Values are those of FSDP1's flat parameters, and no file says of which weights."""
+    """The tensors are FSDP1's flat parameters, and no file states which weights they contain."""
 
 
 class StoreError(ZckptError):
@@ -338,15 +338,15 @@ class MissingData(ZckptError):
 
 
 class UnsupportedState(ZckptError):
-    """The target cannot have a state of the source's optimizer."""
+    """The target's format cannot store a state of the source's optimizer."""
 
 
 class TargetExists(ZckptError):
-    """The target exists already, or an interrupted run left a part of it."""
+    """The target exists already, or an interrupted run left an unfinished one."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was interrupted, and what it wrote is kept: a later run can continue it."""
+    """The run was interrupted. What it wrote is kept, so that --resume can continue."""
 
 
 class NotEnoughSpace(ZckptError):
@@ -356,7 +356,8 @@ class NotEnoughSpace(ZckptError):
 class ProcessFailed(ZckptError):
     """Another process that shares this command has failed.
 
-    If `exit_code` is set, that process prints its error, and this one ends with it too.
+    If `exit_code` is set, the failed process prints the error, and this process only exits with the
+    code.
     """
 
     usual_hint = "see the message of that process"
@@ -364,7 +365,7 @@ class ProcessFailed(ZckptError):
 
 
 class ProcessLost(ProcessFailed):
-    """A process of the same run, or the store, is not there any more; what was written is kept."""
+    """A process of the same run, or torch's store, has disappeared. What was written is kept."""
 
     usual_hint = (
         "see the messages of the other processes, and end all; then repeat the command: one that "
@@ -379,7 +380,7 @@ class WrongOption(ZckptError):
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, on one line: that of the filesystem with the name of its file."""
+    """The message of an error on one line. An error of the filesystem names the file."""
     if isinstance(error, ZckptError):
         return error.message
     if isinstance(error, OSError) and error.filename:
@@ -444,11 +445,11 @@ OF_SYSTEM = {
         "the filesystem (or `ulimit -f`) limits the size of files: use --max-file-size",
     ),
 }
-"""The code of an error of the filesystem, and what to do next."""
+"""For each error number of the filesystem: the code of the notice, and the hint."""
 
 
 def notice_of(error: ZckptError | OSError) -> Notice:
-    """An error as a record; one of the filesystem has the name of its file."""
+    """An error as a `Notice`. For an error of the filesystem, `file` is its path."""
     if isinstance(error, ZckptError):
         return error.notice
     usual = ("system-error", "check the path, and whether you may read or write it")

@@ -1,9 +1,9 @@
-"""The codes of all that zckpt says: what each means, how it comes about, and what to do.
+"""The table of codes of all errors, warnings and notes: meaning, origin, and what to do.
 
-A code never changes its meaning. It stands for what the user does next, so that several sentences
-share one. `docs/codes.md` is generated from this table.
+A code never changes its meaning. It tells what the user should do next, so that several messages
+share one code. `docs/codes.md` is generated from this table.
 
-Over 600 lines: one table, in which each code stands beside those that it could be taken for.
+Over 600 lines: it is one table, in which similar codes are neighbors.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from msgspec import Struct
 OPTION = (2, 2)
 FAULT = (3, 1)
 REFUSAL = (1, 1)
-"""Exit codes of commands that look, and of those that write: of wrong options, of what files say of
-themselves, and of what cannot be done."""
+"""Pairs of exit codes: of commands that look (such as verify), and of commands that write.
+
+OPTION: a wrong option. FAULT: the files are damaged or contradict themselves. REFUSAL: zckpt cannot
+do what was asked.
+"""
 
 
 class Code(Struct, frozen=True):
-    """One code; `exits` are those of its errors, of each kind one. Without, nothing ends with it.
+    """One code. `exits` has a pair of exit codes for each kind of error that uses the code.
 
-    A warning or a note with this code changes no exit code.
+    If `exits` is empty, no error has the code. Warnings and notes never change an exit code.
     """
 
     exits: tuple[tuple[int, int], ...]
@@ -46,30 +49,30 @@ TOPICS: dict[str, dict[str, Code]] = {
         "file-copied-over": Code(
             (FAULT,),
             "Two files that should differ hold the same bytes.",
-            "One was copied over the other.",
+            "One file was copied over the other.",
             "Copy all files again.",
         ),
         "file-cut-short": Code(
             (FAULT,),
-            "A file ends before its last tensor does.",
+            "A file ends before the end of its last tensor.",
             "A copy or a save was interrupted, or a disk was full.",
             "Take another copy of this file, or an earlier checkpoint.",
         ),
         "file-damaged": Code(
             (FAULT,),
-            "A file contradicts itself, or holds what no writer writes.",
+            "A file contradicts itself, or holds something that no program writes.",
             "Bytes have changed, or the file was edited.",
             "Take another copy of this file, or an earlier checkpoint.",
         ),
         "file-not-understood": Code(
             (FAULT,),
-            "A file cannot be read: it is damaged, or of a layout that zckpt does not know.",
+            "A file cannot be read: it is damaged, or has a layout that zckpt does not know.",
             "Bytes have changed, or a newer version of the engine wrote it.",
             "Try another copy. If it fails too, compare the versions of `zckpt formats`.",
         ),
         "file-too-large": Code(
             (REFUSAL,),
-            "A header, a pickle or a manifest is larger than zckpt reads.",
+            "A header, a pickle or a manifest is larger than zckpt's limit.",
             "The file holds large values beside tensors, or it is hostile.",
             "Save large values as tensors.",
         ),
@@ -81,7 +84,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "consent-needed": Code(
             (FAULT,),
-            "One flipped bit explains a checksum, but damage of many bits could look like it.",
+            "One flipped bit explains a checksum, but damage of many bits could look the same.",
             "The record is large, or a block of one repeated value in it looks like a lost sector.",
             "Give an older checkpoint with `--older PATH`, or type `--accept-chance`.",
         ),
@@ -89,11 +92,11 @@ TOPICS: dict[str, dict[str, Code]] = {
             (),
             "A part of the checkpoint was damaged, and `zckpt mend` has restored it.",
             "A bit was flipped on a disk, in memory or on the way, or a file was lost.",
-            "Nothing, if it was restored exactly. Else know that a value may be another one.",
+            "Nothing, if it was restored exactly. Otherwise some values may be wrong.",
         ),
         "not-mendable": Code(
             (FAULT,),
-            "Bytes are damaged, and nothing says what was there before.",
+            "Bytes are damaged, and the original bytes are not known.",
             "Several bits were changed, or a file was cut short or lost.",
             "Take another copy of the file, or an older checkpoint.",
         ),
@@ -105,9 +108,9 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "missing-file": Code(
             (FAULT,),
-            "A file that the engine writes once is missing.",
+            "A file that does not belong to a single rank is missing.",
             "It was not copied, was deleted, or the save did not finish.",
-            "Copy it from where the other files are, or use an earlier checkpoint.",
+            "Copy it from the place of the original, or use an earlier checkpoint.",
         ),
         "missing-rank-file": Code(
             (FAULT,),
@@ -141,64 +144,65 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "unread-file-damaged": Code(
             (),
-            "A file beside the checkpoint is damaged, and resuming does not read it.",
+            "A file beside the checkpoint is damaged, but resuming does not read it.",
             "Bytes have changed, or a copy was interrupted.",
-            "Take another copy of it, if you need it; the run goes on without.",
+            "Take another copy if you need the file. The run resumes without it.",
         ),
         "links-out": Code(
             (),
             "Files of the checkpoint are links that lead out of its folder.",
-            "Caches of data are made of links: the Hub's, DVC, git-annex, `cp -rs`.",
-            "Nothing, if they should lie there. `--follow-links` takes a trainer's files too.",
+            "Caches such as those of the Hub, DVC, git-annex and `cp -rs` consist of links.",
+            "Nothing, if you trust the links. `--follow-links` follows those of a trainer's files "
+            "too.",
         ),
         "unsafe-name": Code(
             (FAULT, REFUSAL),
             "A name or a link leads out of its folder.",
-            "Caches are made of links; else the checkpoint is damaged or hostile.",
-            "Put a file in place of a link, or take another copy; do not trust this one.",
+            "A cache made the link, or the checkpoint is damaged or hostile.",
+            "Replace the link by the file. Do not trust a checkpoint with such a name.",
         ),
     },
     "Files of one save": {
         "copies-differ": Code(
             (FAULT,),
-            "Ranks hold different values of a tensor that all should have alike.",
-            "Files of two saves are mixed, or copies drifted in training.",
-            "Copy all files of one save again. For copies that drifted, see `--replicas`.",
+            "Replicas of a tensor differ between ranks.",
+            "Files of two saves are mixed, or the replicas drifted apart in training.",
+            "Copy all files of one save again. For replicas that drifted, see `--replicas`.",
         ),
         "files-of-other-time": Code(
             (),
-            "Files of ranks were written long before or after the others.",
-            "They may be of another save; a copy may also have changed the times.",
-            "Compare the sizes and times with the place where they were saved.",
+            "Files of some ranks were written long before or after the others.",
+            "They may be from another save; copying may also have changed the times.",
+            "Compare their sizes and times with the original files.",
         ),
         "master-differs": Code(
             (FAULT,),
             "A weight is not its rounded fp32 master.",
             "Files of two saves or ranks are mixed, or the program saved other weights.",
-            "Copy all files of one save again. If it is meant, add `--accept-weights`.",
+            "Copy all files of one save again. If the program did so, add `--accept-weights`.",
         ),
         "mixed-saves": Code(
             (FAULT, REFUSAL),
-            "Files contradict each other as those of different saves or runs do.",
-            "Files of two saves lie in one directory.",
-            "Keep the files of one save alone.",
+            "Files contradict each other: they come from different saves or runs.",
+            "Files of two saves are in one directory.",
+            "Keep only the files of one save there.",
         ),
         "partition-does-not-fit": Code(
             (FAULT,),
-            "Ranks hold other numbers of elements than the engine's partition gives them.",
+            "The numbers of elements on the ranks do not match the engine's partition.",
             "Files of different runs, saves or numbers of ranks are mixed.",
             "Copy all files of one save again.",
         ),
         "ranks-disagree": Code(
             (FAULT, REFUSAL),
-            "Ranks or files state different facts or shapes of the same thing.",
+            "Ranks or files state different facts or shapes for the same thing.",
             "Files of different saves or models are mixed.",
             "Copy all files of one save again.",
         ),
         "rank-slices": Code(
             (FAULT,),
-            "Files of ranks hold slices of tensors, and do not say so.",
-            "The program saved each rank's plain local tensors.",
+            "Files of ranks hold slices of tensors, but do not state that.",
+            "The program saved the local tensors of each rank as plain tensors.",
             "Save with torch.distributed.checkpoint, or gather the tensors first.",
         ),
         "saved-name-unknown": Code(
@@ -221,7 +225,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "world-size-disagrees": Code(
             (FAULT,),
-            "Files state another number of ranks than there are files.",
+            "Files state a number of ranks that differs from the number of files.",
             "Files of two runs are mixed, or some are missing.",
             "Copy all files of one save again.",
         ),
@@ -230,37 +234,37 @@ TOPICS: dict[str, dict[str, Code]] = {
         "no-checkpoint": Code(
             (REFUSAL,),
             "A run holds no checkpoint, or does not exist yet.",
-            "It has not saved yet, or the path is another one.",
+            "It has not saved yet, or the path is wrong.",
             "Check the path, if the run should have saved.",
         ),
         "no-such-path": Code(
             (REFUSAL,),
-            "The path does not exist, or is of another kind.",
+            "The path does not exist, or is a file instead of a directory (or the reverse).",
             "It is misspelled, or not mounted.",
             "Check the path.",
         ),
         "not-a-checkpoint": Code(
             (REFUSAL,),
             "No format recognizes the path.",
-            "It is another folder or file than the training saved.",
+            "The path is not the folder or file that the training saved.",
             "Give the directory that the training program saved.",
         ),
         "other-folder-needed": Code(
             (REFUSAL,),
             "This folder or file has only the model, or only the optimizer.",
-            "The program saves the two apart.",
-            "Give the path that holds both.",
+            "The program saves model and optimizer in two places.",
+            "Give the path that contains both.",
         ),
         "pointer-dangling": Code(
             (FAULT, REFUSAL),
-            "The file that names the checkpoint names one that is not there.",
+            "The file that names the last checkpoint names a missing one.",
             "The checkpoint was removed or renamed, or the file was cut short.",
             "Choose one with `--tag`.",
         ),
         "several-checkpoints": Code(
             (REFUSAL,),
-            "The path holds several checkpoints, and nothing says which is meant.",
-            "A run's directory was given.",
+            "The path holds several checkpoints, and none is chosen.",
+            "The path is a run's directory.",
             "Give the path of one of them.",
         ),
         "several-formats": Code(
@@ -277,7 +281,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "several-tags": Code(
             (REFUSAL,),
-            "The path holds several tags, and no file says which is meant.",
+            "The path holds several tags, and no file names the current one.",
             "The file `latest` is missing.",
             "Choose one with `--tag`.",
         ),
@@ -291,33 +295,33 @@ TOPICS: dict[str, dict[str, Code]] = {
     "What zckpt does not read": {
         "grid-unsupported": Code(
             (REFUSAL,),
-            "The run shared its model among ranks in a way that zckpt does not read.",
-            "It combines parallel axes that are not known together.",
-            "Save with other sizes, or see what `docs/limits.md` lists.",
+            "The model was divided among the ranks in a way that zckpt does not read.",
+            "The run combines parallel axes in an unsupported way.",
+            "Save with other sizes. `docs/limits.md` lists what is not supported.",
         ),
         "layout-unknown": Code(
             (FAULT, REFUSAL),
-            "The files do not show which tensor is where.",
-            "The engine's files leave out the order or the names.",
+            "The files do not show where each tensor is.",
+            "The engine's files do not state the order or the names of the tensors.",
             "Take a checkpoint that states them, as the hint says.",
         ),
         "optimizer-unsupported": Code(
             (OPTION, REFUSAL),
             "The optimizer is not known to zckpt or to the target.",
             "Its states have a form that only its program understands.",
-            "Convert with another `--optimizer`, or the weights alone.",
+            "Convert with another `--optimizer`, or add `--weights-only`.",
         ),
         "proof-unsupported": Code(
             (REFUSAL,),
-            "This comparison cannot be made of these files.",
-            "The engine's rule, or a proof, does not say enough.",
+            "This comparison is not possible with these files.",
+            "The engine's rule, or the proof, does not contain enough.",
             "Verify without `--gather`, or compare with the checkpoint itself.",
         ),
         "state-unsupported": Code(
             (REFUSAL,),
-            "A state of the optimizer has no place in the target, or cannot be read.",
-            "It is of one rank, of one size, or of a class.",
-            "Choose a target that keeps it, or give it up with `--drop-state`.",
+            "The target cannot store an optimizer state, or zckpt cannot read it.",
+            "The state belongs to one rank, to one number of ranks, or to a Python class.",
+            "Choose a target that can store it, or drop it with `--drop-state`.",
         ),
         "storage-unsupported": Code(
             (REFUSAL,),
@@ -328,7 +332,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "type-unsupported": Code(
             (FAULT, REFUSAL),
             "This type is not read or converted.",
-            "A tensor or value has a class or type of its own.",
+            "A tensor or value has an unusual class or type.",
             "Cast it before saving, or leave it out.",
         ),
         "version-unsupported": Code(
@@ -340,7 +344,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "writer-unsupported": Code(
             (REFUSAL,),
             "The checkpoint was saved in a form that zckpt does not read.",
-            "An option or an extension of the engine writes files of its own.",
+            "An option or an extension of the engine writes other files.",
             "Save without it, as the hint says.",
         ),
     },
@@ -348,12 +352,12 @@ TOPICS: dict[str, dict[str, Code]] = {
         "model-config-wrong": Code(
             (REFUSAL,),
             "The configuration (config.json) is missing, or does not describe this model.",
-            "The trainer did not save it, or it is of another model.",
-            "Give the model's own with `--config`.",
+            "The trainer did not save it, or it belongs to another model.",
+            "Give the configuration of this model with `--config`.",
         ),
         "cuts-unknown": Code(
             (REFUSAL,),
-            "Nothing says how tensor ranks cut the parameters.",
+            "It is not known how tensor-parallel ranks slice the parameters.",
             "The engine does not store it.",
             "Give rules with `--tp-rules`, or a run with `--like`.",
         ),
@@ -361,24 +365,24 @@ TOPICS: dict[str, dict[str, Code]] = {
             (REFUSAL,),
             "The source has no parameter groups, which the target needs.",
             "Its files do not store them.",
-            "Take a checkpoint with its optimizer, or write the weights alone.",
+            "Take a checkpoint with its optimizer, or add `--weights-only`.",
         ),
         "hyperparameter-missing": Code(
             (REFUSAL,),
             "The source does not state a hyper-parameter that the target needs.",
-            "Its optimizer has no such one, or the files do not store it.",
+            "Its optimizer does not have this hyper-parameter, or the files do not store it.",
             "Give it with `--group-defaults`.",
         ),
         "masters-missing": Code(
             (),
-            "The source has no fp32 masters: the target gets its weights, widened.",
-            "The program trained without them, or saved only weights.",
-            "Nothing, if the weights are of the type that was trained.",
+            "The source has no fp32 masters: the target's masters are made from the weights.",
+            "The program trained without masters, or saved only weights.",
+            "Nothing, if the program trained weights of this type.",
         ),
         "names-needed": Code(
             (REFUSAL,),
-            "The optimizer knows its parameters by number, and nothing shows their names.",
-            "Shapes or bytes fit several parameters, or none.",
+            "The optimizer numbers its parameters, and their names cannot be inferred.",
+            "Shapes or bytes match several parameters, or none.",
             "Give the names with `--param-names`.",
         ),
         "never-updated": Code(
@@ -389,21 +393,21 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "one-value-needed": Code(
             (FAULT,),
-            "The target has one value for what differs among parameters of the source.",
+            "The target stores one value for several parameters whose values differ.",
             "Parameters have different steps or numbers in one group.",
-            "Choose one with `--step-policy`, or a target that keeps them apart.",
+            "Choose one with `--step-policy`, or a target that stores a value per parameter.",
         ),
         "optimizer-missing": Code(
             (FAULT, REFUSAL),
-            "The source has no optimizer state, or nothing that is trained.",
-            "It was saved without one, another file has it, or its files are lost, damaged or of a "
-            "kind that is not read.",
-            "Write the weights alone: `--weights-only`.",
+            "The source has no optimizer state, or no trained parameters.",
+            "It was saved without an optimizer, another file has the optimizer, or the files are "
+            "lost, damaged or of a kind that is not read.",
+            "Write only the weights: `--weights-only`.",
         ),
         "state-missing": Code(
             (FAULT, REFUSAL),
-            "A parameter lacks a state that others of its group have.",
-            "It was lost, or never made.",
+            "A parameter lacks an optimizer state that other parameters of its group have.",
+            "The state was lost, or never created.",
             "Take another checkpoint, or a target that needs no such state.",
         ),
         "step-missing": Code(
@@ -415,15 +419,15 @@ TOPICS: dict[str, dict[str, Code]] = {
         "weights-missing": Code(
             (FAULT, REFUSAL),
             "Weights are not in the files.",
-            "They were left out of the save, or are in another file.",
+            "The program did not save them, or they are in another file.",
             "Take a checkpoint that has them.",
         ),
     },
     "Targets": {
         "name-unsupported": Code(
             (REFUSAL,),
-            "The target cannot have a tensor or key of this name.",
-            "Its files or folders limit names.",
+            "The target cannot store a tensor or key of this name.",
+            "Its files or folders limit the names.",
             "Choose another format, or rename it.",
         ),
         "not-enough-space": Code(
@@ -452,21 +456,22 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "target-exists": Code(
             (REFUSAL,),
-            "The target exists; zckpt never overwrites one.",
+            "The target exists, and zckpt never overwrites a target.",
             "An earlier command, or another program, wrote it.",
             "Choose another name, or remove it.",
         ),
         "target-in-source": Code(
             (OPTION,),
             "The target is the source, or lies inside of it.",
-            "Both paths name one place.",
+            "Both paths lead to the same place.",
             "Choose a target beside the source.",
         ),
         "target-not-resumable": Code(
             (REFUSAL,),
-            "The unfinished target is of another source, option or version.",
-            "Something has changed since it was begun.",
-            "Use what was used before, or remove it.",
+            "The unfinished target was begun from another source, or with other options or another "
+            "version of zckpt.",
+            "One of them has changed since the target was begun.",
+            "Use the same source, options and version as before, or remove the target.",
         ),
         "target-unfinished": Code(
             (REFUSAL,),
@@ -476,14 +481,14 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "target-unsafe": Code(
             (REFUSAL,),
-            "Something in the target's folder is not what zckpt created for you.",
-            "It is a link, a pipe, or another user's.",
+            "Something in the target's folder was not created by zckpt for you.",
+            "It is a link or a pipe, or belongs to another user.",
             "Choose another target, or remove it.",
         ),
         "target-unsupported": Code(
             (OPTION, FAULT, REFUSAL),
-            "This source is not written in this form.",
-            "The target's engine has no place for it, or no such files are known.",
+            "This source cannot be written in the requested form.",
+            "The target's engine cannot store it, or the form of such files is not known.",
             "Choose another format or size, as the hint says.",
         ),
         "value-out-of-range": Code(
@@ -497,7 +502,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "ds-config-wrong": Code(
             (OPTION,),
             "The ds_config cannot be used, or contradicts the options or the source.",
-            "It is of another run, is no JSON, or sets what zckpt does not write.",
+            "It belongs to another run, is not JSON, or sets something that zckpt does not write.",
             "Correct it.",
         ),
         "family-does-not-fit": Code(
@@ -508,38 +513,38 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "like-does-not-fit": Code(
             (OPTION, FAULT, REFUSAL),
-            "The run of `--like` or `--groups-from` is not one of this model or program.",
-            "It has other parameters, shapes, states or files, or no groups of an optimizer.",
+            "The run of `--like` or `--groups-from` belongs to another model or program.",
+            "It has other parameters, shapes, states or files, or no optimizer groups.",
             "Give a run of the same model that the next program has saved.",
         ),
         "names-collide": Code(
             (OPTION, FAULT),
             "Two tensors would get one name.",
-            "A rule renames both, or they differ in wrappers alone.",
+            "A rule renames both, or their names differ only in the words of wrappers.",
             "Change the rule, or rename one with `--rename`.",
         ),
         "names-do-not-fit": Code(
             (OPTION, REFUSAL),
-            "The given names are not those of the checkpoint.",
+            "The given names do not match the checkpoint.",
             "The list has other names, another order or another number.",
             "Correct the list; the hint says in which order.",
         ),
         "option-invalid": Code(
             (OPTION, FAULT),
-            "An option has a value that it cannot have.",
+            "The value of an option is not allowed.",
             "It is misspelled, or out of range.",
             "See `--help` for its values.",
         ),
         "option-names-nothing": Code(
             (OPTION,),
-            "An option names what the checkpoint does not have.",
+            "An option names something that the checkpoint does not have.",
             "It is misspelled, or is meant for another checkpoint.",
             "Choose one of the names in the hint.",
         ),
         "option-needed": Code(
             (OPTION, REFUSAL),
-            "The command needs a further option.",
-            "Nothing else says what is meant.",
+            "The command needs another option.",
+            "The files do not contain this information.",
             "Add the option that the hint names.",
         ),
         "option-not-applicable": Code(
@@ -551,25 +556,25 @@ TOPICS: dict[str, dict[str, Code]] = {
         "option-without-effect": Code(
             (),
             "An option changes nothing here.",
-            "The files state what it would say, or nothing that is written depends on it.",
+            "The files already state it, or nothing that is written depends on it.",
             "Leave it out.",
         ),
         "options-conflict": Code(
             (OPTION, FAULT),
             "Options exclude each other.",
-            "Each asks for something else.",
+            "They ask for different things.",
             "Leave one of them out.",
         ),
         "sizes-do-not-fit": Code(
             (OPTION, REFUSAL),
-            "The sizes of the parallel axes do not divide what they cut.",
-            "Ranks, heads, rows or experts cannot be shared evenly.",
+            "The sizes of the parallel axes do not divide the number of ranks or the tensors.",
+            "Ranks, heads, rows or experts cannot be divided evenly.",
             "Choose other sizes.",
         ),
         "stages-do-not-fit": Code(
             (OPTION,),
             "The bounds of the pipeline's stages do not fit the model.",
-            "They leave out layers, or leave a stage without parameters.",
+            "They omit layers, or leave a stage without parameters.",
             "Give other bounds with `--pp-bounds`.",
         ),
         "tp-rule-wrong": Code(
@@ -595,19 +600,19 @@ TOPICS: dict[str, dict[str, Code]] = {
         "extra-missing": Code(
             (REFUSAL,),
             "A package that this command needs is not installed, or is too old.",
-            "Only an extra installs it.",
-            "Run the pip command of the hint.",
+            "Only an extra of zckpt installs it.",
+            "Run the pip command in the hint.",
         ),
         "internal-error": Code(
             (REFUSAL,),
             "There is a bug in zckpt, or in a reader that was added to it.",
-            "Nobody has met this case before.",
-            "Report it, with what `ZCKPT_TRACEBACK=1` shows.",
+            "This case was not foreseen.",
+            "Report it, with the traceback that `ZCKPT_TRACEBACK=1` prints.",
         ),
         "interrupted": Code(
             (REFUSAL,),
             "A signal stopped the command; its exit code is 128 and the signal's number.",
-            "Ctrl-C, or the end of a job's time.",
+            "Ctrl-C was pressed, or the time of the job ended.",
             "Repeat it, with `--resume` if the hint says so.",
         ),
         "launcher-variables": Code(
@@ -654,9 +659,9 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "remains-of-runs": Code(
             (),
-            "Unfinished directories of other runs are there, or were removed.",
-            "Their jobs ended before they were complete.",
-            "If no job is writing there, remove what the sentence names.",
+            "There are unfinished directories of other runs, or they were removed.",
+            "Their jobs ended before the directories were complete.",
+            "If no job is writing there, remove the directories that the message names.",
         ),
         "shared-files-differ": Code(
             (REFUSAL,),
@@ -667,19 +672,19 @@ TOPICS: dict[str, dict[str, Code]] = {
         "store-refused": Code(
             (REFUSAL,),
             "The object store refused a request, or did not answer.",
-            "Credentials, region, clock or network.",
+            "Credentials, region, clock or network may be wrong.",
             "Do what the hint says; then start again with `--resume`.",
         ),
         "store-unsupported": Code(
             (OPTION, REFUSAL),
-            "This store cannot be used for that.",
-            "It gives no ranges of bytes, or takes no files.",
+            "This store cannot be used for this command.",
+            "It does not serve ranges of bytes, or accepts no files.",
             "Copy the checkpoint to a filesystem first.",
         ),
         "system-error": Code(
             (REFUSAL,),
             "The operating system refused a request.",
-            "The message has its own words.",
+            "The message quotes the operating system.",
             "Check the path, and whether you may read or write it.",
         ),
         "too-many-open-files": Code(
@@ -690,13 +695,13 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "store-without-condition": Code(
             (),
-            "The store takes no condition, so that two writers could meet.",
-            "It does not know `If-None-Match`.",
-            "Let no other program write there at the same time.",
+            "The store cannot prevent that two programs write the same file.",
+            "It does not support `If-None-Match`.",
+            "Make sure that no other program writes there at the same time.",
         ),
         "upload-damaged": Code(
             (FAULT,),
-            "A file did not arrive in the store as it was sent.",
+            "The bytes of a file in the store differ from the bytes that were sent.",
             "The network or the store changed it.",
             "Start again with `--resume`.",
         ),
@@ -704,59 +709,59 @@ TOPICS: dict[str, dict[str, Code]] = {
     "Resuming": {
         "batch-size-changes": Code(
             (),
-            "Another number of ranks changes the global batch.",
-            "The batch of a rank stays, and their number does not.",
-            "Set the batch size of a rank as the sentence says.",
+            "The global batch changes with the number of ranks.",
+            "The batch size per rank stays the same, but the number of ranks changes.",
+            "Set the batch size per rank as the message says.",
         ),
         "checkpoint-set-aside": Code(
             (),
-            "A newer checkpoint is not taken.",
-            "It is not whole, or is damaged.",
-            "Look at it with `zckpt verify`; the run goes on from an older one.",
+            "A newer checkpoint is skipped.",
+            "It is incomplete or damaged.",
+            "The run resumes from an older one. `zckpt verify` shows what is wrong.",
         ),
         "format-differs": Code(
             (FAULT,),
-            "The engine does not load this format, or not from this place.",
+            "The engine does not load this format, or cannot load from this place.",
             "Another engine saved it, or it is in an object store.",
             "Run the command that the report proposes.",
         ),
         "none-is-whole": Code(
             (FAULT,),
-            "The run has checkpoints, and none is whole.",
-            "All are damaged, or their files are missing.",
-            "See what `zckpt verify PATH` says of each; to start anew, choose another directory.",
+            "The run has checkpoints, but none is complete.",
+            "All are damaged, or files are missing.",
+            "Run `zckpt verify PATH` for each. To start anew, choose another directory.",
         ),
         "parameters-differ": Code(
             (FAULT,),
             "The checkpoint has other parameters or shapes than the program.",
-            "It is of another model.",
+            "It belongs to another model.",
             "Give the checkpoint of this model, or rename its parameters.",
         ),
         "pointer-behind": Code(
             (),
             "The run names an older checkpoint as its last one.",
             "The newest save has not ended, or the run was set back.",
-            "Nothing: the named one is taken.",
+            "Nothing: zckpt takes the checkpoint that the run names.",
         ),
         "groups-differ": Code(
             (FAULT,),
             "The program's optimizer has other groups, or trains other parameters.",
-            "Its rule for weight decay has changed, or it freezes others.",
-            "Take its groups: `zckpt reshard --groups-from RUN`, where RUN is a save of the "
-            "program.",
+            "Its rule for weight decay has changed, or it freezes other parameters.",
+            "Take the program's groups: `zckpt reshard --groups-from RUN`, where RUN is a "
+            "checkpoint that the program has saved.",
         ),
         "program-does-not-fit": Code(
             (FAULT, REFUSAL),
-            "The program asks for what the checkpoint does not hold in this form.",
-            "Its names, groups, scheduler or types are others.",
-            "Give the program the groups or the scheduler of the checkpoint; rename; or give "
-            "StorageReader the model and the optimizer.",
+            "The program asks for something that the checkpoint does not have in this form.",
+            "Names, groups, scheduler or types differ between program and checkpoint.",
+            "Build the program with the groups or the scheduler of the checkpoint, rename "
+            "parameters, or give StorageReader the model and the optimizer.",
         ),
         "program-must-set": Code(
             (FAULT,),
             "The program that loads the target must do or set something.",
-            "The files of its engine cannot say it.",
-            "Do what the sentence says before training goes on.",
+            "The engine's files cannot contain it.",
+            "Do what the message says before training resumes.",
         ),
         "scheduler-differs": Code(
             (FAULT,),
@@ -766,8 +771,9 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "size-differs": Code(
             (FAULT,),
-            "The engine loads this checkpoint at another size or stage alone.",
-            "It was saved by another number of ranks.",
+            "The engine loads this checkpoint only on another number of ranks, or at another ZeRO "
+            "stage.",
+            "It was saved by another number of ranks, or at another stage.",
             "Run the command that the report proposes, or `zckpt auto-resume`.",
         ),
     },
@@ -775,7 +781,7 @@ TOPICS: dict[str, dict[str, Code]] = {
         "bytes-unknown": Code(
             (FAULT,),
             "A file has bytes that nothing in it describes.",
-            "An entry was lost, or the file is of another save.",
+            "An entry was lost, or the file is from another save.",
             "Compare with another copy.",
         ),
         "checksum-missing": Code(
@@ -786,93 +792,95 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "moment-impossible": Code(
             (),
-            "A moment has values that its optimizer never gives it.",
-            "Bytes have changed, or the state is of something else.",
+            "A moment has values that its optimizer never produces.",
+            "Bytes have changed, or the tensor is not this moment.",
             "Compare with an earlier checkpoint.",
         ),
         "step-doubtful": Code(
             (),
             "The step may not be the true number of updates.",
-            "The run was saved before its first update, or its type cannot count further.",
-            "Look whether it is the one that you expect; keep steps in fp32.",
+            "The run was saved before its first update, or the type of the step cannot count "
+            "further.",
+            "Check that the step is the one you expect, and keep steps in fp32.",
         ),
         "not-finite": Code(
             (),
             "A tensor has NaN or infinities.",
             "The training has diverged, or a type was too narrow.",
-            "Go on from an earlier checkpoint.",
+            "Resume from an earlier checkpoint.",
         ),
         "not-compared": Code(
             (),
-            "Something was not compared, so that nothing is known of it.",
-            "One side has no place for it, or it was left out by an option.",
-            "Read what it is; compare it by hand if it matters.",
+            "Something was not compared, so that it may differ.",
+            "One side cannot store it, or an option left it out.",
+            "Read what it is, and compare it by hand if it matters.",
         ),
         "nothing-to-compare": Code(
             (OPTION, REFUSAL),
-            "The two sides share nothing that can be compared.",
-            "They are of different models, or their names differ.",
-            "Give the other side, or `--rename`.",
+            "The two sides have nothing in common that can be compared.",
+            "They belong to different models, or their names differ.",
+            "Check both paths, or add `--rename`.",
         ),
         "padding-differs": Code(
             (),
-            "Bytes between tensors differ from what is usual; no tensor lies there.",
-            "Padding is not cleared by the engine, or bits were flipped in it.",
+            "Padding between tensors is not zero. No tensor is affected.",
+            "The engine did not clear the padding, or bits were flipped in it.",
             "Nothing.",
         ),
         "rank-zero-taken": Code(
             (),
-            "Ranks hold different values by nature, and those of rank 0 are taken.",
-            "Statistics or states are not synchronised.",
-            "Nothing, if the training does not synchronise them.",
+            "Each rank has its own values, and zckpt uses those of rank 0.",
+            "The training does not synchronise these statistics or states.",
+            "Nothing, if that is intended.",
         ),
         "tensor-differs": Code(
             (FAULT,),
             "A tensor differs in value, type or shape.",
-            "The two are of different steps or runs, or one is damaged.",
+            "The two checkpoints are from different steps or runs, or one is damaged.",
             "Look at the first elements that differ.",
         ),
         "tensor-missing": Code(
             (FAULT,),
             "One side lacks a tensor that the other one has.",
-            "It was dropped, or is of another model.",
-            "Look whether the target needs it.",
+            "It was dropped, or one side is another model.",
+            "Check whether the target needs it.",
         ),
         "too-small": Code(
             (),
-            "A tensor has numbers that are too small to be normal ones of its type.",
-            "The type is narrow for these values.",
+            "A tensor has denormal numbers, which are too small for its type.",
+            "The type is too narrow for these values.",
             "Nothing, or a type with a larger range.",
         ),
         "form-differs": Code(
             (),
-            "Both sides say the same in another form: another type, or another place of the step.",
-            "Two engines keep it differently.",
+            "Both sides have the same value in different forms: another type, or another place of "
+            "the step.",
+            "The two engines store it differently.",
             "Nothing.",
         ),
         "unproven": Code(
             (FAULT,),
-            "Equality rests on a guess that both sides share.",
-            "Names were inferred in both.",
+            "The two sides are equal only if a guess is right.",
+            "The names of parameters were inferred in both checkpoints.",
             "Name the parameters with `--param-names`.",
         ),
         "values-constant": Code(
             (),
             "All elements of a tensor are equal.",
             "No gradient has reached the parameter, or it was never initialised.",
-            "Look whether the program uses it.",
+            "Check whether the program uses it.",
         ),
     },
     "What was inferred or assumed": {
         "frozen-inferred": Code(
             (),
-            "Parameters are taken for frozen ones or buffers.",
+            "Tensors are assumed to be frozen parameters or buffers.",
             "No optimizer lists them.",
-            "If they were trained, their states are lost; see the sentence.",
+            "If they were trained, their optimizer states are lost; see the message.",
         ),
         "value-assumed": Code(
             (),
-            "A value is the optimizer's default, or that of the run of `--like` or "
+            "A value is the optimizer's default, or comes from the run of `--like` or "
             "`--groups-from`.",
             "The source does not store it.",
             "Check it, or give it with `--group-defaults`.",
@@ -880,44 +888,45 @@ TOPICS: dict[str, dict[str, Code]] = {
         "names-inferred": Code(
             (),
             "Names of parameters were inferred from their order, shapes or bytes.",
-            "The files know them by number.",
-            "If it matters, give them with `--param-names`.",
+            "The files number the parameters.",
+            "If it matters, give the names with `--param-names`.",
         ),
         "place-inferred": Code(
             (),
-            "The place of a layer or tensor was inferred.",
+            "The place of a layer, a tensor or a checkpoint was inferred.",
             "No file states it.",
-            "Check it, as the sentence says.",
+            "Check it, as the message says.",
         ),
         "root-inferred": Code(
             (),
             "An optimizer was matched with a model by its name.",
-            "The files do not show whose it is.",
-            "If it is another one, say so with `--root`.",
+            "The files do not show to which model it belongs.",
+            "If the match is wrong, choose with `--root`.",
         ),
         "tie-inferred": Code(
             (),
-            "Two equal weights are taken for one, or the output layer may be tied.",
-            "The files do not state ties.",
-            "If they are not tied, or are, say so with `--tie`.",
+            "Two equal weights are treated as tied, or the output layer may be tied.",
+            "The files do not state which weights are tied.",
+            "If it is wrong, see the message; `--tie` states a tied weight.",
         ),
     },
     "What a target gets": {
         "begins-afresh": Code(
             (),
-            "The optimizer begins parameters that the source did not train.",
+            "Parameters that the source did not train begin without optimizer states.",
             "The run of `--groups-from` trains them.",
             "Nothing.",
         ),
         "begins-late": Code(
             (),
             "Parameters that the source did not train begin with zero moments at a late step.",
-            "The run of `--groups-from` trains them, and the target keeps one step for a group.",
-            "Give them a group of their own, which begins at its first update; or a lower rate.",
+            "The run of `--groups-from` trains them, and the target stores one step per group.",
+            "Put them into a separate group, which begins at its first update, or lower the "
+            "learning rate.",
         ),
         "best-elsewhere": Code(
             (),
-            "The best checkpoint is another one, which is not written.",
+            "The best checkpoint of the run is not among those that were written.",
             "The Trainer's state names it.",
             "Convert it too: `--checkpoints best-and-last`.",
         ),
@@ -925,31 +934,31 @@ TOPICS: dict[str, dict[str, Code]] = {
             (FAULT, REFUSAL),
             "The engine that wrote or will load the files has a known fault.",
             "Its version, or an option, shows it.",
-            "Do what the sentence says; `docs/limits.md` lists more.",
+            "Do what the message says; `docs/limits.md` lists more.",
         ),
         "file-omitted": Code(
             (),
             "A file beside the checkpoint is not copied.",
-            "The target has its own, or has no use for it.",
+            "The target has such a file already, or does not use it.",
             "Copy it by hand if it matters.",
         ),
         "loss-scale-low": Code(
             (),
             "The dynamic loss scale is at its minimum.",
             "Gradients have overflowed often.",
-            "Resume from an earlier checkpoint if they still do.",
+            "If they still overflow, resume from an earlier checkpoint.",
         ),
         "moments-lost": Code(
             (),
-            "Moments of the target are zeros, or older than the weights.",
-            "Those of the source are lost.",
-            "Nothing; the next updates differ from those of the run.",
+            "The moments in the target are zeros, or older than the weights.",
+            "The moments of the source are lost.",
+            "Nothing. The next updates differ from those of an undamaged run.",
         ),
         "name-changed": Code(
             (),
-            "Names have lost what wrappers or an attribute of the program put into them.",
-            "The target's loader, or the comparison, asks for names without it.",
-            "Nothing. `--rename` gives other names.",
+            "Words that wrappers or an attribute of the program added were removed from names.",
+            "The target's loader, or the comparison, needs names without these words.",
+            "Nothing. `--rename` sets other names.",
         ),
         "name-omitted": Code(
             (),
@@ -959,39 +968,39 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "not-exact": Code(
             (),
-            "The target is exact in state, and its training is not exactly the same.",
-            "The optimizer computes with ranks' parts, or by another rule.",
+            "The state in the target is exact, but training will not go on exactly the same.",
+            "The optimizer's result depends on the number of ranks, or its rule differs.",
             "Nothing.",
         ),
         "rank-state-omitted": Code(
             (),
-            "A state of single ranks is not in the target.",
-            "It has no meaning at another number of ranks.",
-            "Nothing; random numbers will be others.",
+            "State of single ranks, such as of random generators, is not in the target.",
+            "It has no meaning on another number of ranks.",
+            "Nothing. Random numbers will differ from those of the old run.",
         ),
         "size-kept": Code(
             (),
-            "No size was given: the target has the source's.",
+            "The target has the data-parallel size of the source.",
             "No `--dp` was given.",
-            "Add `--dp N` for another one.",
+            "Add `--dp N` for another size.",
         ),
         "state-dropped": Code(
             (),
-            "A state was given up.",
+            "An optimizer state was dropped.",
             "The option `--drop-state` names it, or the run of `--groups-from` does not train it.",
             "Nothing, if the optimizer can begin without it.",
         ),
         "state-omitted": Code(
             (),
-            "Something of the source is not in the target.",
-            "The target has no place for it, or has no use for it.",
+            "Some state of the source is not in the target.",
+            "The target cannot store it, or does not use it.",
             "Nothing, or set it in the program that resumes.",
         ),
         "target-not-synced": Code(
             (),
             "The target is complete, but a last step of its run failed.",
-            "The filesystem did not sync or remove something.",
-            "Run the command in the sentence.",
+            "The filesystem failed to sync or to remove something.",
+            "Run the command in the message.",
         ),
         "weights-differ-by-design": Code(
             (),
@@ -1001,17 +1010,17 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
         "weights-omitted": Code(
             (),
-            "Weights beside the model are not in the target.",
-            "They are averages, or the model of something else.",
-            "Choose them with `--root`, as the sentence says.",
+            "Further weights of the checkpoint are not in the target.",
+            "They are averages of the weights, or another model.",
+            "Choose them with `--root`, as the message says.",
         ),
     },
     "Others": {
         "said-by-source": Code(
             (),
-            "A sentence that an older zckpt wrote into the checkpoint, without a code.",
-            "The manifest is of a version before there were codes.",
-            "Read the sentence.",
+            "A message without a code, which an older zckpt wrote into the checkpoint.",
+            "The manifest was written by a version without codes.",
+            "Read the message.",
         ),
     },
 }

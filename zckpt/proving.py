@@ -70,7 +70,7 @@ def prove(
         flag = "--weights-only" if selection.weights_only else "--drop-state"
         raise WrongOption(
             "option-needed",
-            f"{flag} says what a comparison leaves out",
+            f"{flag} applies only to a comparison",
             hint="add --against PATH, or leave it out",
         )
     started = time.monotonic()

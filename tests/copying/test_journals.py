@@ -181,7 +181,7 @@ def test_a_run_takes_over_what_processes_have_noted(
     length, crc = members[0].synced()
     assert regions_of(about[0], "0001", length, crc) == REGIONS[:1]
     for name, size in (("0001", length - 1), ("0001", length + 1), ("0003", length)):
-        with pytest.raises(ProcessLost, match="has not what another process wrote"):
+        with pytest.raises(ProcessLost, match="does not contain what another process wrote"):
             regions_of(about[0], name, size, crc)
     for journal in (leader, *members):
         journal.close()

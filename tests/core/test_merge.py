@@ -57,11 +57,11 @@ def with_state(rank: Manifest, **state: Any) -> Manifest:
 FAULTS: dict[str, tuple[Any, str]] = {
     "a slice is missing": (
         lambda rank: without_entry(rank, "a/param"),
-        "run: rank 1 lacks a/param, or has it in another size",
+        "run: rank 1 lacks a/param, or has another number of its elements",
     ),
     "a slice of another size": (
         lambda rank: with_entry(rank, "a/exp_avg", shape=(2,)),
-        "run: rank 1 lacks a/exp_avg, or has it in another size",
+        "run: rank 1 lacks a/exp_avg, or has another number of its elements",
     ),
     "another type": (
         lambda rank: with_entry(rank, "a/param", dtype="F32"),
@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "another shape of a copy": (
         lambda rank: with_entry(rank, "b/param", shape=(2, 1)),
-        "run: the copies of b/param have other shapes",
+        "run: the replicas of b/param have different shapes",
     ),
     "another shape where shapes are listed": (
         lambda rank: with_parameter(rank, "b", shape=(3,)),
@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "settings of another save": (
         lambda rank: replace(rank, groups=({"lr": 1.0}, {"lr": 9.0})),
-        "has groups with other hyper-parameters than other model ranks",
+        "differ from those of other model ranks",
     ),
 }
 
@@ -276,13 +276,15 @@ def test_groups_of_stages_are_known_by_their_settings() -> None:
     stages, groups = numbered_alike([stage("0", 1.0, 3.0), stage("1", 1.0, 2.0, 3.0)])
     assert [group["lr"] for group in groups or ()] == [1.0, 2.0, 3.0]
     assert [p.group for each in stages for p in each.parameters.values()] == [0, 2, 0, 1, 2]
-    with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
+    with pytest.raises(InconsistentCheckpoint, match="the hyper-parameters of groups in"):
         numbered_alike([stage("0", 4.0), stage("1", 1.0, 2.0)])
     assert numbered_alike([stage("0", 1.0), replace(stage("1", 2.0), groups=None)])[1] is None
-    message = r"run: .* has 1 of 2 groups, and their hyper-parameters do not tell which$"
+    message = r"run: .* has 1 of 2 groups, and their hyper-parameters do not show which ones$"
     with pytest.raises(UnsupportedCheckpoint, match=message) as caught:
         numbered_alike([stage("0", 1.0), stage("1", 1.0, 1.0)])
-    assert (caught.value.hint or "").startswith("give each group of the optimizer other hyper-")
+    assert (caught.value.hint or "").startswith(
+        "make the groups of the optimizer differ in a hyper-"
+    )
 
 
 def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> None:

@@ -13,7 +13,7 @@ import zckpt
 from ..conftest import texts
 from .test_odd_states import save
 
-WARNING = "With each update, the target's engine adds {} to it, the source's {}"
+WARNING = "Each update adds {} to it in the target's engine, but {} in the source's"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def count_in_groups(path: Path, **more: Any) -> None:
 
 
 def counts_in(report: dict[str, Any]) -> list[str]:
-    return [line for line in texts(report["warnings"]) if "stands in its groups" in line]
+    return [line for line in texts(report["warnings"]) if "stores its step in the groups" in line]
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

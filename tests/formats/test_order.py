@@ -245,8 +245,8 @@ def test_check_and_report_say_why_one_is_the_newest(
         shutil.copytree(FSDP2, tmp_path / "linked" / f"step-{step}")
     (tmp_path / "linked" / "latest").symlink_to("step-5")
     for run, word in (
-        ("timed", "by the times of files it stands directly above"),
-        ("linked", "names step-5 as its last checkpoint, which is taken"),
+        ("timed", "by the times of its files it is placed directly above"),
+        ("linked", "names step-5 as its last checkpoint, which is used"),
     ):
         document = zckpt("check", tmp_path / run, "--dp", 2, "--json").document
         assert any(word in line["message"] for line in document["warnings"])

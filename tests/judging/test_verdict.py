@@ -86,7 +86,7 @@ def test_none_has_an_optimizer(run: Path, zckpt: Run) -> None:
             (folder / name).unlink()
     ended = zckpt("auto-resume", run, "--dp", 2)
     assert (ended.code, ended.out) == (1, "")
-    assert "has 5 checkpoints, and none has an optimizer" in ended.err
+    assert "has 5 checkpoints, but none has an optimizer" in ended.err
     command = ended.err.split("`")[1].replace("MODEL", str(run.parent / "model"))
     assert zckpt(*command.split()[1:]).code == 0
     ended = zckpt("check", run / "checkpoint-4", "--dp", 2)

@@ -106,7 +106,7 @@ def test_a_journal_that_is_another_one(
     monkeypatch.setattr(journals, "VISIBLE", 0.3)
     words = ("convert", sources["dcp"], tmp_path / "new", *SMALL)
     results = ended(launch(2, *words, preparing={rank: partial(sends, [length, 0], number)}))
-    refused(results, "has not what another process wrote there")
+    refused(results, "does not contain what another process wrote there")
     assert not (tmp_path / "new").exists()
 
 

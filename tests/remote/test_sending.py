@@ -178,7 +178,7 @@ def test_what_does_not_arrive_is_noticed(change: Any, said: str, store: Memory) 
 def test_reading_back_can_be_left_out(store: Memory, own: dict[str, bytes]) -> None:
     report = written(store, read_back=False)
     assert report["read_back"] == 0
-    assert [line for line in texts(report["warnings"]) if "gives no MD5" in line]
+    assert [line for line in texts(report["warnings"]) if "states no MD5" in line]
     assert not [key for key, *_ in store.asked if not key.endswith(".json")]
 
 
@@ -199,8 +199,8 @@ def test_a_target_inside_of_its_source_is_refused(store: Memory) -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("https://host/x", "does not write it"),
-        ("hf://org/name", "does not write it"),
+        ("https://host/x", "does not write there"),
+        ("hf://org/name", "does not write there"),
         ("s3://bucket", "a whole bucket"),
     ],
 )
@@ -210,7 +210,7 @@ def test_targets_that_are_refused(target: str, said: str) -> None:
 
 
 def test_processes_do_not_share_a_target(store: Memory) -> None:
-    with pytest.raises(WrongOption, match="several processes share a target in a folder"):
+    with pytest.raises(WrongOption, match="several processes can share a target on a filesystem"):
         written(store, sharing=zckpt.Part(1, 2))
 
 

@@ -453,7 +453,7 @@ def test_sizes_that_the_model_cannot_have(run: Path) -> None:
         with pytest.raises(WrongOption, match="cannot be"):
             zckpt.auto_resume(run, **words)  # type: ignore[arg-type]
     for keep in ("1", -1, True):
-        with pytest.raises(WrongOption, match="is no number of directories"):
+        with pytest.raises(WrongOption, match="must be a number of directories"):
             zckpt.auto_resume(run, keep=keep)  # type: ignore[arg-type]
     for words in ({"dtype": "bf16"}, {"tag": TAGS[0]}, {"dry_run": True}):
         with pytest.raises(TypeError, match="takes no argument"):
@@ -653,7 +653,7 @@ def test_the_command_prints_the_path_and_nothing_else(
 ) -> None:
     ended = zckpt("auto-resume", run, "--dp", 3)
     assert (ended.code, ended.out) == (0, f"{run / BESIDE / f'{TAGS[-1]}-dp3'}\n")
-    assert "4/3 of what they were" in ended.err
+    assert "to 4/3 of the old number" in ended.err
     report = zckpt("auto-resume", run, "--dp", 3, "--json").document
     assert (report["written"], report["step"], report["tag"]) == (False, 7, TAGS[-1])
 

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_set_aside_is_not_said_to_load(
     assert f"{newest} does not load as it is" in ended.out
     ended = zckpt("auto-resume", run, "--dp", 2)
     assert ended.out == f"{run / 'checkpoint-9'}\n"
-    assert "checkpoint-10 is left aside" in ended.err
+    assert "checkpoint-10 is skipped" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_state_that_only_files_show(tmp_path: Path, zckpt: Run) -> None:
         state["own"] = torch.rand(())
     save(tmp_path / "other", pair, "model.pt", "optim.pt")
     ended = zckpt("check", tmp_path / "other", *words)
-    assert "nothing makes it fit: the target cannot have the optimizer's own" in ended.out
+    assert "nothing makes it fit: the target cannot store the optimizer's own" in ended.out
 
 
 def test_one_of_a_run(run: Path, tmp_path: Path, zckpt: Run) -> None:

@@ -52,10 +52,10 @@ def test_written_and_found_again(run: Path, caplog: pytest.LogCaptureFixture) ->
 
 def test_one_that_is_set_aside(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     cut(run / TAGS[2] / PART)
-    with pytest.warns(UserWarning, match=f"{TAGS[2]} is left aside"):  # Python's, as before
+    with pytest.warns(UserWarning, match=f"{TAGS[2]} is skipped"):  # Python's, as before
         zckpt.auto_resume(run, dp=4)
     *told, last = said(caplog)
-    assert any(line.startswith(f"WARNING {run}/{TAGS[2]} is left aside: ") for line in told)
+    assert any(line.startswith(f"WARNING {run}/{TAGS[2]} is skipped: ") for line in told)
     assert re.fullmatch(
         rf"INFO resuming from {run}/{TAGS[1]}, .*; {TAGS[2]} set aside: .*{PART}.*", last
     )
@@ -119,5 +119,5 @@ def test_a_warning_is_seen_once(run: Path, asks: bool) -> None:
         check=True,
         cwd=ROOT,
     )
-    assert ended.stderr.count(f"{run}/{TAGS[2]} is left aside") == 1
+    assert ended.stderr.count(f"{run}/{TAGS[2]} is skipped") == 1
     assert ("WARNING:zckpt:" in ended.stderr, "UserWarning" in ended.stderr) == (asks, not asks)

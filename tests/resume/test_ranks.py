@@ -98,7 +98,7 @@ def test_what_rank_0_finds(run: Path) -> None:
     first, second = ranks(2, "after", run)
     assert first == second
     assert first[0] == "IncompleteCheckpoint"
-    assert "none is whole" in first[1]
+    assert "none is complete" in first[1]
 
 
 def test_variables_without_an_address(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

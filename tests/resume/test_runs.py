@@ -69,7 +69,7 @@ def test_tags_of_deepspeed(run: Path) -> None:
 def test_the_tag_that_latest_names_comes_first(run: Path) -> None:
     (run / "latest").write_text(TAGS[1])
     assert names(run) == [TAGS[1], TAGS[2], TAGS[0]]
-    with pytest.warns(UserWarning, match="global_step6 as its last checkpoint, which is taken"):
+    with pytest.warns(UserWarning, match="global_step6 as its last checkpoint, which is used"):
         path = zckpt.auto_resume(run, dp=4)
     assert path == str(run)
 
@@ -119,7 +119,7 @@ def test_lightning_has_a_last_one_beside_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["last.ckpt", "epoch=0-step=3.ckpt"]
     assert zckpt.auto_resume(tmp_path, dp=2) == str(run / "last.ckpt")
     (run / "last.ckpt").write_bytes((run / "last.ckpt").read_bytes()[:-300])
-    with pytest.warns(UserWarning, match=r"last\.ckpt is left aside: .*step=3\.ckpt is taken"):
+    with pytest.warns(UserWarning, match=r"last\.ckpt is skipped: .*step=3\.ckpt is used"):
         assert zckpt.auto_resume(tmp_path, dp=2) == str(run / "epoch=0-step=3.ckpt")
 
 
@@ -132,7 +132,7 @@ def test_a_broken_newest_one(damage: str, verify: str, run: Path) -> None:
     if (damage, verify) == ("flipped", "files"):
         assert zckpt.auto_resume(run, dp=4, verify="files") == str(run)
         return
-    with pytest.warns(UserWarning, match=f"{TAGS[2]} is left aside: .*; .*{TAGS[1]} is taken"):
+    with pytest.warns(UserWarning, match=f"{TAGS[2]} is skipped: .*; .*{TAGS[1]} is used"):
         path = zckpt.auto_resume(run, dp=4, verify=verify)  # type: ignore[arg-type]
     assert path is not None
     assert (path, path.tag) == (str(run / TAGS[1]), TAGS[1])
@@ -142,7 +142,7 @@ def test_a_broken_newest_one(damage: str, verify: str, run: Path) -> None:
 
 def test_a_broken_newest_one_at_another_size(run: Path) -> None:
     DAMAGE["flipped"](run / TAGS[-1])
-    with pytest.warns(UserWarning, match="left aside"):
+    with pytest.warns(UserWarning, match="is skipped"):
         path = zckpt.auto_resume(run, dp=3)
     assert path == str(run / BESIDE / f"{TAGS[1]}-dp3")
 
@@ -151,7 +151,7 @@ def test_none_is_whole(run: Path) -> None:
     for tag in TAGS:
         DAMAGE["lost"](run / tag)
     with pytest.raises(
-        IncompleteCheckpoint, match=r"has 3 checkpoints, and none is whole: .*step7"
+        IncompleteCheckpoint, match=r"has 3 checkpoints, but none is complete: .*step7"
     ):
         zckpt.auto_resume(run, dp=4)
 
@@ -214,7 +214,7 @@ def seem_compressed(tag: Path) -> None:
 def test_what_seems_unsupported(run: Path) -> None:
     """An older one is taken; if there is none, the error is that of the newest."""
     seem_compressed(run / TAGS[2])
-    with pytest.warns(UserWarning, match=f"{TAGS[2]} is left aside: .* is compressed or encrypted"):
+    with pytest.warns(UserWarning, match=f"{TAGS[2]} is skipped: .* is compressed or encrypted"):
         assert zckpt.auto_resume(run, dp=4) == str(run / TAGS[1])
     for tag in TAGS[:2]:
         seem_compressed(run / tag)
@@ -225,7 +225,7 @@ def test_what_seems_unsupported(run: Path) -> None:
 @pytest.mark.parametrize("word", ["", "x"])
 def test_latest_that_names_nothing(word: str, run: Path) -> None:
     (run / "latest").write_text(word)
-    with pytest.warns(UserWarning, match=f"left aside: {run}/latest names '{word}'"):
+    with pytest.warns(UserWarning, match=f"is skipped: {run}/latest names '{word}'"):
         assert zckpt.auto_resume(run, dp=4) == str(run / TAGS[2])
 
 

@@ -312,7 +312,7 @@ def test_a_url_that_is_none(command: Run, url: str, message: str, hint: str) -> 
 
 @pytest.mark.parametrize("url", ["https://example.org/run", "hf://org/name/run"])
 def test_what_is_read_only_is_not_written(command: Run, url: str) -> None:
-    refused(command("convert", EXAMPLE, url), "does not write it", "send it then")
+    refused(command("convert", EXAMPLE, url), "does not write there", "upload the folder")
 
 
 def test_a_whole_bucket_is_no_target(command: Run, bucket: Bucket) -> None:

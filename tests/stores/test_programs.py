@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_a_store(
     refused = zckpt("auto-resume", url, "--dp", 3)
     assert (refused.code, "scratch=, or --scratch DIR" in refused.err) == (2, True)
     first = zckpt("auto-resume", url, "--dp", 3, "--scratch", scratch)
-    assert f"{url}/checkpoint-8 is left aside" in first.err
+    assert f"{url}/checkpoint-8 is skipped" in first.err
     assert Path(first.out.strip()).name == "checkpoint-4-dp3"
     package.reshard(TRAINER, tmp_path / "here", dp=3)
     assert files(Path(first.out.strip())) == files(tmp_path / "here")

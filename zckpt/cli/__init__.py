@@ -5,15 +5,16 @@ checking.py     verify, diff, stats, probe-diff
 mending.py      mend
 pages.py        report, and how a page is saved
 resuming.py     auto-resume, check, list
-options.py      the options that they share; parameters.py reads values
+options.py      the options that several commands share
+parameters.py   turns the text of an option into its value
 documents.py    the keys and types of --json, and their JSON Schema
 help.py         how `--help` looks
-launched.py     in this process alone, or in all processes of a launch
-several_paths.py  several PATHs of one command: a line each, one document
-failures.py     what an error means for a command
-run.py          how a command ends: exit code and error
-signals.py      what happens at Ctrl-C
-output.py       standard output that is closed, full or unread
+launched.py     runs a command in this process, or in all processes of a launch
+several_paths.py  commands with several PATHs: a line per path, or one document
+failures.py     turns an exception into an error message and an exit code
+run.py          runs a command: exit codes, printed errors
+signals.py      Ctrl-C, SIGTERM and SIGHUP
+output.py       standard output, also if it is closed, full or unread
 """
 
 from .commands import cli as cli

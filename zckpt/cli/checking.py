@@ -29,15 +29,15 @@ from .options import (
 from .parameters import PATH
 
 DETAILS = ("held", "digests")
-"""What the report of `verify` has of each tensor and rank, which only a proof needs."""
+"""The keys of `verify`'s report with an item per tensor and rank. Only a proof needs them."""
 BRIEF = warning(
     "option-without-effect",
-    "--brief changes nothing here: it is for the document of --json",
+    "--brief changes nothing here: it needs --json",
     subject="--brief",
 )
 RENAMED = warning(
     "option-without-effect",
-    "--rename changes nothing here: names count in a comparison (--against), or in a proof",
+    "--rename changes nothing here: it needs --against, --save-proof or --tensors",
     subject="--rename",
 )
 
@@ -62,7 +62,7 @@ RENAMED = warning(
     "Comparison",
     "--gather",
     is_flag=True,
-    help="Join ranks' parts by the engine's rule, with torch.",
+    help="Check the reader: join the ranks' parts by the engine's own rule, with torch.",
 )
 @grouped(
     "Comparison",
@@ -110,16 +110,16 @@ def verify(
 ) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, verify checks that checksums match, every element is stored once, copies on
-    several ranks are equal, weights are the rounded masters, steps agree, and no file was saved as
-    another rank's. A file of the same rank of another run may contradict nothing: only --against
-    finds it.
+    Without --against, verify checks that checksums match, every element is stored once, replicas
+    are equal, weights are the rounded masters, steps agree, and no file was saved by another rank.
+    A file of the same rank of another run may contradict nothing: only --against finds it.
 
-    With --against, tensors are compared bit for bit, and all else by value. What one side lacks is
-    a difference, or named if its files have no place for it. If the original is gone, give the FILE
-    of an earlier --save-proof. Of several PATHs each is compared with it, and none with another.
+    With --against, verify compares tensors bit for bit and everything else by value. A tensor or
+    value on one side only is a difference. If the other side's format cannot store it, it is only
+    reported. If the original is gone, give --against the FILE of an earlier --save-proof. Several
+    PATHs are each compared with --against, not with one another.
 
-    Exit code 3: verify found something.
+    Exit code 3: verify found a contradiction or a difference.
     """
     several_paths.refuse_for_several(paths, "--save-proof", save_proof)
     several_paths.refuse_to_share(paths, words["single"])
@@ -132,7 +132,7 @@ def verify(
         about = f"{path} against {against}" if against else path
         with display.progress("verify", about, is_quiet, as_json=as_json, asked=asked) as begin:
             report = launched.verify(path, against, begin=begin, **given(words))
-        if report is None or report["rank"]:  # rank 0 reports the findings of all
+        if report is None or report["rank"]:  # rank 0 reports the findings of all ranks
             return {}, 0
         if report["problems"] and against is None:
             from ..resume.runs import instead_of
@@ -153,8 +153,8 @@ def verify(
         report, code = look(path)
         return shown(report), code
 
-    if len(paths) == 2 and against is None:  # who thinks of diff must not take it for that
-        message = "the two are not compared: zckpt verify PATH --against PATH does that"
+    if len(paths) == 2 and against is None:  # a user may expect what `diff A B` does
+        message = "the two are checked separately; to compare: zckpt verify PATH --against PATH"
         display.warn(description.said([warning("not-compared", message)]), quiet or as_json)
     if brief and not as_json:
         display.warn(description.said([BRIEF]), quiet)
@@ -199,8 +199,8 @@ def verify(
 def diff(a: str, b: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
-    A and B may have different formats. diff compares tensors, and everything else as verify does,
-    and names the first and the worst difference.
+    A and B may have different formats. diff compares tensors and everything else by the rules of
+    `verify --against`. It names the first tensor that differs, and the one that differs most.
 
     Exit code 3: something differs.
     """
@@ -233,10 +233,10 @@ def diff(a: str, b: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **
 def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
 
-    These are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite numbers, in
-    float64; counts of NaN, infinite, negative, zero and positive numbers; and a histogram of
-    magnitudes in powers of two. Warnings name second moments that are zero or negative, constant
-    weights, NaN, infinities, and steps that stopped in low precision.
+    The statistics are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite
+    numbers, in float64; counts of NaN, infinite, negative, zero and positive numbers; and a
+    histogram of magnitudes in powers of two. Warnings name second moments that are zero or
+    negative, constant weights, NaN, infinities, and steps that stopped in low precision.
     """
     from .. import api
 
@@ -282,7 +282,7 @@ def stats(path: str, wide: bool, asked: bool, as_json: bool, quiet: bool, **word
     rare=True,
     type=PATH,
     metavar="FILE",
-    help="Write the report as a page, too.",
+    help="Also write the report as an HTML page.",
 )
 @grouped("Output", "-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
 @as_document
@@ -299,9 +299,8 @@ def probe_diff(
     """Show the first big difference between two recorded runs.
 
     RUN_A and RUN_B are folders that zckpt.probe or ONNX Runtime's StatisticsSubscriber wrote. The
-    report names the step, the module, forward or backward, and what a difference there means.
-    --noise measures how far two runs of the same program are apart. Without --noise, any difference
-    is a big one.
+    report names the step, the module, forward or backward, and the likely cause. --noise measures
+    how much two runs of the same program differ. Without --noise, any difference counts as big.
 
     Exit code 3: there is a big difference.
     """

@@ -43,11 +43,11 @@ from .resuming import auto_resume, check, list_run
 
 LOCAL = warning(
     "option-without-effect",
-    "--no-read-back changes nothing here: only what goes to an object store is read again",
+    "--no-read-back changes nothing here: only uploads to an object store are read again",
     subject="--no-read-back",
 )
 OTHER_WORDS = {"max-shard-size": "max-file-size"}
-"""What save_pretrained calls an option."""
+"""Options named as in save_pretrained (transformers), and zckpt's names for them."""
 
 
 @click.group(
@@ -91,7 +91,7 @@ def cli() -> None:
     is_flag=True,
     help="List every place that stores a step, and which one is used.",
 )
-@grouped("What to show", "--layout", is_flag=True, help="Draw which file has which elements.")
+@grouped("What to show", "--layout", is_flag=True, help="Draw which file stores which elements.")
 @grouped(
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
@@ -110,9 +110,10 @@ def inspect(
 ) -> int:
     """Show what a checkpoint contains, without reading a tensor.
 
-    PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
-    (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
-    Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
+    PATH is one of these: a DeepSpeed or Megatron directory; a torch.distributed.checkpoint (DCP)
+    directory; a directory of torch.save files (complete, or one per rank) or of ONNX Runtime's rank
+    files; a universal checkpoint; a single file; or the directory that Hugging Face Trainer,
+    Accelerate, Lightning or torchtitan writes around one of these.
     """
     from ..reading import read
 
@@ -122,8 +123,8 @@ def inspect(
     if not as_json and len(given := [flag for flag, is_asked in asked.items() if is_asked]) > 1:
         raise WrongOption(
             "options-conflict",
-            f"{given[0]} prints that alone, and not what {given[1]} asks for",
-            hint="give one of them at a time, or add --json, which has both",
+            f"{given[0]} and {given[1]} cannot be printed together",
+            hint="give one of them, or add --json, which prints both",
         )
     is_report = as_json or not (tensors or steps or layout or state)
 
@@ -144,7 +145,7 @@ def inspect(
             return translated(report), 0
 
     def show(manifest: Manifest) -> None:
-        if manifest.run.origin.slices is not None:  # a shape in a list is not the tensor's
+        if manifest.run.origin.slices is not None:  # the list shows shapes of slices
             display.warn(translated(description.said(manifest.notices.warnings)), quiet)
         if state:
             display.document(description.state(manifest))
@@ -202,7 +203,7 @@ def write(
             tell=tell,
             before_rename=signals.ignore,
         )
-    if report is None:  # rank 0 reports what all have written
+    if report is None:  # rank 0 reports what all ranks have written
         return
     report["warnings"] += description.said(unused)
     try:
@@ -248,7 +249,7 @@ def write(
 def convert(**words: Any) -> None:
     """Write a checkpoint in another format.
 
-    DST is a new directory. The report lists what its format cannot store.
+    DST is a new directory. The report lists the state that DST's format cannot store.
     """
     write("convert", **words)
 
@@ -266,7 +267,7 @@ def convert(**words: Any) -> None:
     "--checkpoints",
     type=click.Choice(["all", "best-and-last"]),
     metavar="WHICH",
-    help="If SRC is a whole run: all or best-and-last.",
+    help="If SRC is a run: write all or best-and-last.",
 )
 @writing
 @replicas
@@ -276,8 +277,8 @@ def convert(**words: Any) -> None:
 def reshard(**words: Any) -> None:
     """Write a checkpoint for another number of ranks or another ZeRO stage.
 
-    DST is a new directory. The trainer of SRC resumes from it on --dp ranks. A universal SRC is
-    written for the engine that it came from.
+    DST is a new directory in the format of SRC. The program that saved SRC resumes from DST. If SRC
+    is universal, DST has the format from which SRC was converted.
     """
     write("reshard", **words)
 
@@ -296,7 +297,7 @@ def reshard(**words: Any) -> None:
     type=click.Choice(["hf"]),
     default="hf",
     show_default=True,
-    help="The kind of folder.",
+    help="The layout of DST.",
 )
 @exporting
 @replicas
@@ -309,10 +310,10 @@ def export(
     param_names: tuple[str, ...] | None,
     **words: Any,
 ) -> None:
-    """Write the weights as a folder for from_pretrained, and nothing else.
+    """Write the weights as a folder for from_pretrained, without training state.
 
-    DST gets the weights (of a PEFT run: the adapter), configuration, tokenizer and processor files.
-    Files that only a trainer needs are left out.
+    DST gets the weights (of a PEFT run: the adapter), and the configuration, tokenizer and
+    processor files. It does not get files that only a trainer needs.
     """
     if param_names is not None:
         raise WrongOption(
@@ -338,11 +339,12 @@ for command in (mend, auto_resume, check, list_run, verify, diff, stats, pages.r
 @grouped("Output", "--dry-run", is_flag=True, help="List what would be removed.")
 @as_document
 def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
-    """Remove what a stopped run has left in an object store, at once and without asking.
+    """Remove what a stopped run has left in an object store, without asking.
 
-    URL is the target of that run, and its note there (zckpt-unfinished.json) lists what is removed.
-    Make sure that the run no longer writes. A complete checkpoint is never touched. Unfinished
-    uploads of other programs are listed with the command that ends them.
+    URL is the DST of the stopped run. zckpt removes the files that the run listed there in
+    zckpt-unfinished.json. Make sure first that the run no longer writes. A complete checkpoint is
+    never touched. Unfinished uploads of other programs are only listed, each with the command that
+    ends it.
     """
     from ..remote.cleanup import clean_up
 
@@ -384,9 +386,9 @@ def formats(as_json: bool) -> None:
 @cli.command("schema", examples=("zckpt schema verify", "zckpt schema progress"))
 @click.argument("command")
 def schema(command: str) -> None:
-    """Print the JSON Schema of what COMMAND prints with --json.
+    """Print the JSON Schema of COMMAND's --json output.
 
-    For the lines of --json --progress, COMMAND is "progress".
+    Give "progress" as COMMAND for the schema of the lines of --json --progress.
     """
     display.document(documents.schema(command))
 

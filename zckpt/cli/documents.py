@@ -1,7 +1,7 @@
-"""The documents of `--json`: which keys each command prints, of which types.
+"""The documents of `--json`: the keys that each command prints, and their types.
 
-`zckpt schema COMMAND` prints the JSON Schema that msgspec makes of them. A document may have keys
-that are not here yet: a reader ignores them.
+`zckpt schema COMMAND` prints the JSON Schema that msgspec makes of them. A later version may add
+keys: programs that read a document should ignore keys that they do not know.
 """
 
 from typing import Any, Literal
@@ -13,12 +13,12 @@ from ..errors import WrongOption, meant
 
 Json = dict[str, Any]
 Number = int | float | str | None
-"""NaN and infinities are the texts "nan", "inf" and "-inf"."""
+"""A number. NaN and infinities are the strings "nan", "inf" and "-inf"."""
 Step = int | float | None
 
 
 class Notice(Struct):
-    """Something that zckpt says; docs/codes.md lists the codes."""
+    """An error, a warning or a note. docs/codes.md lists the codes."""
 
     code: str
     severity: Literal["error", "warning", "note"]
@@ -56,7 +56,10 @@ class Fault(Notice):
 
 
 class Records(Struct):
-    """Pieces of files with a checksum that was right, or that was not checked."""
+    """How many checksums of file parts were checked (all were right), and how many were not.
+
+    `without_checksum` counts the parts of files for which no checksum is stored.
+    """
 
     checked: int
     unchecked: int
@@ -64,7 +67,7 @@ class Records(Struct):
 
 
 class State(Struct):
-    """A state of the optimizer, and why it is named."""
+    """An optimizer state, the number of parameters that have it, and why it is listed."""
 
     state: str
     parameters: int
@@ -73,7 +76,7 @@ class State(Struct):
 
 
 class Slot(Struct):
-    """All tensors of one kind."""
+    """All tensors of one slot: weights, masters, or one optimizer state."""
 
     tensors: int
     dtype: str
@@ -82,7 +85,7 @@ class Slot(Struct):
 
 
 class Sighting(Struct):
-    """A place that states a step."""
+    """A place that stores a step. `truth`: zckpt uses this step."""
 
     where: str
     step: int | float
@@ -90,7 +93,7 @@ class Sighting(Struct):
 
 
 class Document(Struct, kw_only=True):
-    """What every document has; `zckpt` is the version of reports."""
+    """The keys of every document. `zckpt` is the version of the report format."""
 
     zckpt: Literal[2]
     command: str
@@ -103,13 +106,14 @@ class Error(Notice, kw_only=True):
     command: str | None
     error: str
     path: str | UnsetType = UNSET
-    """The PATH that could not be looked at, if the command has several."""
+    """The PATH that could not be read, if the command has several PATHs."""
 
 
 class Reports(Document, kw_only=True):
-    """What `inspect`, `verify` and `check` print of several PATHs.
+    """The document of `inspect`, `verify` or `check` for several PATHs.
 
-    Each has the document that the command prints of it alone, or an error, in the order of PATHs.
+    `reports` has one item per PATH, in the order of the PATHs: the document that the command prints
+    for this PATH alone, or its error.
     """
 
     reports: list[Json]
@@ -192,12 +196,13 @@ class Conversion(Document, kw_only=True):
 
 
 class Restored(Notice):
-    """A damaged record of `zckpt mend`.
+    """A damaged record that `zckpt mend` found.
 
-    Of a `lost` one nothing is known. Otherwise `bytes` bytes at `offset` of the file are restored
-    to what was there before; `by` says what speaks for that. Of one flipped `bit` in an `element`,
-    `before` and `after` are its values. Damage of many bits looks the same by `chance`. `record`
-    has the offset and the length of the bytes that have the checksum, and `tensors` are in it.
+    `record` has the offset and length of the bytes that the checksum covers. `tensors` are the
+    tensors in the record. If `state` is "lost", mend cannot restore the record. Otherwise mend
+    restores `bytes` bytes at `offset` of the file, and `by` names the evidence. If one `bit` of an
+    `element` was flipped, `before` and `after` are the element's values. `chance` is the
+    probability that damage of many bits looks like this.
     """
 
     state: Literal["restored", "accepted", "needs-consent", "lost"]
@@ -216,7 +221,7 @@ class Restored(Notice):
 
 
 class OfTensor(Struct):
-    """How many elements of a tensor lost files had, `of` how many."""
+    """How many `elements` of a tensor were in lost files. `of` is the tensor's size in elements."""
 
     tensor: str
     elements: int
@@ -224,9 +229,10 @@ class OfTensor(Struct):
 
 
 class LostPart(Notice):
-    """What lost files had of tensors: other bytes `elsewhere` are the same, or nothing has them.
+    """The parts of tensors that were in lost files, and where the same bytes still are, if so.
 
-    Without tensors it is about a file that is `restored`, or says what is known of all tensors.
+    "elsewhere": other files have the same bytes. "gone": no file has them. If `tensors` is empty,
+    the notice is about a "restored" file, or about all tensors.
     """
 
     state: Literal["restored", "elsewhere", "rebuilt", "made-up", "gone"]
@@ -234,7 +240,7 @@ class LostPart(Notice):
 
 
 class Mend(Document, kw_only=True):
-    """`zckpt mend`; `problems` are what else the loader needs and is not there"""
+    """`zckpt mend`; `problems` list other missing files that the loader needs"""
 
     source: Json
     format: str | None
@@ -261,7 +267,7 @@ class Mend(Document, kw_only=True):
 
 
 class Comparison(Document, kw_only=True):
-    """What `verify` and `diff` have in common."""
+    """The keys that the documents of `verify` and `diff` have in common."""
 
     equal: bool
     selection: list[str]
@@ -302,7 +308,7 @@ class Verify(Comparison, kw_only=True):
     step: Step | UnsetType = UNSET
     warnings: list[Notice] | UnsetType = UNSET
     instead: str | UnsetType | None = UNSET
-    """The newest other checkpoint of the run that is whole, if this one is not."""
+    """If this checkpoint is not complete: the newest complete one of the same run."""
     held: Json | UnsetType = UNSET
     names_of_reader: list[str] | UnsetType = UNSET
 
@@ -358,7 +364,7 @@ class ProbeDiff(Document, kw_only=True):
 
 
 class LeftAside(Struct):
-    """A checkpoint that is not whole, and why."""
+    """A checkpoint that `auto-resume` did not use because it is not complete, and why."""
 
     path: str
     reason: Notice
@@ -381,7 +387,7 @@ class AutoResume(Document, kw_only=True):
     written: bool
     bytes: int
     seconds: float
-    """How long writing took; 0 if nothing was written."""
+    """The seconds that writing took; 0 if nothing was written."""
     records: Records | None
     left_aside: list[LeftAside]
     removed: list[str]
@@ -389,7 +395,7 @@ class AutoResume(Document, kw_only=True):
 
 
 class Checked(Document, kw_only=True):
-    """One checkpoint that `zckpt check` asks."""
+    """One checkpoint that `zckpt check` looked at."""
 
     path: str
     format: str | None
@@ -413,10 +419,10 @@ class Check(Checked, kw_only=True):
 class Listed(Struct):
     """A checkpoint of a run.
 
-    `whole`, `of_one_save`, `intact` and `loads` are null if that is not known, or was not asked.
-    `sizes` are those that files state. `saved` is the time of the newest file. `unread` is damage
-    in files that resuming does not read: such a checkpoint may be whole, and is not intact. One
-    with `weights_alone` was saved without an optimizer: no run goes on from it.
+    `whole`, `of_one_save`, `intact` and `loads` are null if unknown or not requested. `sizes` are
+    the numbers of ranks that the files state. `saved` is the time of the newest file. `unread` is
+    damage in files that resuming does not read: such a checkpoint may be whole, but is not intact.
+    `weights_alone`: it was saved without an optimizer, so that no run can resume from it.
     """
 
     name: str
@@ -453,8 +459,8 @@ class List(Document, kw_only=True):
 class Page(Document, kw_only=True):
     """`zckpt report`: docs/report.md says what the sections are
 
-    `about` is what a trainer's files say beside the checkpoint, `next` what can be done with it,
-    `layers` the names of rows that are numbers alone.
+    `about` is from the trainer's files beside the checkpoint. `next` is what the user can do with
+    it. `layers` names the rows of tables that show only the number of a layer.
     """
 
     path: str
@@ -492,11 +498,11 @@ class Formats(Document, kw_only=True):
 
 
 class Progress(Document, kw_only=True):
-    """A line of `--json --progress` on stderr, of the command that it names.
+    """A line of `--json --progress` on stderr; `command` names the command.
 
-    The first one has the `event` "begin". Times are in seconds, sizes in bytes. `about` says what
-    is done and where, `doing` which file or tensor is at hand. `total` is null until it is known,
-    and `seconds_left` while nothing has moved. A command may pass over the bytes several times.
+    The first line has the `event` "begin". Times are in seconds, sizes in bytes. `about` names the
+    command and its paths, `doing` the current file or tensor. `total` is null until it is known.
+    `seconds_left` is null until bytes have been moved. A command may read the bytes several times.
     """
 
     event: Literal["begin", "progress"]
@@ -527,17 +533,18 @@ DOCUMENTS: dict[str, type[Document]] = {
     "formats": Formats,
     "progress": Progress,
 }
-"""By command."""
+"""The document of each command."""
 
 
 OF_SEVERAL = ("inspect", "verify", "check")
-"""The commands that take several PATHs."""
+"""The commands that accept several PATHs."""
 
 
 def schema(command: str) -> Json:
-    """The JSON Schema (2020-12) of what a command prints with `--json`, an error included.
+    """The JSON Schema (2020-12) of a command's `--json` output, errors included.
 
-    That of "progress" is of each line of `--progress`.
+    For "progress": the schema of each line of `--progress`. Raises WrongOption if the command has
+    no JSON output.
     """
     if command not in DOCUMENTS:
         raise WrongOption(

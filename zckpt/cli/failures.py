@@ -1,4 +1,4 @@
-"""What does an error mean for a command: its class in reports, its notice, its exit code?"""
+"""Turns an exception into a failure: its class in reports, its notice, its exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from . import output
 
 
 class Failure(Struct, frozen=True):
-    """Why a command failed; `kind` is the class of the exception in Python."""
+    """Why a command failed. `kind` is the exception's class, `code` the exit code."""
 
     kind: str
     notice: Notice
@@ -41,8 +41,8 @@ class Failure(Struct, frozen=True):
         }
 
     def tell(self) -> None:
-        """Prints one sentence and a hint on stderr."""
-        with suppress(OSError):  # a full disk behind stderr: the exit code says it
+        """Prints one sentence and a hint to stderr."""
+        with suppress(OSError):  # stderr on a full disk: the exit code still tells of the failure
             notice = self.notice
             word = painted("Error:", RED, sys.stderr)
             output.say(f"{word} {safe(notice.message)}{shown(notice.code, sys.stderr)}")
@@ -51,7 +51,7 @@ class Failure(Struct, frozen=True):
 
 
 def failure_of(error: Exception) -> Failure:
-    """Why a command failed with this exception, and how it ends."""
+    """The failure of a command that raised this exception."""
     if isinstance(error, ZckptError):
         code = 2 if isinstance(error, WrongOption) else 1
         return Failure(type(error).__name__, error.notice, code)
@@ -60,7 +60,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, MemoryError):
         hint = "use a lower -j or --memory, or a machine with more memory"
         return Failure("MemoryError", ended("out-of-memory", "too little memory is free", hint), 1)
-    if isinstance(error, RecursionError):  # a last net: readers name the file
+    if isinstance(error, RecursionError):  # rare: most readers raise an error with the file's name
         what = f"the checkpoint cannot be read: {why_of(error)}"
         hint = CorruptCheckpoint.usual_hint
         return Failure("CorruptCheckpoint", ended("file-damaged", what, hint), 1)
@@ -70,11 +70,11 @@ def failure_of(error: Exception) -> Failure:
 
 
 def ended(code: str, message: str, hint: str) -> Notice:
-    """Why a command ended, if no error of zckpt says it."""
+    """The notice for the end of a command without a ZckptError."""
     return Notice(code=code, severity="error", message=message, hint=hint)
 
 
 def trace() -> None:
-    """Prints where the exception that is being handled was raised, if the user asks for that."""
+    """Prints the traceback of the current exception, if ZCKPT_TRACEBACK is set."""
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         traceback.print_exc()

@@ -1,6 +1,6 @@
-"""How does `--help` look? Examples, then options in groups; `--help-all` shows rare options too.
+"""The text of `--help`: examples, then options in groups. `--help-all` shows rare options too.
 
-It is click's own help with other sections: rich-click would import rich for every command.
+It is click's own help with other sections. rich-click would import rich for every command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 from .. import formats
 from ..training.options import SIZES
 
-WIDTH = 100  # characters, on a terminal that has them
+WIDTH = 100  # characters, if the terminal is wide enough
 OPTION_WIDTH = 32
 GROUPS = (
     "What to show",
@@ -33,7 +33,7 @@ SHOWS_ALL = "zckpt.shows_all"
 
 
 class GroupedOption(click.Option):
-    """An option in a section of `--help`; a rare one is shown by `--help-all` alone."""
+    """An option in a section of `--help`. Only `--help-all` shows a rare option."""
 
     def __init__(self, *words: Any, group: str, rare: bool = False, **more: Any) -> None:
         super().__init__(*words, **more)
@@ -79,7 +79,7 @@ class ExplainedCommand(click.Command):
 
 
 class Commands(click.Group):
-    """The commands in the order of their use, with whole summaries."""
+    """The group of all commands: it lists them in the order of use, with uncut summaries."""
 
     command_class = ExplainedCommand
 
@@ -99,7 +99,7 @@ class Commands(click.Group):
 
 
 def format_names(targets: bool) -> dict[str, Any]:
-    """What click needs for the name of a format; unknown names are refused later."""
+    """The arguments of `click.option` for a format's name. Unknown names are refused later."""
 
     def completed(
         _context: click.Context, _option: click.Parameter, begin: str
@@ -114,7 +114,7 @@ def format_names(targets: bool) -> dict[str, Any]:
 
 
 def show_all(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
-    """Prints the whole help of a command and ends it."""
+    """Prints a command's help with all options, and exits."""
     if value and not ctx.resilient_parsing:
         ctx.meta[SHOWS_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)

@@ -1,4 +1,4 @@
-"""Does a command run in this process alone, or in all processes of a launch?"""
+"""Runs a command in this process alone, or in all processes of a launch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def write(
     resume: bool = False,
     **words: Any,
 ) -> Report | None:
-    """The report of a conversion, which all processes of a launch share; None but on rank 0.
+    """Runs a conversion, shared by all processes of a launch. Rank 0 returns the report.
 
-    A `single` process runs by itself, and so does a process with a `part`. Processes that cannot
-    meet write parts. Processes that were restarted continue their own run.
+    The other ranks return None. With `single` or a `part`, the process works alone. Processes
+    without a common address write one part each. A launch that was restarted continues the
+    conversion that it began before. Raises MissingExtra if the processes need torch to meet.
     """
     launch = None if part is not None else _others(single)
     if launch is not None and address() is None:
@@ -63,9 +64,9 @@ def verify(
     gather: bool,
     **words: Any,
 ) -> Report | None:
-    """The report of `verify`, as `write` gives that of a conversion.
+    """Runs `verify`, shared by all processes of a launch. Only rank 0 returns the report.
 
-    The processes of `gather` meet by torch's own all-gather.
+    With `gather`, every process returns the report: they meet in torch's all-gather.
     """
     from .. import api
 
@@ -85,22 +86,23 @@ def verify(
 
 
 def speaks(single: bool) -> bool:
-    """Whether this process says how far the work is: of a launch that shares it, rank 0 alone."""
+    """Whether this process prints progress: in a shared launch, only rank 0 does."""
     launch = _others(single)
     return launch is None or not launch.rank
 
 
 def leave_to_rank_0(context: click.Context, _: click.Parameter, single: bool) -> None:
-    """Ends this process if rank 0 of its launch works alone."""
+    """Exits if this process is not rank 0 of its launch, unless it is `single`."""
     launch = _others(single)
     if launch is not None and launch.rank:
         context.exit()
 
 
 def _tell_torch(launch: Launch | None) -> None:
-    """Sets the variables in which torchrun says who this process is, if another launcher began it.
+    """Sets torchrun's variables RANK and WORLD_SIZE, also under another launcher.
 
-    Without others the process runs alone. Raises WrongOption if nothing says where they meet.
+    Without a launch, removes WORLD_SIZE: the process runs alone. Raises WrongOption if no address
+    is known at which the processes can meet.
     """
     if launch is None:
         os.environ.pop("WORLD_SIZE", None)
@@ -110,6 +112,6 @@ def _tell_torch(launch: Launch | None) -> None:
 
 
 def _others(single: bool) -> Launch | None:
-    """The launch of this process, if others of it share the command."""
+    """The launch of this process; None if it has one process only, or with `single`."""
     launch = None if single else launched()
     return launch if launch is not None and launch.size > 1 else None

@@ -38,15 +38,14 @@ WHOLE = "which is whole by its metadata"
     "Source",
     "--accept-chance",
     is_flag=True,
-    help="Take the one bit that explains a checksum also where many bits could look like it.",
+    help="Restore a bit that only the checksum confirms.",
 )
 @grouped(
     "Source",
     "--rebuild",
     multiple=True,
     type=click.Choice(["masters", "moments=zero", "moments=older"]),
-    help="Make up what a lost file had: masters from 16-bit weights; moments as zeros, or as "
-    "--older has them.",
+    help="Replace lost masters by 16-bit weights, or lost moments by zeros or by those of --older.",
 )
 @copying_alone
 @by_rank_0
@@ -68,18 +67,18 @@ def mend(
 ) -> int:
     """Write a mended copy of a checkpoint with flipped bits or lost files.
 
-    mend reads all bytes, as verify does, and says which are damaged, and what was there before. The
-    checksum of a record shows one flipped bit. Damage of many bits can look like it: in a record of
-    256 KiB in 1 of 2,000 cases. So in a larger one other bytes must confirm it: a copy on another
-    rank, the same tensor in --older, or a 16-bit weight beside its master. Nothing else is written,
-    unless you type --accept-chance.
+    mend reads all bytes, as verify does, and lists the damaged ones and their original values.
+    From the checksum of a record, it finds a flipped bit. Damage of many bits can look the same, in
+    a record of 256 KiB in 1 of 2,000 cases. In a larger record, other bytes must confirm the bit: a
+    replica, the same tensor in --older, or a 16-bit weight beside its master. Otherwise mend writes
+    only with --accept-chance.
 
-    Of lost files, mend says what they had, and what of it is left elsewhere. It writes those that
-    all other ranks have with the same bytes, as the model's files of stage 3. Of an optimizer's
+    mend lists what lost files contained, and what of it other files still have. It rewrites a file
+    that is the same on all other ranks, such as the model files of stage 3. For a lost optimizer
     file of stage 1 or 2, --rebuild makes up masters and moments: the losses change.
 
-    DST has the same files, and a list of what was restored, zckpt-mended.json, which zckpt carries
-    into everything that is made of it. SRC is never changed.
+    DST has the files of SRC, and zckpt-mended.json, the list of what was restored. zckpt copies the
+    list into every checkpoint made from DST. SRC is never changed.
 
     Exit code 3: --dry-run found damage.
     """

@@ -1,6 +1,6 @@
-"""Which options do the commands have, and in which order?
+"""The options that several commands share, in the order of `--help`.
 
-Those of a conversion are declared by the formats that understand them: see formats/options.py.
+Each format declares the options that it understands as a target: see formats/options.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def grouped(group: str, *flags: str, **words: Any) -> Decorator:
 
 
 def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
-    """The command line's option for one that is declared."""
+    """The click option for an option that a format or `training/options.py` declares."""
     end = f".  [default: {option.usual}]" if option.usual else "."
     how = {"type": click.Choice(option.choices)} if option.choices else KINDS[option.kind]
     words = {"help": option.help + end, "metavar": option.metavar, **how}
@@ -43,7 +43,7 @@ def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
 
 
 def of_targets(targets: Iterable[Format], without: Container[str]) -> Decorator:
-    """The options that these formats understand as targets, except those of some names."""
+    """The options of `targets`, except the options named in `without`."""
     return stacked(
         *(declared_option(option) for option in declared(targets) if option.name not in without)
     )
@@ -56,9 +56,7 @@ source_and_target = stacked(
 """The arguments of every command that writes a checkpoint."""
 
 uncompared = stacked(
-    grouped(
-        "Comparison", "--weights-only", is_flag=True, help="Compare the weights and buffers alone."
-    ),
+    grouped("Comparison", "--weights-only", is_flag=True, help="Compare only weights and buffers."),
     grouped(
         "Comparison",
         "--drop-state",
@@ -67,13 +65,13 @@ uncompared = stacked(
         help="Do not compare this optimizer state. Repeatable.",
     ),
 )
-"""What a comparison leaves out."""
+"""The options for what a comparison leaves out."""
 
 renaming = declared_option(RENAME)
-"""Other names for the parameters of the source, PATH or A."""
+"""--rename, which renames the parameters of the source (PATH or A)."""
 
 family = declared_option(FAMILY)
-"""The same for the other program's names and packings."""
+"""--family, which renames and repacks the parameters for another program."""
 
 _format = grouped(
     "Source",
@@ -88,21 +86,21 @@ _root = grouped(
     "--root",
     rare=True,
     metavar="MODEL[=OPTIMIZER]",
-    help="The model to read, if the checkpoint has several.",
+    help="The model and optimizer to read, if the checkpoint has several.",
 )
 _step_policy = grouped(
     "Optimizer and steps",
     "--step-policy",
     metavar="max|min|keep|N",
-    help="Which step to take if they disagree.  [default: an error]",
+    help="The step to use if steps disagree.  [default: an error]",
 )
 _tp_rules = grouped(
     "Source",
     "--tp-rules",
     rare=True,
     metavar="FILE|FAMILY",
-    help="How tensor-parallel ranks cut parameters, if the checkpoint does not say it: a file of "
-    "lines REGEX = RULE, or megatron, megatron-swiglu, neox, neox-parallel, bloom or llama.",
+    help="How tensor-parallel ranks slice parameters, if the checkpoint does not state it: a file "
+    "of lines REGEX = RULE, or megatron, megatron-swiglu, neox, neox-parallel, bloom or llama.",
 )
 _buffers = grouped(
     "Source",
@@ -110,15 +108,16 @@ _buffers = grouped(
     rare=True,
     multiple=True,
     metavar="GLOB",
-    help="Tensors that are buffers, where files do not tell them from frozen parameters, or where "
-    "each rank has its own in files without an optimizer (rank 0's are taken). Repeatable.",
+    help="Treat these tensors as buffers, if the files do not tell buffers from frozen parameters. "
+    "If ranks store different values without an optimizer, rank 0's are used. Repeatable.",
 )
 _follow_links = grouped(
     "Source",
     "--follow-links",
     rare=True,
     is_flag=True,
-    help="Take files beside the checkpoint, such as a trainer's, through links out of its folder.",
+    help="Follow links that lead out of the folder, for files beside the checkpoint, such as a "
+    "trainer's.",
 )
 replicas = grouped(
     "Source",
@@ -126,19 +125,19 @@ replicas = grouped(
     rare=True,
     type=click.Choice(["rank0", "mean"]),
     metavar="rank0|mean",
-    help="What to take where tensor-parallel ranks hold different copies: rank 0's, or the mean.  "
+    help="If tensor-parallel ranks hold different replicas: use rank 0's, or the mean.  "
     "[default: an error]",
 )
-"""For commands that write a checkpoint."""
+"""--replicas, of the commands that write a checkpoint."""
 masters_from_weights = grouped(
     "Source",
     "--masters-from-weights",
     rare=True,
     is_flag=True,
-    help="Where fp32 masters of Megatron-Core do not round to their weights: widen the weights, "
-    "and leave out the optimizer states beside such masters.",
+    help="If fp32 masters of Megatron-Core do not round to their weights: make the masters from "
+    "the weights, and leave out the optimizer states of these parameters.",
 )
-"""For `convert` and `reshard`."""
+"""--masters-from-weights, of `convert`, `reshard` and `auto-resume`."""
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
 progress = grouped(
     "Output",
@@ -146,15 +145,16 @@ progress = grouped(
     "asked",
     rare=True,
     is_flag=True,
-    help="Say on stderr what is done, and each minute how far it is; with --json as documents.",
+    help="Print progress to stderr at the start and every minute; with --json, as JSON documents.",
 )
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
-    """The options of a command that reads a checkpoint; `has_names` shows --param-names.
+    """The options of a command that reads a checkpoint.
 
-    Those in `chosen` say which of several checkpoints is meant.
+    `chosen` are the options that choose one of several checkpoints, such as --tag. Without
+    `has_names`, --param-names is hidden from the help.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
     decorators = (_root, _tp_rules, _buffers, _follow_links, names, _step_policy)
@@ -165,19 +165,19 @@ common = of_sources(True, _tag)
 """Options of every command that reads a checkpoint."""
 
 reading = of_sources(False, _tag)
-"""The same for `export`, which refuses --param-names with a hint."""
+"""The options of `export`: as `common`, but --param-names is hidden and refused with a hint."""
 
 of_run = of_sources(True)
-"""The same for commands that take the newest checkpoint of a run."""
+"""The options of commands that take a run: as `common`, without --tag."""
 
 
 def given(words: dict[str, Any]) -> dict[str, Any]:
-    """The options that a user gave; for the others, such as --jobs, the API has values."""
+    """The options with a value. The API has defaults for the others, such as --jobs."""
     return {name: value for name, value in words.items() if value is not None}
 
 
 def threads(shown: str) -> Decorator:
-    """The option for the number of threads; the help shows the default that the API chooses."""
+    """The option --jobs. `shown` is its default in the help; the API chooses the real default."""
     return grouped(
         "Copying",
         "-j",
@@ -208,9 +208,9 @@ single = grouped(
     "--single",
     rare=True,
     is_flag=True,
-    help="Run in this process alone, also under torchrun, srun or mpirun.",
+    help="Do all work in this process, also under torchrun, srun or mpirun.",
 )
-"""For commands that all processes of a launch would share."""
+"""--single, of commands that all processes of a launch would otherwise share."""
 
 by_rank_0 = grouped(
     "Copying",
@@ -220,9 +220,9 @@ by_rank_0 = grouped(
     is_eager=True,
     expose_value=False,
     callback=leave_to_rank_0,
-    help="Work in this process, also if torchrun, srun or mpirun started others.",
+    help="Do all work in this process, also under torchrun, srun or mpirun.",
 )
-"""For commands that rank 0 of a launch carries out: the other processes end at once."""
+"""--single, of commands that run in rank 0 of a launch only: the other processes exit."""
 
 _io = grouped(
     "Copying",
@@ -231,8 +231,8 @@ _io = grouped(
     type=click.Choice(["auto", "direct", "buffered"]),
     default="auto",
     show_default=True,
-    help="Write past the page cache (direct), through it (buffered), or past it where that is "
-    "possible (auto).",
+    help="Write without the page cache (direct), with it (buffered), or without it where the "
+    "filesystem allows that (auto).",
 )
 _resume = grouped(
     "Copying",
@@ -248,13 +248,13 @@ _read_back = grouped(
     is_flag=True,
     flag_value=False,
     default=True,
-    help="Do not read again what a store has got, where it states no MD5.",
+    help="Skip re-reading uploads on object stores that state no MD5.",
 )
 _dry_run = grouped(
     "Output",
     "--dry-run",
     is_flag=True,
-    help="Report what would be written, and write nothing.",
+    help="Report what would be written, without writing.",
 )
 
 copying_alone = stacked(threads(OF_WRITING), memory, _io, _resume, _read_back, _dry_run, progress)
@@ -272,8 +272,8 @@ copying = stacked(
         rare=True,
         type=part,
         metavar="K/N|auto",
-        help="Write part K of N, or the part that srun or mpirun give this process; the last part "
-        "to end completes DST.",
+        help="Write part K of N; auto: the part of this process under srun or mpirun. The last "
+        "part to end completes DST.",
     ),
     single,
     _dry_run,
@@ -288,25 +288,25 @@ form = grouped(
     type=click.Choice(["text", "github", "junit"]),
     default="text",
     show_default=True,
-    help="For a CI job: GitHub's annotations, or JUnit's XML with a test case per checkpoint.",
+    help="For a CI job: GitHub annotations, or JUnit XML with a test case per checkpoint.",
 )
-"""For commands whose findings a CI job shows."""
+"""--format, of commands whose findings a CI job shows."""
 
 wide = grouped(
     "Output",
     "--wide",
     rare=True,
     is_flag=True,
-    help="Print all columns of tables, whatever the terminal's width.",
+    help="Print all columns of tables, also on a narrow terminal.",
 )
-"""For commands whose tables leave out columns on a narrow terminal."""
+"""--wide, of commands whose tables omit columns on a narrow terminal."""
 
 _trained = [item for item in formats.FORMATS if item.is_resumed]
 writing = of_targets(_trained, without={"param_names", "buffers"})
 """Options of the commands that write a checkpoint for training."""
 
 resuming = of_targets(_trained, without={"param_names", "buffers", *OF_CONVERSIONS})
-"""Options of a run that goes on as it was, at another size."""
+"""Options of `auto-resume`, which changes the numbers of ranks and nothing else of a run."""
 
 exporting = of_targets([formats.named("hf")], without={"param_names", "weights_only", "drop_state"})
 """Options of `export`, which always writes weights only."""

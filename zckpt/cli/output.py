@@ -1,4 +1,4 @@
-"""Where does a command print? Standard output and errors that may be closed, full or unread."""
+"""Prints to standard output and standard error, which may be closed, full or unread."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 UNPRINTABLE = "backslashreplace"
-"""What happens to characters that the terminal's encoding lacks: a path may have them."""
+"""How Python prints characters that the terminal's encoding lacks, such as in paths."""
 
 
 def set_up() -> None:
-    """Opens what is closed, and gives every command the same standard output."""
+    """Opens closed standard files, and replaces sys.stdout by a `Pipe`."""
     open_standard_files()
     pipe = Pipe(sys.stdout.fileno(), "w", closefd=False)
     encoding = getattr(sys.stdout, "encoding", None)
@@ -25,9 +25,9 @@ def set_up() -> None:
 def open_standard_files() -> None:
     """Opens /dev/null for standard files that are closed.
 
-    A target's file would get their numbers else, and libraries print errors to number 2. A file
-    that a library opened before may have such a number (libffi 3.5 opens itself): it stays open,
-    and nothing is printed to it.
+    Otherwise a file of the target would get descriptor 0, 1 or 2, and libraries print errors to
+    descriptor 2. A library may have opened a file with such a number before (libffi 3.5 opens
+    itself). That file stays open, and nothing is printed to it.
     """
     for number in range(3):
         try:
@@ -39,14 +39,14 @@ def open_standard_files() -> None:
 
 
 def nowhere() -> TextIO:
-    """A file that takes all that is printed."""
+    """A file that discards everything written to it."""
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
 class Pipe(io.FileIO):
-    """Standard output; when nobody reads it any more (`| head`), what follows goes nowhere.
+    """Standard output that discards further output when its reader has exited (`| head`).
 
-    A command's exit code says what it did, not whether its report was read.
+    The exit code tells what the command did, not whether its report was read.
     """
 
     def write(self, data: Any) -> int:
@@ -58,15 +58,15 @@ class Pipe(io.FileIO):
 
 
 def discard() -> None:
-    """Lets all output go nowhere, also what is printed already and could not be written.
+    """Sends standard output to /dev/null, also the text in its buffer that failed to be written.
 
-    Python writes that again at its end.
+    Otherwise Python tries to write the buffer again when it exits.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flush() -> None:
-    """Ends the process with code 1 if the report cannot be written: a full disk behind stdout."""
+    """Flushes stdout. Exits with code 1 if that fails, such as on a full disk."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -77,5 +77,5 @@ def flush() -> None:
 
 
 def say(line: str) -> None:
-    """Prints a line on stderr."""
+    """Prints a line to stderr."""
     print(line, file=sys.stderr, flush=True)

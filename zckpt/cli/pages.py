@@ -1,4 +1,4 @@
-"""Pages: the command `report`, and how a page is saved. Needs jinja2."""
+"""The command `report`, and how its page is saved. HTML needs jinja2."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .parameters import PATH
 
 MARKDOWN = ".md"
 OF_EACH_RUN = re.compile(r"(?i)(?:checkpoint|ckpt|epoch|iter|step|version)[-_=]*[0-9]")
-"""Names of checkpoints that many runs have."""
+"""Names of checkpoints that are the same in many runs, such as `checkpoint-500`."""
 STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
 
 
 def name_for(path: str) -> str:
-    """The name of a page without its ending: that of the path.
+    """The name of a checkpoint's page, without an extension: the last part of the path.
 
-    Before one that each run has, such as `checkpoint-500`, stands that of the folder above.
+    A name that many runs have gets the name of its parent folder in front: `run5-checkpoint-500`.
     """
     above, name = os.path.split(os.path.abspath(path))
     run = os.path.basename(above)
@@ -32,7 +32,11 @@ def name_for(path: str) -> str:
 
 
 def check(path: str | None) -> None:
-    """Raises what would keep a page from being written, before the work is done."""
+    """Raises an error before the work begins if the page could not be written at its end.
+
+    Raises MissingExtra without jinja2, and WrongOption for a path that cannot be written or that is
+    a file other than a page.
+    """
     if not path:
         return
     if find_spec("jinja2") is None and not path.endswith(MARKDOWN):
@@ -46,25 +50,25 @@ def check(path: str | None) -> None:
         if os.path.exists(file) and not _is_page(file):
             raise WrongOption(
                 "output-not-writable",
-                f"{file} is there, and is no page that could be replaced",
+                f"{file} exists and is not a page of zckpt, so it is not replaced",
                 hint="name another file",
             )
 
 
 def _pictures(path: str) -> list[str]:
-    """The picture that lies beside a file of Markdown."""
+    """The path of the picture beside a Markdown file; empty for HTML."""
     return [f"{path.removesuffix(MARKDOWN)}.svg"] if path.endswith(MARKDOWN) else []
 
 
 def _is_page(path: str) -> bool:
-    """Whether a file is a page, Markdown, a picture, or empty: not a file of a checkpoint."""
+    """Whether a file may be replaced: it is a page, Markdown, a picture, or empty."""
     with open(path, "rb") as file:
         start = file.read(max(map(len, STARTS)))
     return not start or start.startswith(STARTS)
 
 
 def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None:
-    """Writes a page, or Markdown with its picture, and says where it lies."""
+    """Writes an HTML page, or Markdown and its picture, and prints the paths unless `quiet`."""
     if not path:
         return
     from ..reporting.page import render, render_markdown
@@ -103,14 +107,14 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
     "--since",
     type=float,
     metavar="STEP",
-    help="Of a run, read only the checkpoints of this step or later.",
+    help="If PATH is a run: read only checkpoints of this step or later.",
 )
 @grouped(
     "Output",
     "--output",
     type=PATH,
     metavar="FILE",
-    help="Where to write.  [default: RUN-NAME.html in this directory, as run5-checkpoint-500.html]",
+    help="The file to write.  [default: RUN-NAME.html here, such as run5-checkpoint-500.html]",
 )
 @grouped("Output", "--md", is_flag=True, help="Write Markdown, and a picture (.svg) beside it.")
 @moving
@@ -129,11 +133,11 @@ def report(
 ) -> int:
     """Show a checkpoint on one page: a file that a browser opens without a network.
 
-    It shows what the checkpoint is, statistics of layers, which file has which elements, masters
-    against weights, steps, every fault, and what to do next. Of a run with several checkpoints it
-    shows them over time, beside the loss that a trainer has logged, and the newest one below. A
-    lost rank or damaged bytes do not keep the rest away. --json prints what the page is made of,
-    and writes a page only with --output.
+    The page shows what the checkpoint is, statistics of layers, which file stores which elements,
+    masters against weights, steps, every fault, and what to do next. If PATH is a run with several
+    checkpoints, the page shows the run over time, with the losses that the trainer logged, and
+    below it the newest checkpoint. If a rank is lost or bytes are damaged, the page shows the rest.
+    --json prints the data of the page, and writes a page only with --output.
 
     Exit code 3: the page shows a fault.
     """

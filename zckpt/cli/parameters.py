@@ -1,6 +1,6 @@
-"""How does a command line write the value of an option: a size, names, pairs, rules?
+"""Turns the text of an option into its value: a size, names, pairs, rules.
 
-A function here turns the text of an option into its value; it raises click.BadParameter.
+The functions raise click.BadParameter for a text that they cannot parse.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..remote.urls import is_url
 if TYPE_CHECKING:
     from ..api import Part
 
-PATH = click.Path(readable=False)  # zckpt itself says why one cannot be read
-"""Of files and directories, which a shell completes."""
+PATH = click.Path(readable=False)  # zckpt's own errors say why a path cannot be read
+"""The type of arguments that are files or directories; a shell completes them."""
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 def size(text: str) -> int:
-    """Bytes: 256MiB, 8GiB, 500MB, 1000000."""
+    """Parses a number of bytes: 256MiB, 8GiB, 500MB, 1000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.upper())
     if not match or match[2] not in UNITS:
         raise click.BadParameter(f"{text!r} is not a size: write 256MiB, 8GiB, 500MB or 1000000")
@@ -36,7 +36,10 @@ def size(text: str) -> int:
 
 
 def pairs(text: str) -> dict[Any, Any]:
-    """lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values; 1:lr=3e-4 is for group 1."""
+    """Parses lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values.
+
+    1:lr=3e-4 gives {1: {"lr": 3e-4}}: a value for group 1.
+    """
     number, colon, rest = text.partition(":")
     if not (colon and number.strip().isdecimal()):
         number, rest = "", text
@@ -60,7 +63,7 @@ def pairs(text: str) -> dict[Any, Any]:
 def merged(
     _context: click.Context, _option: click.Parameter, values: Sequence[dict[Any, Any]]
 ) -> dict[Any, Any]:
-    """Repeated group_values in one dictionary; a group's own values under its number."""
+    """Joins the pairs of a repeated option; values for one group are under the group's number."""
     defaults: dict[Any, Any] = {}
     for group_values in values:
         for key, value in group_values.items():
@@ -69,7 +72,7 @@ def merged(
 
 
 def in_file(path: str, parse: Callable[[str], Any]) -> Any:
-    """What `parse` makes of a file's text."""
+    """The result of `parse` for the text of a file, which may be a URL."""
     try:
         with local(path) as here, opened(here) if is_url(path) else open(here, "rb") as file:
             return parse(file.read().decode("utf-8-sig"))  # Windows begins with a mark
@@ -83,7 +86,7 @@ def in_file(path: str, parse: Callable[[str], Any]) -> Any:
 
 
 def config(path: str) -> dict[str, Any]:
-    """A JSON file with one object."""
+    """The object in a JSON file."""
     document = in_file(path, json.loads)
     if not isinstance(document, dict):
         raise click.BadParameter(f"{path} is not a JSON object")
@@ -91,18 +94,18 @@ def config(path: str) -> dict[str, Any]:
 
 
 def names_in(text: str) -> Any:
-    """A JSON list, or the lines of a text."""
+    """Parses a JSON list, or else the lines of a text."""
     return json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
 
 
 class Names(tuple[str, ...]):
-    """Names that stand in the file at `path`."""
+    """Names that were read from the file at `path`."""
 
     path: str
 
 
 def names(path: str) -> Names:
-    """A file of names, one per line, or a JSON list of them."""
+    """Reads a file of names: one per line, or a JSON list."""
     listed = in_file(path, names_in)
     if not listed or not all(isinstance(name, str) for name in listed):
         raise click.BadParameter(f"{path} is not a list of names, one per line or as JSON")
@@ -112,7 +115,7 @@ def names(path: str) -> Names:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """0,12,24: integers between commas."""
+    """Parses integers between commas: 0,12,24."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise click.BadParameter(f"{text!r} is not a list of integers such as 0,12,24")
@@ -120,7 +123,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def rule(text: str) -> tuple[str, str]:
-    """REGEX=REPL; the last `=` separates."""
+    """Parses REGEX=REPL, separated at the last `=`."""
     regex, equals, replacement = text.rpartition("=")
     if not equals:
         raise click.BadParameter(f"{text!r} is not of the form REGEX=REPL")
@@ -128,7 +131,7 @@ def rule(text: str) -> tuple[str, str]:
 
 
 def tie(text: str) -> tuple[str, str]:
-    """NAME=NAME: a tied weight's second name, and its name in the source."""
+    """Parses ALIAS=NAME: the second name of a tied weight, and its name in the source."""
     alias, _, owner = text.partition("=")
     if not alias or not owner:
         raise click.BadParameter(f"{text!r} is not of the form NAME=NAME")
@@ -136,7 +139,7 @@ def tie(text: str) -> tuple[str, str]:
 
 
 def part(text: str) -> Part:
-    """K/N: part K of N, counted from 1; `auto`: this process's part, as its launcher says."""
+    """Parses K/N: part K of N, counted from 1. `auto`: the rank of this process, plus 1."""
     from ..api import Part
 
     if text == "auto":
@@ -165,4 +168,4 @@ KINDS: dict[str, dict[str, Any]] = {
     "rules": {"type": rule, "multiple": True},
     "ties": {"type": tie, "multiple": True},
 }
-"""What click needs for each kind of a declared option."""
+"""The arguments of `click.option` for each kind of declared option."""

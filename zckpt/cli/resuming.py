@@ -54,14 +54,14 @@ OF_RUN = (options.DP, options.TP, options.PP, options.EP)
     type=click.Choice(["records", "files"]),
     default="records",
     show_default=True,
-    help="Read all bytes, and check those with checksums; or look only for missing files.",
+    help="Read all bytes and check checksums (records), or only look for missing files (files).",
 )
 @grouped(
     "Files",
     "--scratch",
     type=PATH,
     metavar="DIR",
-    help="Where to write for this size.  [default: RUN/.zckpt]",
+    help="The directory for resharded checkpoints.  [default: RUN/.zckpt]",
 )
 @grouped(
     "Files",
@@ -70,7 +70,7 @@ OF_RUN = (options.DP, options.TP, options.PP, options.EP)
     default=1,
     show_default=True,
     metavar="N",
-    help="How many others stay there. If jobs start at once, give their number.",
+    help="Older resharded checkpoints to keep. If N jobs start at the same time, give N.",
 )
 @resuming
 @replicas
@@ -90,12 +90,13 @@ def auto_resume(
     quiet: bool,
     **words: Any,
 ) -> None:
-    """Print the path from which a run goes on at another size, and nothing else.
+    """Print the path from which a run resumes, for any number of ranks.
 
-    RUN is the directory in which a training saves. Its newest whole checkpoint is taken. If the
-    engine does not load it at this size, it is first written for this size below RUN/.zckpt, once.
-    Nothing is printed if RUN has no checkpoint. All processes of a launch print the path. Without
-    --dp the size is that of the launch, or without a launcher the checkpoint's own.
+    RUN is the directory in which a training saves. auto-resume takes its newest complete
+    checkpoint. If the engine cannot load it on this number of ranks, auto-resume first writes a
+    resharded copy below RUN/.zckpt, once. The path is all that goes to stdout, and nothing if RUN
+    has no checkpoint. All processes of a launch print the path. The default of --dp comes from the
+    number of processes of the launch, or without a launcher from the checkpoint.
     """
     from ..api import Copying
     from ..processes.launcher import launched
@@ -134,17 +135,17 @@ def auto_resume(
     "Engine",
     "--for",
     "engine",
-    help="The format that the next run loads.  [default: the checkpoint's own]",
+    help="The format that the next run loads.  [default: the checkpoint's format]",
     **format_names(targets=True),
 )
-@grouped("Engine", "--ds-config", type=PATH, metavar="FILE", help="The next run's ds_config.")
+@grouped("Engine", "--ds-config", type=PATH, metavar="FILE", help="The ds_config of the next run.")
 @grouped(
     "Engine",
     "--like",
     type=PATH,
     metavar="RUN",
-    help="A checkpoint that the next program has saved: names, shapes and the members of each "
-    "optimizer group must be its own.",
+    help="A checkpoint that the next program has saved. Names, shapes and the members of each "
+    "optimizer group are compared with it.",
 )
 @form
 @common
@@ -158,13 +159,14 @@ def check(
     quiet: bool,
     **words: Any,
 ) -> int:
-    """Say whether an engine will load a checkpoint at a size, without reading a tensor.
+    """Tell whether an engine loads a checkpoint on N ranks, without reading a tensor.
 
-    PATH is a checkpoint, or a run, whose newest one is asked, or the one of --tag. If it does not
-    load as it is, the report says why. It names a command only if this cures every reason.
+    PATH is a checkpoint, or a run: then check looks at its newest checkpoint, or at the one of
+    --tag. If it does not load unchanged, the report lists the reasons. The report names a command
+    only if that command removes every reason.
 
-    Exit code 3: it does not load as it is, or its files are missing, damaged or of several saves.
-    Exit code 1: nothing could be said, such as of a path that holds no checkpoint.
+    Exit code 3: it does not load unchanged, or files are missing, damaged or from different saves.
+    Exit code 1: check could not tell, for example because PATH holds no checkpoint.
     """
     from ..resume.check import check as ask
     from ..resume.fitting import Asked
@@ -222,15 +224,15 @@ def list_run(
     quiet: bool,
     **words: Any,
 ) -> int:
-    """Show in which state each checkpoint of a run is, the oldest first.
+    """List the checkpoints of a run and their state, the oldest first.
 
-    A row says whether a checkpoint is whole and of one save by its metadata; the reasons are below
-    the table. They also say if a file changed within the last minute: the save may not have ended.
-    With a size, such as --dp 16, a row says whether the engine loads the checkpoint there. What is
-    wrong with one checkpoint does not keep the others away.
+    A row tells, from the metadata, whether the checkpoint is complete and from one save. The
+    reasons follow below the table, also if a file changed within the last minute: then the save may
+    not have ended. With a size, such as --dp 16, a row tells whether the engine loads the
+    checkpoint on that many ranks. A damaged checkpoint does not hide the others.
 
-    Exit code 3: a checkpoint is not whole or not of one save, or --intact found damage. Exit code
-    1: one could not be looked at.
+    Exit code 3: a checkpoint is incomplete or from different saves, or --intact found damage. Exit
+    code 1: a checkpoint could not be read.
     """
     from ..resume import listing
 

@@ -1,7 +1,7 @@
-"""How does a command end? Its exit code, and the error that is printed.
+"""Runs a command: its exit code, and the error that it prints.
 
-Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usage, 3 `verify`,
-`diff`, `report`, `probe-diff`, `check` or `list` looked and found something.
+Exit codes: 0 done or equal; 1 failed (there is no target); 2 wrong usage; 3 `verify`, `diff`,
+`report`, `probe-diff`, `check`, `list` or `mend --dry-run` found something.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from . import output, signals
 from .commands import cli
 from .failures import Failure, ended, failure_of, trace
 
-OBJECTS = 200_000  # new ones before Python looks for reference cycles
+OBJECTS = 200_000  # how many new objects start Python's search for reference cycles
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The console script: runs the command of `arguments`, or of the process, and exits.
+    """The console script: runs the command in `arguments` (default: sys.argv), and exits.
 
-    An error is printed as one sentence and a hint.
+    It prints an error as one sentence and a hint.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
-        # zckpt has threads of its own. Those of numpy's BLAS would wait for work in a loop.
+        # zckpt starts its own threads. The threads of numpy's BLAS would only wait in a busy loop.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # With 10,000 tensors it would take a third of the time to look for cycles, which are few.
+        # With 10,000 tensors, a third of the time would go into the search for cycles.
         gc.set_threshold(OBJECTS)
         signals.handle()
         output.set_up()
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         fail(words, Failure("Interrupted", ended("interrupted", "interrupted", hint), code))
     except Exception as error:
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
-            sys.exit(error.exit_code)  # another process prints it
+            sys.exit(error.exit_code)  # another process prints the error
         fail(words, failure_of(error))
     output.flush()
     sys.exit(code if isinstance(code, int) else 0)
@@ -67,11 +67,11 @@ OF_OTHERS = {
         for name in ("inspect", "verify", "diff", "stats")
     },
 }
-"""What to type instead of an option that another command has."""
+"""Hints for options that exist only in another command, by command and option."""
 
 
 def command(words: list[str]) -> Any:
-    """What the command returns; ends the process for words that it does not understand."""
+    """Runs the command in `words` and returns its result. Exits with code 2 at wrong usage."""
     try:
         return cli.main(words, prog_name="zckpt", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -84,7 +84,7 @@ def command(words: list[str]) -> Any:
         if isinstance(error, click.NoSuchOption) and error.ctx:
             flags = [flag for each in error.ctx.command.get_params(error.ctx) for flag in each.opts]
             like = OF_OTHERS.get((where, error.option_name)) or meant(error.option_name, flags)
-            message, hint = error.message, like or hint  # click asks too, for less likely ones
+            message, hint = error.message, like or hint  # click's text has worse guesses
         fail(words, Failure("UsageError", ended("usage-error", message, hint), 2))
     except click.Abort as error:
         cause = error.__cause__
@@ -92,7 +92,7 @@ def command(words: list[str]) -> Any:
 
 
 def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
-    """What an interrupted command has left, and how to continue it."""
+    """The hint after an interrupt: how to continue the command, or that nothing was written."""
     if not isinstance(cause, Interrupted):
         return "no target was written" if WRITING & {*words} else "nothing was changed"
     again = [word for word in words if word != "--resume"]
@@ -102,12 +102,12 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
 def fail(words: list[str], failure: Failure) -> NoReturn:
     """Prints the error, as JSON if --json was given, and exits with its code."""
     trace()
-    # of several processes one prints a document
+    # one process of several prints the document
     if "--json" in words and not ("--gather" in words and own_rank()):
         command = next((word for word in words if word in cli.commands), None)
         try:
             print(json.dumps(failure.document(command)), flush=True)
-        except OSError:  # a full disk: Python's own end would write it again, and fail
+        except OSError:  # a full disk: at its exit, Python would try to write it again and fail
             output.discard()
     else:
         failure.tell()

@@ -1,7 +1,7 @@
-"""What does a command say of several PATHs? A line for each, or one document of all reports.
+"""Commands with several PATHs: they print a line for each path, or one document of all reports.
 
-A path that fails has its error in the place of its report, and does not keep the others away. The
-exit code is the highest of all.
+If a path fails, its error takes the place of its report, and the command goes on. The exit code is
+the highest exit code of all paths.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .failures import failure_of, trace
 from .parameters import PATH
 
 PATHS = click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
-"""The argument of a command that looks at each of several checkpoints."""
+"""The argument of a command that accepts several checkpoints."""
 Look = Callable[[str], tuple[Report, int]]
-"""What gives the report of one path, and the exit code."""
+"""A function that returns the report of one path, and the exit code."""
 
 
 def look_at_each(
@@ -31,7 +31,7 @@ def look_at_each(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Prints the reports of all paths, and gives the exit code; `show` prints that of one."""
+    """Prints the reports of all paths and returns the exit code. `show` prints one report."""
     reports: list[Report] = []
     codes: list[int] = []
     for path in paths:
@@ -48,7 +48,7 @@ def look_at_each(
         else:
             if not as_json:
                 show(report, quiet)
-        if as_json:  # the others' memory is free again
+        if as_json:  # otherwise the report's memory can be freed
             reports.append(report)
         codes.append(code)
     if as_json:
@@ -57,7 +57,7 @@ def look_at_each(
 
 
 def look_for_a_job(command: str, paths: Sequence[str], look: Look, form: str, as_json: bool) -> int:
-    """Prints the findings of all paths as `form`, and gives the exit code, as `look_at_each`."""
+    """Prints the findings of all paths in the given form for CI, and returns the exit code."""
     if as_json:
         raise WrongOption(
             "options-conflict",
@@ -68,7 +68,7 @@ def look_for_a_job(command: str, paths: Sequence[str], look: Look, form: str, as
     codes: list[int] = []
     for path in paths:
         report, code = _looked(command, path, look)
-        reports += [report] if report else []  # rank 0 has the report of all
+        reports += [report] if report else []  # only rank 0 of a launch has a report
         codes.append(code)
     if reports:
         display.annotated(command, reports, form)
@@ -88,21 +88,22 @@ def _looked(command: str, path: str, look: Look) -> tuple[Report, int]:
 
 
 def refuse_for_several(paths: Sequence[str], flag: str, is_given: object, way: str = "") -> None:
-    """Raises WrongOption if an option for one path is given with several; `way` is a way out."""
+    """Raises WrongOption if an option for one path is given with several. `way` is the hint."""
     if is_given and len(paths) > 1:
         raise WrongOption(
             "options-conflict",
-            f"{flag} is for one PATH, and there are {len(paths)}",
+            f"{flag} works with one PATH only, but there are {len(paths)}",
             hint=way or f"leave out {flag}, or give the PATHs one by one",
         )
 
 
 def refuse_to_share(paths: Sequence[str], single: bool) -> None:
-    """Raises WrongOption if the processes of a launch would share several paths."""
+    """Raises WrongOption for several paths in a launch of several processes without --single."""
     launch = None if single or len(paths) == 1 else launched()
     if launch is not None and launch.size > 1:
         raise WrongOption(
             "options-conflict",
-            f"{launch.size} processes of a launch share one PATH, and there are {len(paths)}",
-            hint="add --single, for one process that works alone, or give the PATHs one by one",
+            f"the {launch.size} processes of a launch can share one PATH only, but there are "
+            f"{len(paths)}",
+            hint="add --single to use one process, or give the PATHs one by one",
         )

@@ -1,8 +1,8 @@
-"""What happens at Ctrl-C, SIGTERM and SIGHUP?
+"""Handles Ctrl-C, SIGTERM and SIGHUP.
 
-A signal ends the command, which removes what it wrote, or keeps it to be continued. From the last
-check before a target appears, signals are ignored until the process ends: nothing is left to stop,
-and a message that the run was interrupted would be wrong.
+A signal ends the command. The command removes what it wrote, or keeps it for --resume. Right before
+a target is renamed to its final name, the command begins to ignore signals until it exits: the work
+is done, and a message that the run was interrupted would be wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOMENT = 0.001  # seconds
 
 
 def handle() -> None:
-    """Lets signals end the command, except those that the shell ignores (nohup)."""
+    """Installs the handlers, except for signals that are ignored already (nohup)."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)
@@ -29,16 +29,16 @@ _timer_is_set = False
 
 
 def stop(number: int, _frame: object) -> NoReturn:
-    """Ends the command; ignores further signals while it cleans up."""
+    """The signal handler: raises KeyboardInterrupt, and ignores further signals meanwhile."""
     _ignore()
     raise KeyboardInterrupt(number)
 
 
 def _after_finalizer(ignored: sys.UnraisableHookArgs) -> None:
-    """Raises an interrupt again, a moment after a finalizer has swallowed it.
+    """Raises an interrupt again, 1 ms after a finalizer has swallowed it.
 
-    Python prints what a finalizer or a callback of a weak reference raises, and goes on. h5py has
-    such callbacks for everything that it opens.
+    If a finalizer or a weak reference's callback raises, Python prints the error and goes on. h5py
+    has such callbacks for every object that it opens.
     """
     error = ignored.exc_value
     if not isinstance(error, KeyboardInterrupt) or not error.args:
@@ -52,13 +52,13 @@ def _after_finalizer(ignored: sys.UnraisableHookArgs) -> None:
 
 
 def ignore() -> None:
-    """Ignores signals from now on, if they are this command's."""
+    """Ignores signals from now on, if this is the main thread and zckpt handles them."""
     if threading.current_thread() is threading.main_thread():
         _ignore()
 
 
 def _ignore() -> None:
-    """As `ignore`, in the main thread, where Python calls handlers: it may be importing now."""
+    """As `ignore`, without asking for the thread: Python calls handlers in the main thread."""
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)

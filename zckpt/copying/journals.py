@@ -197,7 +197,7 @@ def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
         if time.monotonic() > end:
             raise ProcessLost(
                 "shared-files-differ",
-                f"{path} has not what another process wrote there",
+                f"{path} does not contain what another process wrote there",
                 hint="all nodes must see the same files: check the mounts of both nodes; then "
                 "repeat the command with --resume",
             )

@@ -1,20 +1,20 @@
-"""A storage reader of torch.distributed.checkpoint over any checkpoint: load without converting.
+"""A storage reader for torch.distributed.checkpoint that loads any checkpoint without converting.
 
     reader = zckpt.dcp.StorageReader("deepspeed_run")
     torch.distributed.checkpoint.load({"model": ..., "optim": ...}, storage_reader=reader)
 
     reader.py     StorageReader, which torch's loading calls
     source.py     the keys that a checkpoint lists, and the meaning of a program's key
-    keys.py       the parts of a key: name of a weight, a state or a group, and the program's words
+    keys.py       splits a key into the name of a weight, state or group, and the program's words
     table.py      the metadata that torch's planners see
     target.py     fills the state dict: values and tensors
-    lacking.py    keys that cannot be filled, in one error
+    lacking.py    reports all keys that cannot be filled in one error
     groups.py     hyper-parameters, by parameter
-    regions.py    parts of tensors, from files into tensors
-    values.py     objects of known classes; no pickle of a checkpoint is run
+    regions.py    reads parts of tensors from files into tensors
+    values.py     makes objects of known classes; no pickle of a checkpoint is run
 
-It replaces torch's FileSystemReader and loads the same values, except for objects of a program's
-own classes.
+It replaces torch's FileSystemReader and loads the same values, except for objects of classes that a
+program defines.
 """
 
 from __future__ import annotations

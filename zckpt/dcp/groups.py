@@ -1,8 +1,8 @@
-"""Which hyper-parameters a program's groups get: by parameter, not by the number of a group.
+"""Finds the hyper-parameters for a program's groups, by parameter and not by the group's number.
 
-A program's groups may have another order than the source's, or be parts of them. So each group
-takes the value from the source's groups of its own parameters; these must have the same value. The
-members of the program's groups do not change.
+A program's groups may have another order than the source's, or be parts of them. So a group of the
+program gets its value from the source's groups that contain its parameters. These groups must have
+the same value. The members of the program's groups do not change.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .keys import KeyMeaning, KeyNames
 class Groups(Struct, frozen=True, eq=False, dict=True):
     """The source's hyper-parameters, for the groups of a state dict.
 
-    `state` is the flattened state dict; `keys` are its keys of hyper-parameters, with their
-    meanings. `members` are the names of the parameters in the optimizer's groups, if the optimizer
-    was given.
+    `state` is the flattened state dict. `keys` are its keys of hyper-parameters, with their
+    meanings. `members` are the names of the parameters in the groups of the program's optimizer, if
+    it was given.
     """
 
     names: KeyNames
@@ -36,7 +36,7 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
     _sources: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def values(self, meaning: KeyMeaning) -> list[Any]:
-        """The value of a hyper-parameter; an empty list if the source has none for this group.
+        """The value of a hyper-parameter, in a list; empty if the source has none for this group.
 
         Raises InconsistentCheckpoint if parameters of the group have different values.
         """
@@ -55,7 +55,7 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
-        """The source's groups, with their steps if its optimizer keeps them there."""
+        """The source's groups, with the step if the source's optimizer stores it in groups."""
         manifest = self.names.manifest
         groups, place = manifest.groups or (), steps.torch_place(manifest)
         if place.where != "group":
@@ -81,7 +81,7 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         )
 
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
-        """The source's groups of a group's parameters, with one parameter of each."""
+        """The numbers of the source's groups with a group's parameters, each with one parameter."""
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)
         if parameter is not None and parameter.group is not None:
@@ -97,11 +97,11 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         return self._sources[name_or_front]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
-        """Names of the parameters in the group of a parameter, or in the group with a number.
+        """Names of the parameters in the same group: of a parameter, or of a numbered group.
 
-        torch takes a flattened group's values from its first parameter. It may be frozen, and no
-        file states the group of a frozen parameter. If the optimizer is not given, all parameters
-        with the same values count as its group.
+        torch takes a flattened group's values from its first parameter. This one may be frozen, and
+        no file states the group of a frozen parameter. If the optimizer is not given, all
+        parameters with the same values count as one group.
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")

@@ -1,4 +1,4 @@
-"""What a key of a program's state dict means: a weight, a state or a hyper-parameter.
+"""Finds the meaning of a key in a program's state dict: a weight, a state or a hyper-parameter.
 
     model.fc1.weight                        a weight; the program chose the first words
     app.optim.state.fc1.weight.exp_avg      an optimizer's state for it
@@ -31,12 +31,12 @@ NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 
 
 class KeyMeaning(Struct, frozen=True):
-    """What a key means in the source.
+    """The meaning of a key in the source.
 
-    `kind` is weight, state, group or extra. `name` is the source's parameter, buffer or module's
-    extra state; it is empty for a whole group. `slot` is the key of a state or a hyper-parameter.
-    `front` is the part before the parameter's name or, for a group, the beginning of its keys.
-    `rule` turned the name into the source's name.
+    `kind` is weight, state, group or extra. `name` is the source's name of a parameter, a buffer or
+    a module's extra state; it is "" for a numbered group. `slot` is the key of a state or a
+    hyper-parameter. `front` is the part before the parameter's name or, for a group, the beginning
+    of the group's keys. `rule` turned the program's name into the source's name.
     """
 
     kind: str
@@ -50,8 +50,8 @@ class KeyNames(Struct, eq=False, dict=True):
     """Looks up keys among a source's names.
 
     `numbers` are the names of the target's parameters by number, if its optimizer was given.
-    `words` are the first words of the source's own keys: a key that begins with one of them has the
-    source's roots too. `weights` are the source's own keys of weights, with the name of each.
+    `words` are the first words of the keys that the source stores. A key that begins with one of
+    them must also have the source's root. `weights` maps stored keys of weights to names.
     """
 
     manifest: Manifest
@@ -77,7 +77,7 @@ class KeyNames(Struct, eq=False, dict=True):
         self._names = by_plain_name([*names_of(manifest), *self.extra])
         self._leading = leading(self._names)
         self._owners = manifest.owners
-        self._rules: dict[PrefixRule, None] = {}  # of the weights that were looked up before
+        self._rules: dict[PrefixRule, None] = {}  # rules that found earlier weights
         self._parameters: dict[str, tuple[str, PrefixRule] | None] = {}
         self._meanings: dict[str, KeyMeaning | None] = {}
 
@@ -87,7 +87,7 @@ class KeyNames(Struct, eq=False, dict=True):
         return self._meanings[key]
 
     def _optimizer_s(self, key: str) -> KeyMeaning | None:
-        """A state or a hyper-parameter: tried first, as a module's buffer may be named `step`."""
+        """The meaning as a state or hyper-parameter. Tried first: a buffer may be named `step`."""
         if key in self.weights:
             return None
         has_prefix = key.partition(".")[0] in self.words
@@ -105,12 +105,12 @@ class KeyNames(Struct, eq=False, dict=True):
         return None
 
     def _module_s(self, key: str) -> KeyMeaning | None:
-        """A weight, a buffer or an extra state."""
+        """The meaning as a weight, a buffer or an extra state."""
         _, own_rule = self.rules["weight"]
         if key in self.weights:
             return KeyMeaning("weight", self.weights[key], "", "", own_rule)
         word = plain(key)
-        if key.partition(".")[0] in self.words:  # only wrappers' words may differ
+        if key.partition(".")[0] in self.words:  # only the words of wrappers may differ
             drops = leading([word.removeprefix(self.model)])
             pairs = product(drops, self._leading)
             rules: Iterable[PrefixRule] = (
@@ -128,20 +128,20 @@ class KeyNames(Struct, eq=False, dict=True):
         return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
 
     def parameter(self, name: str | int) -> tuple[str, PrefixRule] | None:
-        """The source's name of an optimizer's parameter, and the rule that leads to it."""
+        """The source's name of an optimizer's parameter, and the rule that found it."""
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
             number = int(name)
             if number >= len(self.numbers):
                 return None
             name = self.numbers[number]
-        if name not in self._parameters:  # each is asked for a dozen hyper-parameters
+        if name not in self._parameters:  # looked up for a dozen hyper-parameters each
             word = plain(name)
             rules = product(leading([word]), self._leading)
             self._parameters[name] = self._lookup(word, (PrefixRule(*rule) for rule in rules))
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[PrefixRule]) -> tuple[str, PrefixRule] | None:
-        """The source's name by the first rule that fits; for a tied weight the owner's name."""
+        """The source's name by the first rule that fits; for a tied weight, the owner's name."""
         for rule in rules:
             changed = rule.apply(name)
             source = None if changed is None else self._names.get(changed)
@@ -162,7 +162,7 @@ class KeyNames(Struct, eq=False, dict=True):
         return [entry for entry in entries if entry is not None]
 
     def unused(self, meanings: Iterable[KeyMeaning]) -> list[str]:
-        """Names of the source that no key means."""
+        """Names of the source to which no key refers."""
         used = {meaning.name for meaning in meanings}
         names = (*self.manifest.parameters, *self.manifest.buffers)
         return [name for name in names if name not in used]

@@ -1,4 +1,4 @@
-"""Which keys of a state dict a checkpoint cannot fill, and the one error that names them all."""
+"""Finds the keys of a state dict that a checkpoint cannot fill, and reports them in one error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PARTIAL = (
 
 
 class Lookup(Struct, eq=False, dict=True):
-    """What the keys of a load mean; `missing` and `not_loaded` grow during the look-up.
+    """The meanings of the keys of a load; `missing` and `not_loaded` grow during the look-up.
 
-    The checkpoint does not have the keys in `missing`. zckpt cannot restore those in `not_loaded`,
-    and the error says why.
+    The checkpoint does not have the keys in `missing`. zckpt cannot restore the keys in
+    `not_loaded`, for the reason in the error.
     """
 
     source: Source
@@ -42,11 +42,11 @@ class Lookup(Struct, eq=False, dict=True):
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """Requires one rule for the names of all weights, and one for those of all states.
+        """Requires one rule for the names of all weights, and one for the names of all states.
 
         With several rules, a copy of the weights beside the model (an average) would get the
-        model's values. If the program asks for the source's own keys unchanged, keys that need
-        another rule are missing.
+        model's values. If the program asks for stored keys of the source unchanged, keys that need
+        another rule count as missing. Otherwise raises MissingData.
         """
         names = self.source.names if self.by_name else None
         if names is None:
@@ -69,7 +69,7 @@ class Lookup(Struct, eq=False, dict=True):
                 )
 
     def _asks_for_stored(self, front: str) -> bool:
-        """Whether the program asks for stored keys of torch's own that begin with `front`."""
+        """Whether the program asks for stored keys of a DCP directory that begin with `front`."""
         return self.source.stored is not None and any(
             key.startswith(front)
             for key, meaning in self.meanings.items()
@@ -77,7 +77,10 @@ class Lookup(Struct, eq=False, dict=True):
         )
 
     def report(self, is_partial: bool) -> None:
-        """Raises MissingData; a partial load warns about keys that exist but cannot be loaded."""
+        """Raises MissingData if keys cannot be filled.
+
+        A partial load only warns about keys that exist but cannot be loaded.
+        """
         path = self.source.path
         reasons = [f"zckpt does not load {key}: {why}" for key, why in self.not_loaded.items()]
         if is_partial:
@@ -98,7 +101,7 @@ class Lookup(Struct, eq=False, dict=True):
             raise MissingData("program-does-not-fit", f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
-        """Sentences about the missing keys, and what the user may have meant."""
+        """Sentences about the missing keys, and about unused keys of the checkpoint."""
         source = self.source
         numbered = [key for key in keys if NUMBERED.search(key)]
         if numbered and not source.numbers and not any(map(NUMBERED.search, source.listing.items)):

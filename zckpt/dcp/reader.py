@@ -26,17 +26,18 @@ from .values import NotLoaded, rebuilt
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are those of
-    `zckpt.read`. `rename` are pairs (regex, replacement) as in `--rename`, `replicas` and
-    `accept_weights` those of `zckpt.load`. What `convert` refuses is refused before a tensor is
-    loaded: the coordinator of a load asks, once for all ranks. A state dict from
-    `optimizer.state_dict()` has numbers for parameters and needs `model` and `optimizer`; these
-    also state the groups of frozen parameters.
+    `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are as for
+    `zckpt.read`, `replicas` and `accept_weights` as for `zckpt.load`. `rename` are pairs (regex,
+    replacement) as in `--rename`. A checkpoint that `convert` refuses is refused before a tensor is
+    loaded; the coordinator of a load checks that for all ranks. A state dict from
+    `optimizer.state_dict()` numbers the parameters and needs `model` and `optimizer`; these also
+    state the groups of frozen parameters.
 
-    If the source has a key of the state dict, its value is loaded unchanged. Other keys are looked
-    up by name. A float32 weight gets the fp32 master, if there is one; other weights get the
-    module's value, or the master, rounded. Hyper-parameters go by parameter, not by the number of a
-    group. Those that the source lacks, and the members of groups, stay as in the target.
+    If the source has a key of the state dict, the value is loaded unchanged. Other keys are looked
+    up by name. A float32 weight gets the fp32 master, if there is one. Other weights get the
+    module's value, or the rounded master. Hyper-parameters are matched by parameter, not by the
+    number of a group. Hyper-parameters that the source lacks, and the members of groups, stay as in
+    the target.
 
     Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
     CheckpointException) for keys that the source lacks, and for objects whose pickles zckpt would
@@ -103,13 +104,13 @@ class StorageReader(storage.StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new load, from another path if one is given."""
+        """Begins a new load, from another path if `checkpoint_id` is given."""
         self.load_id = str(uuid.uuid4())
         if checkpoint_id and str(checkpoint_id) != str(self.path):
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Lists the source's keys: those of all ranks, for every rank."""
+        """Lists the source's keys. Every rank gets the keys of all ranks."""
         if not self._source.is_current:
             self._open(self.path)
         stored = self._source.stored
@@ -139,7 +140,7 @@ class StorageReader(storage.StorageReader):
         self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Called before torch's planner makes its plan."""
-        self._is_checked |= not is_coordinator  # that one asks for all, before any rank reads
+        self._is_checked |= not is_coordinator  # the coordinator checks for all ranks
         table = metadata.state_dict_metadata
         self._table = table if isinstance(table, KeyTable) else None
         if self._table is not None:
@@ -151,7 +152,7 @@ class StorageReader(storage.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
-        """Called on the coordinator alone; an error ends the load of all ranks."""
+        """Called on the coordinator only; an error ends the load on all ranks."""
         self._check(plans)
         return plans
 
@@ -162,7 +163,7 @@ class StorageReader(storage.StorageReader):
             self._is_checked = True
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
-        """Fills the values of this process; changes nothing if a value is missing."""
+        """Fills the values that this process loads; changes nothing if one is missing."""
         self._check([plan])
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()
@@ -177,7 +178,7 @@ def _no_tensor(_: Any) -> torch.Tensor:
 def _groups(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> list[list[str]]:
-    """Names of the parameters in an optimizer's groups; its state dict numbers them in order."""
+    """Names of the parameters in an optimizer's groups, in the order in which it numbers them."""
     if (model is None) != (optimizer is None):
         raise WrongOption(
             "option-needed",

@@ -1,8 +1,9 @@
 """Reads parts of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
 
-Each process reads only its own regions, in the order of the files, through one small buffer and on
-one thread: all ranks read at once. torch's `copy_` moves, casts and rounds. The CRC-32 of a record
-is checked if one process reads the whole record: files state no checksums for parts.
+A process reads only the regions that it loads, in the order of the files, through one small buffer
+and on one thread, since all ranks read simultaneously. torch's `copy_` moves, casts and rounds. The
+CRC-32 of a record is checked if one process reads the complete record, because files have no
+checksums for parts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..core.storage.fileio import Buffer, align
 from ..core.storage.fragments import Record, row_major
 from ..core.storage.records import RecordChecker
 
-BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
+BLOCK = 16 << 20  # bytes: the buffer that is read, and then copied into the tensors
 
 
 class BoxRegion(Struct, frozen=True, eq=False):
@@ -73,7 +74,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
             yield from BoxRegion(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
 
     def position(self) -> tuple[str, int]:
-        """File and offset of the first element."""
+        """The file and the byte offset of the first element."""
         start, stop = next(self.runs())
         for fragment in self.entry.fragments.overlapping(start, stop):
             size = SIZES[self.entry.dtype]
@@ -82,7 +83,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
         return "", 0
 
     def wanted(self, at: int) -> Iterator[ReadRequest]:
-        """Its runs, to be placed consecutively from byte `at` of a buffer."""
+        """Requests for the region's runs, to be placed consecutively from byte `at` of a buffer."""
         size = SIZES[self.entry.dtype]
         whole = self.inner <= 1  # many small runs: a record's checksum is not worth its pieces
         for start, stop in self.runs():
@@ -93,7 +94,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
 def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
     """Reads all regions, many small ones together; raises CorruptCheckpoint for damaged records.
 
-    Memory that has two names (a tied weight) is filled once.
+    Memory with two names (a tied weight) is filled once.
     """
     seen = set()
     parts: list[BoxRegion] = []
@@ -117,5 +118,5 @@ def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
 
 
 def _room(region: BoxRegion) -> int:
-    """Bytes of the buffer, so that the next region begins at a multiple of any element's size."""
+    """The bytes of a region in the buffer, rounded up so that the next region is aligned."""
     return align(region.numel * SIZES[region.entry.dtype], 8)

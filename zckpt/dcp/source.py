@@ -1,8 +1,8 @@
-"""Which keys a checkpoint lists for torch's planners, and what each key means.
+"""Lists the keys of a checkpoint for torch's planners, and finds the meaning of each key.
 
-A directory of torch.distributed.checkpoint lists the keys that a program saved, with their values
-unchanged. Any other checkpoint lists the keys that `zckpt convert --to dcp` would write. A
-directory of torch's own does the same under `rename` and `step_policy`, which change its content.
+A directory of torch.distributed.checkpoint (DCP) lists the keys that a program saved, with their
+values unchanged. Any other checkpoint lists the keys that `zckpt convert --to dcp` would write. So
+does a DCP directory with `rename` or `step_policy`, because these change the content.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
 
 CONTRADICTIONS = (CorruptCheckpoint, InconsistentCheckpoint)
-"""What files say against each other. What is missing counts where it is asked for."""
+"""Errors of files that contradict each other. Missing parts matter only if they are requested."""
 
 Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
 class Listing(Struct):
-    """Keys in the order of a program's save, with the item and the path of each.
+    """The listed keys in the order of a program's save, with the item and the path of each.
 
-    `weights` has the manifest's name for every key of a weight. `assumed` says which
-    hyper-parameters are defaults that the source does not have.
+    `weights` has the manifest's name for every key of a weight. `assumed` are warnings of
+    hyper-parameters that are defaults, because the source does not have them.
     """
 
     items: dict[str, StoredTensor | StoredValue]
@@ -73,10 +73,10 @@ class Listing(Struct):
 
 
 class Source(Struct, eq=False, dict=True):
-    """One checkpoint; `groups` are names of the parameters in the groups of a program's optimizer.
+    """The checkpoint to load; `groups` are the names in the groups of a program's optimizer.
 
-    `stored` has the items of a directory of torch's own that is loaded unchanged, else None. Raises
-    a ZckptError if the path holds no checkpoint.
+    `stored` has the items of a DCP directory that is loaded unchanged, else None. Raises a
+    ZckptError if the path holds no checkpoint.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Source(Struct, eq=False, dict=True):
 
     @property
     def _format(self) -> str | None:
-        """The requested format; `dcp` if the path has a `.metadata`, even beside other files."""
+        """The requested format. The default is `dcp` if the path has a `.metadata`, else None."""
         file = os.path.join(self.path, self.reading.tag or "", METADATA)
         return self.reading.format or ("dcp" if sources.is_file(file) else None)
 
@@ -124,10 +124,10 @@ class Source(Struct, eq=False, dict=True):
         return read(self.path, replace(self.reading, format=self._format))
 
     def check(self, accept_weights: bool, keys: Collection[str]) -> None:
-        """What `convert` asks before it writes; raises as `zckpt.load`.
+        """Makes the checks of `convert` before a load; raises the errors of `zckpt.load`.
 
-        The stored items of torch's own directories are asked too, if zckpt can read a model or an
-        optimizer among them. `keys` are those that are to be loaded.
+        The stored items of a DCP directory are checked if zckpt can read a model or an optimizer
+        among them. `keys` are the keys to load.
         """
         try:
             manifest = self._readable
@@ -145,7 +145,7 @@ class Source(Struct, eq=False, dict=True):
 
     @property
     def _readable(self) -> Manifest:
-        """The manifest, also of an optimizer whose parameters have no names."""
+        """The manifest, also if the parameters of the optimizer have no names."""
         try:
             return self.manifest
         except MissingData:
@@ -157,7 +157,7 @@ class Source(Struct, eq=False, dict=True):
         return read(self.path, replace(self.reading, format=self._format, weights_only=True))
 
     def _has_optimizers(self, keys: Collection[str]) -> bool:
-        """Whether keys of a directory of torch's own are in the state of its optimizer."""
+        """Whether any of these keys of a DCP directory belongs to its optimizer."""
         place = keys_of(self._weights.run.engine).optimizer
         if self.stored is None or place is None:
             return True
@@ -172,7 +172,7 @@ class Source(Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> KeyNames | None:
-        """Looks up keys by name; None if a directory of torch's own does not contain a model."""
+        """Looks up keys by name; None if a DCP directory does not contain a model."""
         if self.stored is None:
             return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
         words = {key.partition(".")[0] for key in self.stored.items}
@@ -183,7 +183,7 @@ class Source(Struct, eq=False, dict=True):
             return None
 
     def meaning(self, key: str) -> Meaning | None:
-        """What is loaded under a key: the stored item, or the meaning of its name."""
+        """The stored item for a key, or the meaning of its name; None if there is neither."""
         item = self.listing.items.get(key)
         if item is not None and self._is_own(key, item):
             return item
@@ -191,7 +191,7 @@ class Source(Struct, eq=False, dict=True):
         return by_name or item
 
     def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
-        """Whether the stored item is used, without a look-up by name."""
+        """Whether the stored item is loaded without a look-up by name."""
         if self.stored is not None:
             return not (self.numbers and NUMBERED.search(key))
         if isinstance(item, StoredTensor):
@@ -200,7 +200,7 @@ class Source(Struct, eq=False, dict=True):
 
 
 def listing_of(manifest: Manifest) -> Listing:
-    """What `zckpt convert --to dcp` would write."""
+    """The keys and items that `zckpt convert --to dcp` would write."""
     listing = Listing({}, {})
     try:
         dicts = StateDicts(manifest, Options(), None)

@@ -1,4 +1,4 @@
-"""The metadata that torch's planners see: the keys that a source lists, and answers for others.
+"""The metadata for torch's planners: the keys that a source lists, and keys found by name.
 
     in, [key]     before a load: listed keys, and keys that a look-up by name would find
                   during a load: every key, so that one error names all missing ones
@@ -30,7 +30,7 @@ STEP = re.compile(r"(?:^|\.)state\..+\.step$")
 
 
 class KeyTable(dict[str, Any]):
-    """`state_dict_metadata` of one load; `is_loading` is true while its planner makes a plan."""
+    """The `state_dict_metadata` of a load; `is_loading` is true while the planner makes a plan."""
 
     def __init__(self, source: Source) -> None:
         super().__init__((key, metadata_of(item)) for key, item in source.listing.items.items())
@@ -70,9 +70,9 @@ class KeyTable(dict[str, Any]):
         """The listed keys; during a load, only those that torch before 2.4 would have saved.
 
         If a program does not ask for every listed key, DefaultLoadPlanner concludes that torch 2.3
-        wrote the checkpoint: torch 2.3 did not enter dictionaries without tensors. The conclusion
-        is wrong if a rank has no part of some of FSDP1's weights (torch 2.13). So during a load the
-        planner sees only such dictionaries.
+        wrote the checkpoint, since torch 2.3 did not flatten dictionaries without tensors. The
+        conclusion is wrong if a rank has no part of some of FSDP1's weights (torch 2.13). So during
+        a load the planner sees only keys whose values are such dictionaries.
         """
         if not self.is_loading:
             return super().keys()
@@ -110,7 +110,7 @@ def metadata_of(item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
 def tensor_metadata(
     dtype: str, shape: tuple[int, ...], stored: StoredTensor | None = None
 ) -> metadata.TensorStorageMetadata:
-    """A tensor in its stored boxes, else in one box, which a manifest reads from any pieces."""
+    """The metadata of a tensor: its stored boxes, or else one box for the complete tensor."""
     size, kind = torch.Size(shape), getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedCheckpoint(

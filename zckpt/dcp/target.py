@@ -1,7 +1,7 @@
-"""Fills the state dict of a load, as far as one process has it.
+"""Fills the part of a state dict that one process loads.
 
-All keys are looked up first, so that one error names every missing key and nothing changes. Then
-values are set and tensors are read.
+All keys are looked up first. If keys are missing, one error names them all, and nothing has
+changed. Then values are set and tensors are read.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ GROUP = re.compile(r"((?:^|.*?\.)param_groups\.\d+\.)[^.]+")
 
 
 class LoadTarget:
-    """The items that one process fills: those of its plan, in the state dict of its planner."""
+    """The items that one process fills: the items of its plan, in the planner's state dict."""
 
     def __init__(
         self, source: Source, filler: planner.LoadPlanner, items: Sequence[planner.ReadItem]
     ) -> None:
         self.source = source
         self.planner = filler
-        # planners other than torch's own may lack it; then the target's values are unknown
+        # a planner that is not torch's may lack `state_dict`; then the target's values are unknown
         self.state: Mapping[str, Any] = getattr(filler, "state_dict", {})
         self.values = [item for item in items if item.type == BYTES]
         self.tensors = [item for item in items if item.type != BYTES]
@@ -59,7 +59,7 @@ class LoadTarget:
         self._regrouped: dict[str, bool] = {}
 
     def fill(self) -> None:
-        """Raises a ZckptError; MissingData if the checkpoint lacks a key."""
+        """Fills the items. Raises MissingData if the checkpoint lacks a key, or a ZckptError."""
         values = [(item, value) for item in self.values for value in self._values(item)]
         self._refuse_gaps()
         entries = [(item, entry) for item in self.tensors for entry in self._entries(item)]
@@ -83,7 +83,7 @@ class LoadTarget:
     # -- values that are not tensors in the source
 
     def _values(self, item: planner.ReadItem) -> list[Any]:
-        """The value of a key; an empty list if it stays unchanged or cannot be loaded."""
+        """The value of a key, in a list; empty if it stays unchanged or cannot be loaded."""
         key = item.storage_index.fqn
         if key in self.lookup.missing:
             return []
@@ -94,7 +94,7 @@ class LoadTarget:
         return []
 
     def _looked_up(self, key: str, name: str) -> list[Any]:
-        """The value of a key; `name` is the key in the state dict."""
+        """The value of a key, in a list; `name` is the key in the state dict."""
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
             number = self._box(key, meaning, ())
@@ -125,7 +125,7 @@ class LoadTarget:
         return as_torch(manifest.entries[name.name, "state"], manifest.files.records)
 
     def _number(self, meaning: KeyMeaning) -> Scalar | None:
-        """A 0-d state."""
+        """The number of a 0-dimensional state, or None."""
         manifest = self.source.manifest
         parameter = manifest.parameters[meaning.name]
         if meaning.slot == "step":
@@ -144,7 +144,7 @@ class LoadTarget:
         return Groups(names, self.source.groups, self.state, keys)
 
     def _is_regrouped(self, key: str) -> bool:
-        """Whether a group of the target has other parameters than the source's of this number."""
+        """Whether the target's group has other parameters than the source's group of its number."""
         match = GROUP.fullmatch(key)
         if match is None:
             return False
@@ -165,7 +165,7 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """The value by parameter; the listed value if the target has none."""
+        """The value of a hyper-parameter by parameter; the listed value if the target has none."""
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
         meaning = groups.names.meaning(key)
@@ -185,7 +185,7 @@ class LoadTarget:
         return []
 
     def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
-        """Whether the target has only a mark for a hyper-parameter: torch knows three."""
+        """Whether the target has only one of torch's three placeholders for a hyper-parameter."""
         if not meaning.name:
             members = self.state.get(f"{meaning.front}params")
             return not isinstance(members, (list, tuple))
@@ -329,7 +329,7 @@ def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
-    """The entry that supplies a tensor; wide weights of a program are what is trained."""
+    """The entry that supplies a tensor: for weights in fp32 or fp64, the master if there is one."""
     slots = {entry.slot: entry for entry in entries}
     if not WEIGHTS & slots.keys():
         return entries[0]

@@ -1,10 +1,10 @@
-"""Turns inert values of a program's state into objects of Python, torch and numpy.
+"""Turns inert records of a program's state into objects of Python, torch and numpy.
 
 A checkpoint's pickles are never run. They are read as plain data, in which objects are inert
 records (see inert.py). This module turns records into objects, but only of the classes in the
-tables below: zckpt calls each class itself, with plain arguments.
+tables below: zckpt calls these classes itself, with plain arguments.
 
-If a pickle refers to one value twice, the result is one object too.
+If a pickle refers to one value twice, the result has one object for both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..files.torchfile import Tensor
 
 
 class NotLoaded(Exception):
-    """Why a value cannot be restored, as the end of a sentence: `it is an object of ...`."""
+    """A value cannot be restored. The message is a clause: `it is an object of ...`."""
 
 
 def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """The value with objects instead of records; `tensor` loads the tensors in it.
+    """The value, with objects in place of inert records; `tensor` loads the tensors in it.
 
     Raises NotLoaded for an object of a class that is not in the tables.
     """
@@ -49,7 +49,7 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding(Struct, eq=False):
-    """The work on one value; `done` has the result for each part, by the part's identity."""
+    """The conversion of one value; `done` maps the id of each part to its result."""
 
     whole: Any
     tensor: Callable[[Any], torch.Tensor]
@@ -84,7 +84,7 @@ class _Rebuilding(Struct, eq=False):
         return result
 
     def named(self, value: Global) -> Any:
-        """A class or constant that is itself a value, such as a dtype."""
+        """A class or constant that is used as a value, such as a dtype."""
         module, _, name = value.name.rpartition(".")
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
@@ -150,7 +150,7 @@ def _path(self: _Rebuilding, value: Foreign) -> pathlib.PurePath:
 
 
 def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
-    """The extra state of TransformerEngine's modules."""
+    """A BytesIO, which TransformerEngine's modules have as extra state."""
     data, position, _ = value.state
     result = io.BytesIO(data)
     result.seek(position)
@@ -161,7 +161,7 @@ def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
 
 
 def _dtype(self: _Rebuilding, value: Any) -> numpy.dtype[Any]:
-    """`dtype("f4", False, True)` with a state that holds its byte order, and units of times."""
+    """A numpy type from `dtype("f4", False, True)`, and a state with byte order and time unit."""
     if not isinstance(value, Foreign) or value.name != "numpy.dtype":
         raise NotLoaded("it holds an array of numpy without a type")
     result = numpy.dtype(value.arguments[0])
@@ -177,7 +177,7 @@ def _dtype(self: _Rebuilding, value: Any) -> numpy.dtype[Any]:
 
 
 def _array(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
-    """`_reconstruct(ndarray, (0,), b"b")` with the state (version, shape, dtype, order, data)."""
+    """An array: `_reconstruct(ndarray, (0,), b"b")` and (version, shape, dtype, order, data)."""
     cls, *_ = value.arguments
     if cls != Global("numpy.ndarray"):
         raise NotLoaded(self.about(getattr(cls, "name", str(cls)), "an object of"))
@@ -186,7 +186,7 @@ def _array(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
 
 
 def _buffer(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
-    """`_frombuffer(data, dtype, shape, order)`, from pickles of protocol 5."""
+    """An array from `_frombuffer(data, dtype, shape, order)`, in pickles of protocol 5."""
     data, dtype, shape, order = value.arguments
     return _numbers(data, _dtype(self, dtype), shape, order)
 
@@ -209,7 +209,7 @@ _PLAIN: tuple[type, ...] = (
     *(collections.defaultdict, collections.Counter, collections.deque),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
 )
-"""Classes that are called with the arguments that the pickle has."""
+"""Classes that are called with the arguments in the pickle."""
 _NUMPY: dict[str, Callable[[_Rebuilding, Foreign], Any]] = {
     "multiarray._reconstruct": _array,
     "multiarray.scalar": _numpy_scalar,

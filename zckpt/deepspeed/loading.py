@@ -126,8 +126,8 @@ def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
         if words.get(name) not in (None, size):
             raise WrongOption(
                 "options-conflict",
-                f"{name}={words[name]!r} is asked for, and this engine has {name} {size}",
-                hint=f"leave {name} out: it is the engine's",
+                f"{name}={words[name]!r} does not match this engine, which has {name} {size}",
+                hint=f"leave {name} out: the engine's is used",
             )
     return {"config": _plain(engine.config), **words, **wanted}
 

@@ -1,16 +1,16 @@
-"""How results look: tables, progress bars and JSON. The only room that knows rich.
+"""Prints results: tables, progress bars and JSON. Only this room imports rich.
 
-Data go to stdout, everything else to stderr. On a terminal rich draws tables and bars. Without one,
-tables are plain columns that grep and awk can read, and there are no bars.
+Data go to stdout, everything else to stderr. On a terminal, rich draws tables and bars. In a pipe
+or a file, tables are plain columns that grep and awk can read, and there are no bars.
 
-    annotations.py  findings in continuous integration
+    annotations.py  findings for continuous integration
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
     findings.py     what verify, diff, stats, probe-diff, check and report found
-    listing.py      in which state the checkpoints of a run are
+    listing.py      the state of the checkpoints of a run
     mending.py      what `mend` can restore
-    picture.py      how two runs of a program differ, and layers, drawn
+    picture.py      drawings: the differences of two recorded runs, and the layers of a model
     tables.py       tables that fit on a terminal
-    terminal.py     bars, colours, JSON and files, for all
+    terminal.py     progress bars, colours, JSON and files
 """
 
 from .annotations import annotated as annotated

@@ -1,7 +1,8 @@
-"""How do findings look in continuous integration? GitHub's annotations, and JUnit's XML.
+"""Prints findings for continuous integration, as GitHub annotations or JUnit XML.
 
-A checkpoint is a test case: one that fails has findings, and one with an error could not be looked
-at. What GitHub shows of a step is few, so that most findings of one checkpoint become one sentence.
+A checkpoint is a test case. A failed case has findings; a case with an error could not be read.
+GitHub shows ten annotations of a step, so that only the first findings of a checkpoint are printed,
+and then how many follow.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from ..errors import counted, safe
 from .findings import findings_of
 
 Report = Mapping[str, Any]
-MOST = 8  # annotations of one checkpoint: GitHub shows ten of a step
+MOST = 8  # annotations per checkpoint: GitHub shows ten per step
 XML_1_0 = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "\ufffe": "?", "\uffff": "?"}
 )
-"""Without `xml.sax`, whose import takes 5 MB and a third of the start: it imports urllib."""
+"""The replacements for XML. `xml.sax` would import urllib: 5 MB and a third of the start time."""
 
 
 class Finding(Struct, frozen=True):
-    """One sentence, with its code and the file, where one is meant."""
+    """One sentence, with its code, and the file that it is about, if any."""
 
     code: str
     text: str
@@ -31,7 +32,7 @@ class Finding(Struct, frozen=True):
 
 
 class Case(Struct, frozen=True):
-    """A checkpoint: what is wrong with it, whether it could be looked at, and warnings."""
+    """A checkpoint with its findings and warnings. `is_error`: it could not be read."""
 
     name: str
     findings: list[Finding]
@@ -94,7 +95,7 @@ def _finding(line: Report) -> Finding:
 
 
 def _github(command: str, cases: Sequence[Case]) -> Iterator[str]:
-    """A workflow command for each finding, and a line for what is sound."""
+    """A workflow command for each finding, and a line for each checkpoint without findings."""
     for case in cases:
         for level, lines in (("error", case.findings), ("warning", case.warnings)):
             for line in lines[:MOST]:

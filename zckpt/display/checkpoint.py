@@ -1,4 +1,4 @@
-"""How a checkpoint is printed: what it contains (`inspect`), and what a conversion wrote."""
+"""Prints what a checkpoint contains (`inspect`), and what a conversion wrote."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .tables import GAP, cell, facts, table
 from .terminal import brief, checked, spoken, states, unchecked, warn, warned
 
 BAR, SHORT_BAR, WHERE = 48, 23, 24  # characters
-MOST_NAMES = 10  # of files in the report of --dry-run
+MOST_NAMES = 10  # file names that --dry-run prints
 RUN_CODE = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py")
-"""Ends of names of files that may run code when a program loads them: pickles, and Python."""
+"""Extensions of files that may run code when a program loads them: pickles, and Python."""
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
-    """The first page of `inspect`."""
+    """Prints the report of `inspect`."""
     stage, tp = report.get("zero_stage"), report.get("tp")
     program, version = PROGRAMS.get(report["written_by"]), report.get("version")
     roots = (report.get("roots") or {}).items()
@@ -71,12 +71,12 @@ def summary(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _unopened(count: int | None) -> str:
-    """How many items of torch.distributed.checkpoint were not opened."""
+    """How many items of a `.distcp` file were not opened; "" for none."""
     return f"{count:,}: their form is known from others; `zckpt verify` opens all" if count else ""
 
 
 def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """The summary of one of several paths."""
+    """Prints the report of `inspect` for one of several paths."""
     names = {"zero_stage": "ZeRO stage", **{axis: axis for axis in ("dp", "sp", "tp", "pp", "ep")}}
     sizes = [f"{word} {report[name]}" for name, word in names.items() if report.get(name)]
     step = [] if report["step"] is None else [f"step {cell(report['step'])}"]
@@ -87,7 +87,7 @@ def summary_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _unnamed(report: dict[str, Any]) -> str | None:
-    """What an optimizer is called that no file names; None without states."""
+    """The text for an optimizer that no file names; None if there are no optimizer states."""
     states = report["slots"].keys() - {"param", "master", "state"}
     if {"exp_avg", "exp_avg_sq"} <= states:
         return "Adam-like (not named)"
@@ -95,7 +95,7 @@ def _unnamed(report: dict[str, Any]) -> str | None:
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:
-    """How many layers have how many experts, and over how many ranks."""
+    """The numbers of layers with experts, of experts, and of expert-parallel ranks."""
     kinds = Counter((layer["experts"], layer["ep"]) for layer in layers)
     return ", ".join(
         f"{counted(count, 'layer')} of {experts}, expert-parallel size {ep}"
@@ -108,16 +108,16 @@ PROGRAMS = {
     "dcp": "torch.distributed.checkpoint",
     "onnxruntime": "ONNX Runtime Training",
 }
-"""Who wrote the files, where they show it: anybody may have saved whole tensors."""
+"""The writer's name for formats that only one program writes."""
 OF_SOME = frozenset({
     "written by", "dialect", "sequence-parallel size", "tensor-parallel size", "pipeline stages",
     "experts", "models", "objects of", "items not opened",
 })  # fmt: skip
-"""Facts that are named only where there is something to say."""
+"""Rows of the summary that are omitted if they have no value."""
 
 
 def steps(manifest: Manifest) -> None:
-    """Every place that stores a step, and whether it is used."""
+    """Prints every place that stores a step, and whether zckpt uses this step."""
     rows = [
         (cell(line.step), "true" if line.truth else "not used", line.where)
         for line in manifest.run.steps
@@ -128,7 +128,7 @@ def steps(manifest: Manifest) -> None:
 
 
 def tensors(listed: Sequence[dict[str, Any]], wide: bool) -> None:
-    """One line per tensor."""
+    """Prints one line per tensor."""
     table(
         ("tensor", "dtype", "shape", "elements", "fragments"),
         [
@@ -147,7 +147,10 @@ def tensors(listed: Sequence[dict[str, Any]], wide: bool) -> None:
 
 
 def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> None:
-    """A bar per tensor: which file holds which of its elements; `spelled` gives a path's name."""
+    """Prints a bar per tensor: which file stores which of its elements.
+
+    `pattern` is a glob for the names of tensors. `spelled` turns a path into the name to print.
+    """
     chosen = matching(manifest.entries.values(), pattern)
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
     files = [file for file in manifest.files.paths if file in used]
@@ -156,7 +159,7 @@ def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str]) -> N
         print(f"{mark} = {safe(spelled(file))}")
     print()
     bar = BAR
-    if sys.stdout.isatty():  # a shorter one leaves room for what is beside it
+    if sys.stdout.isatty():  # leaves room for the other columns
         names = max([len(entry.name) for entry in chosen], default=0)
         left = shutil.get_terminal_size().columns - names - WHERE - 2 * GAP
         bar = min(max(left, SHORT_BAR), BAR)
@@ -178,7 +181,7 @@ def _ranges(entry: Entry, marks: dict[str, str]) -> str:
 
 
 def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any]] = ()) -> None:
-    """What a conversion did, or would do; `shown` are warnings that were printed already."""
+    """Prints what a conversion did or would do. `shown` are warnings printed before."""
     warn([line for line in report["warnings"] if line not in shown], quiet)
     if quiet:
         return
@@ -223,7 +226,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[dict[str, Any
 
 
 def _copied(names: Sequence[str]) -> None:
-    """How many files beside the checkpoint are copied, and which of them may run code."""
+    """Prints how many files beside the checkpoint are copied, and which of them may run code."""
     if not names:
         return
     files = f"copied unchanged: {counted(len(names), 'file')}"

@@ -1,4 +1,4 @@
-"""How the findings of verify, diff, stats, probe-diff, check and report are printed."""
+"""Prints the findings of verify, diff, stats, probe-diff, check and report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .terminal import (
 
 
 def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
-    """The report of `verify`."""
+    """Prints the report of `verify`."""
     warn(report.get("warnings", ()), quiet)
     findings = [*findings_of(report), *_count(report)]
     path, other = safe(report["path"]), report["against"]
@@ -58,9 +58,9 @@ def verified(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """The report of `verify` on one of several paths: its first finding, and how many follow."""
+    """Prints the report of `verify` for one of several paths: the first finding, and a count."""
     lines = [*findings_of(report), *_count(report)]
-    findings = [line for line in lines if not line.startswith("  ")]  # without their hints
+    findings = [line for line in lines if not line.startswith("  ")]  # without hints
     if findings:
         print(f"{painted(_relation(report, True), RED)}: {first_of(findings)}")
     elif not quiet:
@@ -68,7 +68,7 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
-    """What `verify` says of a path in a few words."""
+    """The result of `verify` for a path in a few words."""
     path, other = safe(report["path"]), report["against"]
     if kinds := _unread(report):
         alone = UNREADABLE.get(kinds[0], "contradicts itself")
@@ -86,7 +86,7 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 
 
 def _fault(report: dict[str, Any]) -> str:
-    """What is wrong with one checkpoint: files that lack or are damaged contradict nothing."""
+    """What is wrong with a checkpoint. Missing or damaged files are no contradiction."""
     codes = {line["code"] for line in report["problems"]}
     if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):
         return "is damaged"
@@ -97,16 +97,16 @@ def _fault(report: dict[str, Any]) -> str:
 
 
 UNREADABLE = {"IncompleteCheckpoint": "is not whole", "CorruptCheckpoint": "is damaged"}
-"""What is wrong with a checkpoint, by the error that ended reading it."""
+"""What is wrong with a checkpoint that could not be read, by the class of the error."""
 
 
 def _unread(report: dict[str, Any]) -> list[str]:
-    """The errors for which no tensor was read."""
+    """The classes of the errors that ended reading before any tensor was read."""
     return [line["error"] for line in report.get("problems", ()) if "error" in line]
 
 
 def _about(report: dict[str, Any]) -> str:
-    """What was read to say it."""
+    """How much `verify` read: tensors, bytes, step, seconds, checksums, ranks."""
     if _unread(report):
         return "no tensor was read"
     step = "" if report.get("step") is None else f", step {report['step']}"
@@ -119,13 +119,13 @@ def _about(report: dict[str, Any]) -> str:
 
 
 def _selection(report: dict[str, Any]) -> str:
-    """The options that say what is not compared."""
+    """The options that limited the comparison, such as --weights-only."""
     flags = report.get("selection")
     return f" ({safe(' '.join(flags))})" if flags else ""
 
 
 def _both_have(report: dict[str, Any]) -> str:
-    """What is equal, if one side only lacks states of the optimizer that the other has."""
+    """What is equal, if the only difference is that one side lacks optimizer states."""
     alone = [
         f"{count:,} {'is' if count == 1 else 'are'} in {safe(_side(report, side))} alone"
         for side in "ab"
@@ -137,7 +137,7 @@ def _both_have(report: dict[str, Any]) -> str:
 
 
 def _side(report: dict[str, Any], side: str) -> object:
-    """The path of one side of a comparison: `verify` and `diff` call it differently."""
+    """The path of one side of a comparison. Its key differs between `verify` and `diff`."""
     return report.get(side) or report[{"a": "path", "b": "against"}[side]]
 
 
@@ -148,7 +148,7 @@ def _tensors(report: dict[str, Any]) -> str:
 
 
 def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
-    """The report of `diff`."""
+    """Prints the report of `diff`."""
     tensors = counted(report["tensors"], "tensor")
     findings = [*findings_of(report)]
     if _are_two_models(report):
@@ -179,25 +179,25 @@ def differing(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _are_two_models(report: dict[str, Any]) -> bool:
-    """Whether most names of each side are unknown to the other one."""
+    """Whether each side has more tensors that the other one lacks than both have in common."""
     only = min(len(report.get(key) or ()) for key in ("only_a", "only_b"))
     return only > int(report["tensors"])
 
 
 NOT_WHOLE, UNREAD = ("trainer-file-damaged", "unfinished-save"), "unread-file-damaged"
-"""Codes of files that a program needs, and of others."""
+"""Codes: of damaged or missing files that resuming needs, and of files that it does not read."""
 DIFFERENCES = (
     "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
 )  # fmt: skip
 OF_VALUES = tuple(key for key in DIFFERENCES if key != "problems")
 DAMAGED = ("record-damaged", "file-damaged", "file-cut-short")
-"""Codes of bytes that are not those that were saved."""
+"""Codes for bytes that changed after they were saved."""
 
 
 def findings_of(report: dict[str, Any]) -> Iterator[str]:
-    """Everything that is not a difference of tensors, line by line."""
+    """The lines for everything that differs or is wrong, except differences of tensors."""
     lines = (*report.get("problems", ()), *report.get("unproven", ()))
-    # several files may be those of one sentence
+    # a sentence that several files have is printed once
     for line in {(line["message"], line.get("hint")): line for line in lines}.values():
         yield spoken(line)
         if line.get("hint"):
@@ -224,13 +224,13 @@ def findings_of(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _count(report: dict[str, Any]) -> Iterator[str]:
-    """How many tensors differ, for a report that lists some of them."""
+    """The line with the number of tensors that differ, since the table shows only some of them."""
     if names := {line["tensor"] for line in report["differences"]}:
         yield f"{counted(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}"
 
 
 def _number_as_kept(line: dict[str, Any], side: str) -> str:
-    """A number of a finding, with its type and shape if the two sides differ in these."""
+    """A number of a finding, with its type and shape if these differ between the sides."""
     kind = line.get(f"{side}_type")
     if kind is None:
         return str(line[side])
@@ -254,7 +254,7 @@ def _remarks(report: dict[str, Any]) -> None:
 
 
 def _differences(lines: Sequence[dict[str, Any]], wide: bool, all_lines: bool = False) -> None:
-    """One line per tensor; only the first dozen unless `all_lines`."""
+    """Prints one line per tensor; without `all_lines`, only the first dozen."""
     shown = lines if all_lines else lines[:12]
     cosine = any("cosine" in line for line in shown)
     rows = [
@@ -293,7 +293,7 @@ def _named(line: dict[str, Any]) -> str:
 
 
 ALL_DIGITS = 17
-"""Of a float64, whose texts with so many differ if it does."""
+"""Digits that tell any two float64 apart."""
 
 
 def measured(line: dict[str, Any], key: str) -> object:
@@ -304,14 +304,14 @@ def measured(line: dict[str, Any], key: str) -> object:
 
 
 def _apart(a: object, b: object, wide: bool) -> tuple[str, str]:
-    """Two values with so many digits that they do not look equal."""
+    """Two values with enough digits to see that they differ."""
     few = 4 if sys.stdout.isatty() and not wide else DIGITS[0]
     shown = [(cell(a, digits), cell(b, digits)) for digits in range(few, ALL_DIGITS + 1)]
     return next((pair for pair in shown if pair[0] != pair[1]), shown[-1] if a != b else shown[0])
 
 
 def _farthest(line: dict[str, Any]) -> tuple[object, object]:
-    """The largest distances; no number is near to what is not a number."""
+    """The largest distances, absolute and in ULP; for NaN, the sides that have it."""
     sides = [side for side in "ab" if line.get(f"{side}_nan")]
     if sides:
         return f"NaN in {' and '.join(sides)}", None
@@ -319,7 +319,7 @@ def _farthest(line: dict[str, Any]) -> tuple[object, object]:
 
 
 def _cosine(line: dict[str, Any]) -> str:
-    """With all digits also in a narrow table: 0.9996 is not 1."""
+    """The cosine with six digits, also in a narrow table: 0.9996 must not become 1."""
     value = line.get("cosine")
     return cell(value, DIGITS[0])
 
@@ -329,7 +329,7 @@ def _differs(head: str, value: object) -> str:
 
 
 def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
-    """The report of `stats`: a line per tensor."""
+    """Prints the report of `stats`: a line per tensor."""
     lines = report["tensors"]
     rare = [key for key in ("nan", "inf") if any(line[key] for line in lines)]
     shown = ("min", "max", "mean", "std", "norm", *rare, "negative", "zero", "positive")
@@ -362,7 +362,7 @@ def statistics(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def _layers(report: dict[str, Any]) -> None:
-    """A heat map of the weights: of the module's own, or of the masters if there are no others."""
+    """Prints a heat map of the weights: of the module's weights, or else of the masters."""
     cells: dict[str, float] = {}
     for slot in ("master", "param"):
         for line in report["tensors"]:
@@ -375,14 +375,14 @@ def _layers(report: dict[str, Any]) -> None:
 
 
 def reported(document: dict[str, Any], quiet: bool) -> None:
-    """What a page shows, in a few lines: what it is, and what is wrong."""
+    """Prints what the page of `report` shows, in a few lines: the checkpoint and its faults."""
     line = document["line"]
     if not quiet:
         steps = line["steps"] if line["step"] is None else f"step {line['steps']}"
         about = [line["engine"], steps, sized(line["bytes"]), line["checked"]]
         print(f"{safe(document['path'])}: {safe(', '.join(filter(None, about)))}")
     for fault in document["faults"]:
-        if fault["fault"]:  # in the sentence that other commands print
+        if fault["fault"]:  # without the kind, as other commands print it
             alone = {**fault, "message": fault["message"].removeprefix(f"{fault['kind']}: ")}
             print(painted(spoken(alone), RED))
         elif not quiet:
@@ -390,7 +390,7 @@ def reported(document: dict[str, Any], quiet: bool) -> None:
 
 
 def probed(report: dict[str, Any], quiet: bool) -> None:
-    """The report of `probe-diff`."""
+    """Prints the report of `probe-diff`."""
     first, big, steps = report["first"], report["big"], report["steps"]
     where = f"{counted(report['records'], 'record')} of steps {steps[0]} to {steps[-1]}"
     one, other = report["worlds"]
@@ -449,12 +449,12 @@ def _event(event: dict[str, Any]) -> str:
 
 
 UNUSUAL = ("positive", "negative", "magnitudes", "shape", "dtype", "norm", "zero", "std")
-"""Columns that a narrow terminal does without, the first one first."""
+"""Columns that are omitted on a narrow terminal, in this order."""
 WIDTH = 16  # characters of a sparkline
 
 
 def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
-    """A sparkline of how many numbers have which magnitude, between its powers of two."""
+    """A sparkline of a histogram of magnitudes, between its smallest and largest power of two."""
     if histogram is None:
         return None
     counts = histogram["counts"]
@@ -466,12 +466,12 @@ def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
 
 
 def fitting(report: dict[str, Any], quiet: bool) -> None:
-    """Whether an engine loads a checkpoint at a size, why not, and what makes it fit."""
+    """Prints the report of `check`: whether the engine loads the checkpoint, or why not."""
     warn(report["warnings"], quiet)
     reasons = report["obstacles"]
     if report.get("unopened") and not quiet:
         print(f"{counted(report['unopened'], 'item')} not opened: `zckpt verify` opens all")
-    if not reasons:  # damage in a tensor is what only verify finds
+    if not reasons:  # check reads no tensor, so that it finds no damage in one
         print(f"{_whether_it_loads(report)}; no tensor was read")
         return
     print(f"{_whether_it_loads(report)}: {counted(len(reasons), 'reason')}")
@@ -494,7 +494,7 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
 
 
 def fitting_in_a_line(report: dict[str, Any], quiet: bool) -> None:
-    """The report of `check` on one of several paths."""
+    """Prints the report of `check` for one of several paths."""
     reasons = [spoken(reason) for reason in report["obstacles"]]
     why = f": {first_of(reasons)}" if reasons else ""
     print(f"{_whether_it_loads(report)}{why}{warned([] if quiet else report['warnings'])}")

@@ -1,4 +1,4 @@
-"""How is a run printed (`zckpt list`)? A row for each checkpoint, and below it what is wrong."""
+"""Prints a run (`zckpt list`): a row per checkpoint, and what is wrong below the table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STYLES = {
     "weights": "yellow",
     "no": "yellow",
 }
-"""How a cell looks on a terminal; its word says the same without colours."""
+"""The colours of a cell on a terminal, by its text."""
 LEFT_OUT = ("engine", "ranks", "size", "step", "saved")
-"""The columns that a narrow terminal can do without, the first one first."""
+"""The columns that are omitted on a narrow terminal, in this order."""
 
 
 def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
-    """The report of `list`; `quiet` prints only what is wrong."""
+    """Prints the report of `list`. With `quiet`, prints only what is wrong."""
     rows = report["checkpoints"]
     sizes = _sizes(report["sizes"])
     if not quiet:
@@ -56,7 +56,7 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def state_of(row: Row) -> str:
-    """A checkpoint's state in one word."""
+    """The state of a checkpoint in one word."""
     if row["whole"] is False:
         return "damaged"
     if row["of_one_save"] is False:
@@ -79,7 +79,7 @@ COLOURS = {"damaged": RED, "mixed": RED, "unknown": YELLOW}
 
 
 def _cells(row: Row, sizes: str) -> dict[str, object]:
-    """The cells of a checkpoint by their columns."""
+    """The cells of a checkpoint's row, by column."""
     loads = {f"at {sizes}": {True: "loads", False: "no", None: "-"}[row["loads"]]} if sizes else {}
     return {
         "checkpoint": safe(row["name"]),
@@ -109,13 +109,13 @@ def _style(_head: str, value: object) -> str:
 
 
 def _why(row: Row) -> str:
-    """What is wrong with a checkpoint: the first thing, and how many there are."""
-    sentences = dict.fromkeys(spoken(line) for line in row["problems"])  # of several files, one
+    """The first problem of a checkpoint, and how many more there are."""
+    sentences = dict.fromkeys(spoken(line) for line in row["problems"])  # equal ones once
     return first_of([*sentences] or [spoken(row["unread"][0])])
 
 
 def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
-    """Why checkpoints do not load: those with the same reasons in one line."""
+    """Prints why checkpoints do not load: one line for all checkpoints with the same reasons."""
     alike = by_key(
         (tuple(spoken(line) for line in row["obstacles"]), row) for row in rows if row["obstacles"]
     )
@@ -126,7 +126,7 @@ def _print_obstacles(rows: Sequence[Row], sizes: str) -> None:
 
 
 def _print_count(rows: Sequence[Row], wrong: int) -> None:
-    """How many are sound, and how that was found out."""
+    """Prints how many checkpoints are complete or intact, and what was read to find out."""
     count = f"{len(rows) - wrong:,} of {counted(len(rows), 'checkpoint')}"
     if any(row["intact"] is not None for row in rows):
         print(f"intact, of which all bytes were read: {count}")
@@ -136,7 +136,7 @@ def _print_count(rows: Sequence[Row], wrong: int) -> None:
 
 
 def _warn(rows: Sequence[Row]) -> None:
-    """Warnings on stderr, those with one code once: forty checkpoints may have the same."""
+    """Prints warnings to stderr, one per code: forty checkpoints may have the same warning."""
     alike = by_key((line["code"], line) for row in rows for line in row["warnings"])
     for lines in alike.values():
         warn(lines[:1], quiet=False)

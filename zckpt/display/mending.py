@@ -1,4 +1,4 @@
-"""How the places are printed that `mend` can restore, and those that are lost."""
+"""Prints the places that `mend` can restore, and the places that are lost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEADS = {
     "made-up": "was in lost files, and would have to be made up",
     "gone": "was in lost files alone",
 }
-"""What is said of the places in each state."""
+"""The headline above the places in each state."""
 
 
 def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
-    """What is damaged, before anything is written."""
+    """Prints the damaged places, before anything is written."""
     if quiet:
         return
     for state, head in HEADS.items():
@@ -37,7 +37,7 @@ def damaged(places: Sequence[dict[str, Any]], quiet: bool) -> None:
 
 
 def mended(report: dict[str, Any], quiet: bool) -> None:
-    """What `mend` has written, or would write; `damaged` has printed the places."""
+    """Prints what `mend` has written or would write. `damaged` has printed the places before."""
     warn(report["warnings"], quiet)
     where, source = safe(report["target"]), safe(report["source"]["path"])
     for line in report["problems"]:

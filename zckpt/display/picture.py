@@ -1,4 +1,4 @@
-"""Draws how two runs differ, as a map of steps and modules; curves; and layers of a model."""
+"""Draws the differences of two recorded runs (a map of modules and steps), curves, and layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SHADES = " .:-=+*#%@"  # one character per power of ten
 FAINTEST, STRONGEST = -9, -1  # powers of ten
 ROWS, COLUMNS = 40, 64
 SPARKS = "▁▂▃▄▅▆▇█"
-CURVES = 6  # metrics that are drawn for a terminal: the loss, and those that differ
+CURVES = 6  # metrics that are drawn on a terminal: the loss, and metrics that differ
 
 Cell = float | None
 
 
 def shade(distance: Cell) -> int:
-    """The index of a shade: 0 for equal tensors, up to 9; -1 if nothing was recorded."""
+    """The index of a shade, from 0 for equal tensors to 9; -1 if nothing was recorded."""
     if distance is None:
         return -1
     if not distance:
@@ -32,7 +32,9 @@ def shade(distance: Cell) -> int:
 
 def drawn(heat: dict[str, Any], columns: int | None) -> Iterator[str]:
     """Lines for a terminal: one per module, in the order of the forward, with a column per step.
-    Names are cut so that lines have at most `columns` characters, if possible."""
+
+    Names are cut, so that a line has at most `columns` characters if possible.
+    """
     names, rows, steps = _fitting(heat)
     if columns is not None:
         names = [_cut(name, max(16, columns - len(rows[0]) - 3)) for name in names]
@@ -46,7 +48,8 @@ def drawn(heat: dict[str, Any], columns: int | None) -> Iterator[str]:
 def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator[str]:
     """Lines for a terminal: one per kind of parameter, with a column per layer.
 
-    `cells` are magnitudes by parameter. Each is a block by its power of two, and `0` if it is zero.
+    `cells` are magnitudes by parameter. The height of a block shows the power of two. `0` is zero,
+    `!` is not finite.
     """
     exponents = [math.log2(cell) for cell in cells.values() if 0 < cell < math.inf]
     if not exponents:
@@ -84,7 +87,7 @@ def _spark(height: float) -> str:
 
 
 def _cut(name: str, most: int) -> str:
-    """The end of the name, where modules' names differ."""
+    """The last characters of a name, because names of modules differ at the end."""
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
@@ -93,7 +96,7 @@ def _legend() -> str:
 
 
 def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
-    """At most ROWS lines of COLUMNS: neighbors become one cell with the largest distance."""
+    """At most ROWS lines of COLUMNS cells: neighbors are joined to their largest distance."""
     narrow = [
         [_worst([_cell(value) for value in some]) for some in neighbors(row, COLUMNS)]
         for row in heat["distances"]
@@ -140,7 +143,7 @@ def _scaled(curve: dict[str, Any]) -> tuple[dict[str, list[float]], float, float
 
 
 def _sparks(values: Sequence[float], low: float, high: float) -> str:
-    """At most COLUMNS characters: the mean of neighbors, from low to high; `!` if not finite."""
+    """At most COLUMNS characters, each for the mean of neighbors; `!` if one is not finite."""
     drawn = []
     for some in neighbors(values, COLUMNS):
         if not all(map(math.isfinite, some)):
@@ -157,7 +160,7 @@ COLORS = (
 )  # fmt: skip
 
 
-CELL = 14  # the width of a step
+CELL = 14  # pixels: the width of a step
 
 
 def svg(report: dict[str, Any]) -> str:
@@ -192,7 +195,7 @@ def svg(report: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-PLOT, GAP = 60, 24  # the height of a curve, and the space between two
+PLOT, GAP = 60, 24  # pixels: the height of a curve, and the space between two curves
 LINES = {"a": "#1f77b4", "b": "#d62728"}
 
 
@@ -213,5 +216,5 @@ def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
 
 
 def _shown(name: str) -> str:
-    """The name in a form that XML can represent: XML allows no control characters."""
+    """The name escaped for XML, without control characters."""
     return escape(safe(name))

@@ -1,8 +1,8 @@
-"""How does a table fit? No number and no name is ever broken: a broken one is misread.
+"""Prints tables that fit on the terminal, without breaking a number or a name over two lines.
 
-On a terminal, numbers first get fewer digits, then the columns that tell least are left out, and at
-last each row becomes a block of lines. Without a terminal, or if all is asked for (`--wide`), rows
-have every column and digit: grep and awk read them. rich alone would break cells where they end.
+On a narrow terminal, numbers first get fewer digits; then the least important columns are omitted;
+at last each row becomes a block of lines. In a pipe or a file, and with `--wide`, rows have every
+column and digit, so that grep and awk can read them. rich alone would break the texts in cells.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from ..errors import safe
 
 DIGITS = (6, 5, 4, 3)
-"""Of floats, the most that fit."""
+"""Digits of floats: a table uses the largest number of digits that fits."""
 GAP = 2  # characters between two columns
 PROSE = 24  # characters that a column of sentences should have
-EVERYTHING = 1_000_000  # characters of a line that has no end
+EVERYTHING = 1_000_000  # characters: a width without a limit
 Spare = Sequence[tuple[str, ...]]
-"""Columns that a narrow terminal does without, the first one first; those of a tuple together."""
+"""Columns to omit on a narrow terminal, in this order; the columns of a tuple go together."""
 Style = Callable[[str, object], str]
-"""How a cell looks on a terminal, in rich's words, by its column and value."""
+"""A function that maps the column and value of a cell to a style of rich."""
 
 
 def table(
@@ -36,9 +36,9 @@ def table(
     right: Sequence[str] = (),
     wide: bool = False,
 ) -> None:
-    """Rows on stdout; numbers to the right, as the texts of the columns in `right`.
+    """Prints rows to stdout. Numbers, and the columns named in `right`, are right-aligned.
 
-    The last column may go on in the next line, between words, if it is `prose`.
+    With `prose`, the last column may continue in the next line, between words.
     """
     whole = [[cell(value, DIGITS[0]) for value in row] for row in rows]
     to_right = [
@@ -58,7 +58,7 @@ def table(
     if not kept:
         blocks(heads, whole, width)
         return
-    if prose:  # the last column has what the others leave
+    if prose:  # the last column gets the rest of the width
         widths[-1] = width - sum(widths[i] + GAP for i in kept[:-1])
         cells = [[*row[:-1], "\n".join(_folded(row[-1], widths[-1]))] for row in cells]
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -74,7 +74,10 @@ def table(
 def _fitting(
     heads: Sequence[str], rows: Sequence[Sequence[object]], width: int, prose: bool, spare: Spare
 ) -> tuple[list[int], list[list[str]], list[int]]:
-    """The columns that fit, if any do; all cells with the most digits then, and their widths."""
+    """The indexes of the columns that fit, all cells with as many digits as fit, and the widths.
+
+    Three empty lists if even the smallest table does not fit.
+    """
     from rich.cells import cell_len
 
     shown = {n: [[cell(value, n) for value in row] for row in rows] for n in DIGITS}
@@ -97,7 +100,7 @@ def _fitting(
 def _print_left_out(
     heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int
 ) -> None:
-    """What a column says that is not there, if that is one thing; else its name."""
+    """Prints the omitted columns: the value, if all rows have the same one, or else the name."""
     several = []
     for i, head in enumerate(heads):
         if i not in kept:
@@ -112,7 +115,7 @@ def _print_left_out(
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> None:
-    """A line for each name and its value. A path is never broken: it is to be copied."""
+    """Prints a line for each name and value. Paths are not broken, so that users can copy them."""
     cells = [[safe(text) for text in row] for row in rows]
     if not sys.stdout.isatty():
         plain_columns(cells, [False, False])
@@ -125,7 +128,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def blocks(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """A line per cell, for a table of many columns on a narrow terminal."""
+    """Prints a line per cell, for a table that does not fit on the terminal."""
     label = max(map(len, heads)) + GAP
     for row in rows:
         for head, text in zip(heads, row, strict=True):
@@ -135,11 +138,11 @@ def blocks(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> N
 
 
 PARTS = re.compile(r"[^/.:-]*[/.:-]*(?:(?<=[/.:-])(?=\d)[^/.:-]*[/.:-]*)*")
-"""Parts of a name, each with the mark behind it; a version or a fraction is one part."""
+"""The parts of a name, each with its separator; a version or a fraction is one part."""
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Lines of a text, broken between words. A word that has no place has several lines."""
+    """The lines of a text, broken between words. A word wider than `width` is broken into parts."""
     from rich.cells import cell_len
 
     lines = [""]
@@ -155,7 +158,7 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
-    """Columns as wide as their widest cell."""
+    """Prints columns, each as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = [
@@ -166,7 +169,7 @@ def plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None
 
 
 def cell(value: object, digits: int | None = None) -> str:
-    """A value as its cell shows it; a float with so many digits, or all."""
+    """The text of a value in a cell. A float has `digits` digits, or all if None."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What every report is printed with: tables, progress bars, JSON, files."""
+"""What all reports are printed with: progress bars, warnings, colours, JSON, files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..errors import WrongOption, counted, joined, safe
 def answer(
     report: dict[str, Any], as_json: bool, quiet: bool, show: Callable[..., None], *more: Any
 ) -> None:
-    """Prints the report of a command: as one JSON document, or as `show` does for people."""
+    """Prints the report of a command, as one JSON document or by `show`."""
     if as_json:
         document(report)
     else:
@@ -30,14 +30,15 @@ def answer(
 
 
 def document(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Prints one JSON document to stdout."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """States of the optimizer for a sentence: `GG and Q of 4 parameters`, and the first one's line.
+    """Optimizer states for a sentence, such as `GG and Q of 4 parameters`, with the first line.
 
-    States of as many parameters are named together if their lines have equal values for `keys`.
+    States are named together if they belong to the same number of parameters, and their lines have
+    equal values for `keys`.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for lines_alike in alike.values():
@@ -48,7 +49,7 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
 
 
 def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:
-    """Warnings on stderr: lines of a report."""
+    """Prints warnings, which are lines of a report, to stderr."""
     if not quiet and sys.stderr is not None:
         for line in lines:
             word = painted("Warning:", YELLOW, sys.stderr)
@@ -58,23 +59,23 @@ def warn(lines: Iterable[Mapping[str, Any]], quiet: bool) -> None:
 
 
 def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
-    """What a line of a report says to people: its sentence, and the code to look it up by."""
+    """The text of a line of a report: its message, and the code to look up."""
     return safe(line["message"]) + shown(line["code"], sys.stdout if stream is None else stream)
 
 
 def shown(code: str, stream: TextIO | None) -> str:
-    """The code behind a sentence, dim on a terminal: docs/codes.md says what to do."""
+    """The code after a sentence, dim on a terminal. docs/codes.md explains the codes."""
     if stream is None:
         return ""
     return f" {painted(f'[{code}]', DIM, stream)}"
 
 
 DIM, RED, YELLOW = "2", "1;31", "1;33"
-"""Of a terminal. What is red or yellow says the same in words."""
+"""The numbers of styles in escape sequences. Red and yellow texts say the same in words."""
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """A text in a colour, if `stream` (stdout) is a terminal and NO_COLOR does not forbid it."""
+    """A text in a colour, unless `stream` (default: stdout) is no terminal or NO_COLOR is set."""
     stream = sys.stdout if stream is None else stream
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
         return text
@@ -87,13 +88,14 @@ def brief(value: Any) -> str:
 
 
 def checked(report: dict[str, Any]) -> str:
-    """What the end of a line says of checksums; nothing if none was checked, or one is wrong.
+    """The text about checksums for the end of a line.
 
-    Only where all parts of files have one that was checked, it has no number.
+    Empty if no checksum was checked, or one is wrong. `checksums ok` means that all parts of files
+    have a checksum that was checked. Otherwise the text states numbers.
     """
     records = report.get("records")
     lines = (*report.get("problems", ()), *report.get("notes", ()))
-    # in padding, too
+    # damage in padding is a note
     is_damaged = any("stated" in line or line.get("code") == "record-damaged" for line in lines)
     if not records or not records["checked"] or is_damaged:
         return ""
@@ -109,7 +111,7 @@ def checked(report: dict[str, Any]) -> str:
 
 
 def unchecked(report: dict[str, Any]) -> None:
-    """How many parts of files could not be checked and why, and what can still be done."""
+    """Prints how many parts of files were not checked, why, and how they can be checked."""
     records = report.get("records") or {"unchecked": 0, "without_checksum": 0}
     without = records["without_checksum"]
     if without:
@@ -121,18 +123,18 @@ def unchecked(report: dict[str, Any]) -> None:
 
 
 def first_of(findings: Sequence[str]) -> str:
-    """The first of several findings, for a line of one of several paths."""
+    """The first of several findings, and how many follow, for one line."""
     more = f", and {len(findings) - 1:,} more: --json lists all" if len(findings) > 1 else ""
     return findings[0] + more
 
 
 def warned(warnings: Sequence[Mapping[str, Any]]) -> str:
-    """How many warnings a report has, for the end of such a line."""
+    """The number of warnings, for the end of a line; "" for none."""
     return f"; {counted(len(warnings), 'warning')}" if warnings else ""
 
 
 def can_save(path: str) -> None:
-    """Raises WrongOption where no report could be written, before the work is done."""
+    """Raises WrongOption if no report can be written to `path`. Called before the work begins."""
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise WrongOption(
@@ -150,30 +152,30 @@ def can_save(path: str) -> None:
 
 
 def save(path: str, report: dict[str, Any]) -> None:
-    """A report as a file, whole or not at all."""
+    """Writes a report to a file, which appears complete or not at all."""
     save_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def save_text(path: str, text: str) -> None:
-    """A text as a file, whole or not at all."""
-    fileio.save(path, text.encode("utf-8", "backslashreplace"))  # names of files may be any bytes
+    """Writes a text to a file, which appears complete or not at all."""
+    fileio.save(path, text.encode("utf-8", "backslashreplace"))  # file names may be any bytes
 
 
-WIDE = 80  # characters of a terminal that has room for a long bar
+WIDE = 80  # characters: a terminal as wide as this has a long bar
 MIN_TEXT = 12
-NUMBERS = 38  # characters of `999.9/999.9 GB 999.9 MB/s 0:00:00` and of the gaps around
+NUMBERS = 38  # characters: `999.9/999.9 GB 999.9 MB/s 0:00:00` and the gaps around it
 
 
 class Bar:
-    """Progress on a terminal: bytes, and what is being done, in at most `room` characters.
+    """A progress bar: bytes, and a description of at most `room` characters.
 
-    `bar` is a `Progress` of rich, which would break numbers to show all of a long name.
+    `bar` is a `Progress` of rich. With a longer description, rich would break the numbers.
     """
 
     def __init__(self, bar: Any, total: int, room: int = 100) -> None:
         self.bar = bar
         self.room = room
-        for task in bar.task_ids:  # a pass over the bytes ends before the next one begins
+        for task in bar.task_ids:  # the bars of earlier passes over the bytes
             bar.update(task, visible=False)
         self.task = bar.add_task("", total=total)
 
@@ -182,7 +184,7 @@ class Bar:
 
     def describe(self, text: str) -> None:
         text = safe(text)
-        if len(text) > self.room:  # the end of a name tells more
+        if len(text) > self.room:  # keeps the end of a name, which tells more
             text = f"...{text[len(text) - self.room + 3 :]}" if self.room > MIN_TEXT else ""
         self.bar.update(self.task, description=text)
 
@@ -191,10 +193,11 @@ class Bar:
 def progress(
     command: str, about: str, hidden: bool, *, as_json: bool = False, asked: bool = False
 ) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
-    """How far a command is, on stderr: a bar on a terminal, else a line a minute.
+    """Shows progress on stderr: a bar on a terminal, otherwise a line per minute.
 
-    If it is `asked` for, lines it is everywhere, the first one at once. With --json they are
-    documents, and there are none if nobody asks. `about` says to what the `command` does it.
+    With `asked` (--progress), it prints lines on a terminal too, the first one immediately. With
+    `as_json`, the lines are JSON documents, and only printed if `asked`. `about` names the paths
+    that the `command` works on.
     """
     if hidden or sys.stderr is None or (as_json and not asked):
         yield None
@@ -203,7 +206,7 @@ def progress(
 
         def say(line: Line) -> None:
             text = json.dumps(head | to_builtins(line)) if as_json else f"zckpt: {safe(line)}"
-            with suppress(OSError, ValueError):  # a full disk behind stderr, or it is closed
+            with suppress(OSError, ValueError):  # stderr is on a full disk, or closed
                 print(text, file=sys.stderr, flush=True)
 
         head = {"zckpt": VERSION, "command": command}

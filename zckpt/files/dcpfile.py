@@ -173,7 +173,7 @@ def _unpickled(name: str, is_laid: bool) -> tuple[Any, Rows]:
         if size > (most := most_metadata()):
             raise UnsupportedCheckpoint(
                 "file-too-large",
-                f"{name} has {size} bytes, and there is memory for {most}",
+                f"{name} has {size} bytes, but there is only memory for {most}",
                 hint=f"zckpt needs {sized(MEMORY * size)} of free memory for it",
             )
         text = file.read()

@@ -164,7 +164,7 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
 
 def _omitted() -> Report:
     """A warning that more could not be read because a file stood in for a lost one; not a fault."""
-    left = warning("not-compared", "more is not read without the files above")
+    left = warning("not-compared", "the rest was not read, because of the missing files above")
     return line_of(left, kind="warning", fault=False)
 
 

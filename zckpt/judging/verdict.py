@@ -272,8 +272,8 @@ def _without_optimizer(
     scheduler = next((row for row in rows if row.role == needs.SCHEDULER.name), None)
     what = "has weights and no optimizer"
     if scheduler is None or scheduler.state == "missing" or not is_known:
-        message = f"{manifest.root} {what}: no run goes on from it"
-        hint = "weights are all that `zckpt export` needs, and a new training"
+        message = f"{manifest.root} {what}: no run can resume from it"
+        hint = "`zckpt export` and a new training need only weights"
         return [], [problem("optimizer-missing", message, hint=hint, file=manifest.root)]
     message = f"{manifest.root} {what}, though {scheduler.name} was saved with one: it was lost"
     return [problem("optimizer-missing", message, file=manifest.root)], []

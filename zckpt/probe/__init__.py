@@ -1,17 +1,17 @@
-"""Records what a running model computes, compares two runs, and streams weights from a checkpoint.
+"""Records the tensors of a running model, compares two runs, and streams weights from checkpoints.
 
     with probe.record(model, "run_a", step=7, optimizer=optimizer): train()
     with probe.stream(model, "checkpoint"): model(batch)
     Trainer(..., callbacks=[probe.TrainerCallback("run_a")])  # or LightningCallback
 
     subscribers.py  backward.py  compiled.py     hooks at every forward and backward of every module
-    recording.py    recorder.py  clock.py        what is recorded, and at which step
-    statistics.py   metrics.py   environment.py  numbers of a tensor, of a run, of a program
-    spans.py        huggingface.py  lightning.py the callbacks of trainers
-    runs.py         merging.py                   recordings that are read; ranks that are joined
-    comparing.py    distances.py                 where two runs differ, and how much
-    explaining.py   summaries.py                 why they differ; texts to compare line by line
-    streaming.py    prefetch.py                  weights that stay in a checkpoint's files
+    recording.py    recorder.py  clock.py        writes the records of a run, with their steps
+    statistics.py   metrics.py   environment.py  measures tensors, a run, and the program
+    spans.py        huggingface.py  lightning.py callbacks for trainers
+    runs.py         merging.py                   reads recordings; merges the records of ranks
+    comparing.py    distances.py                 finds where two runs differ, and how much
+    explaining.py   summaries.py                 the likely cause; texts to compare line by line
+    streaming.py    prefetch.py                  reads weights from files while the model runs
 
 Recording and streaming need torch (`pip install torch safetensors`); reading and comparing runs do
 not. No engine is imported: models of DeepSpeed and FSDP2 are ordinary modules with hooks.
@@ -48,7 +48,7 @@ _PUBLIC = {
     "subscribe": "subscribers",
     "TrainerCallback": "huggingface",
 }
-_PACKAGES = {  # which install the modules that may be missing
+_PACKAGES = {  # the packages to install for modules that may be missing
     "torch": "torch safetensors",
     "transformers": "transformers",
     "lightning": "lightning",

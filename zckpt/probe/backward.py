@@ -4,9 +4,9 @@
     gradient_tensor         each gradient of an output, which may be changed
     post_backward_module    the gradients of all inputs are known; at the end if no input has one
 
-Engines act at gradients too: DeepSpeed's stage 3 wraps the outputs and inputs of a module, FSDP2
-hooks its output tensors. zckpt hooks the graph's nodes, whose hooks run after those of tensors, and
-the inputs as the module gets them. So in all three methods the weights are gathered.
+Engines act at gradients too: ZeRO stage 3 wraps the outputs and inputs of a module, FSDP2 hooks its
+output tensors. zckpt hooks the nodes of the graph, which run after the hooks of tensors, and the
+inputs as the module receives them. So the weights are gathered when each of the methods is called.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Change = Callable[[str, Tensor], Tensor]
 
 
 class Call(Struct, eq=False):
-    """One call of a module, which waits for its backward.
+    """One call of a module, and what to do in its backward.
 
-    `before` and `after` are called once in each backward; `change` gets the path of an output and
-    its gradient, and returns the gradient.
+    `before` and `after` are called once in each backward. `change` is called with the path of an
+    output and its gradient, and returns the gradient.
     """
 
     before: Callable[[], None]
@@ -42,7 +42,10 @@ class Call(Struct, eq=False):
     _arrived: int = 0
 
     def watch(self, inputs: Iterable[Tensor], outputs: Sequence[tuple[str, Tensor]]) -> list[Any]:
-        """Hooks the outputs' nodes and the inputs; gives the handles of those that would stay."""
+        """Hooks the nodes of the outputs, and the inputs.
+
+        Returns the handles of hooks on leaf tensors, which the caller must remove.
+        """
         differentiable = ((path, each) for path, each in outputs if each.grad_fn is not None)
         nodes = by_key((each.grad_fn, (each.output_nr, path)) for path, each in differentiable)
         if not nodes:
@@ -83,8 +86,11 @@ class Call(Struct, eq=False):
 
 
 def _hook(node: Any, begin: Callable[[Sequence[Any]], tuple[Any, ...]]) -> None:
-    """Calls `begin` before a node's backward, and before those of calls that hooked it earlier: a
-    module that returns what a module inside of it returned begins its backward first."""
+    """Calls `begin` before the backward of a node.
+
+    If several calls hook one node, the last one is called first: a module that returns the output
+    of an inner module begins its backward before the inner module.
+    """
     hooks = node.metadata.setdefault(KEY, [])
     hooks.append(begin)
     if len(hooks) > 1:

@@ -1,7 +1,6 @@
-"""How many updates has a running program completed?
+"""Counts the completed updates of a running program.
 
-A checkpoint counts completed updates, and so does a recording: the records before the next update
-have the number of those before it.
+The step of a record is the number of updates completed before it, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..errors import WrongOption
 
 
 class Clock(Struct, eq=False):
-    """Completed updates: from a function, or a number that increases."""
+    """The number of completed updates, from a function or from a counter."""
 
     source: int | Callable[[], int]
 
@@ -41,7 +40,7 @@ def is_engine(model: nn.Module) -> bool:
 
 
 def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
-    """The clock of `record(model, step=step)`. Raises WrongOption if no one counts."""
+    """The clock of `record(model, step=step)`. Raises WrongOption if nothing counts updates."""
     if step is not None:
         return Clock(step)
     if is_engine(model):
@@ -58,8 +57,8 @@ def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
 def watched(optimizer: Any, after_step: Callable[[Any], None]) -> Iterator[None]:
     """Calls `after_step(optimizer)` after each step of a torch optimizer, until the block ends.
 
-    The steps of Accelerate's wrapper are its inner optimizer's. DeepSpeed's optimizers wrap one
-    too, but step it once for each group. Raises WrongOption for them.
+    Accelerate's wrapper is unwrapped. Raises WrongOption for other optimizers, such as DeepSpeed's,
+    which wrap a torch optimizer but step it once for each group.
     """
     wrapped = type(optimizer).__module__.startswith("accelerate.")
     inner = optimizer.optimizer if wrapped else optimizer

@@ -1,15 +1,16 @@
-"""Where two recorded runs first differ much, and what that place says about the cause.
+"""Finds the first big difference of two recorded runs, and what it tells about the cause.
 
-Records are aligned by step, batch, kind and key, in the order of the first run. distances.py says
-how far two of them are apart.
+Records are aligned by step, batch, kind and key, in the order of the first run. distances.py
+measures the distance of two records.
 
-A difference is big if it exceeds the tolerance of its type. If two runs of the original were
-recorded, it is big if it exceeds four times the noise between them. While these two runs are equal
-bit for bit, every difference is big.
+A difference is big if it exceeds the tolerance of its type. If two runs of the original program
+were recorded, a difference is big if it exceeds four times the noise between these two. As long as
+these two runs are equal bit for bit, every difference is big.
 
-Runs of other numbers of ranks are merged first (merging.py). Their sums have another order: the
-rounding of a sum over W ranks grows as the root of W, and every update adds its own to the weights.
-So the tolerance is multiplied by the root of the larger W, and by the updates since the first step.
+Runs with different numbers of ranks are merged first (merging.py). Their sums are computed in
+different orders. The rounding error of a sum over W ranks grows with the root of W, and every
+update adds an error to the weights. So the tolerance is multiplied by the root of the larger W, and
+by the number of updates since the first step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NOISE = 4  # times the noise between one pair of runs
 
 
 class Event(Struct, frozen=True):
-    """One record of both runs: their distance, and the distance that is tolerated."""
+    """A pair of records of both runs, their distance, and the tolerated distance."""
 
     rank: int
     number: int
@@ -135,7 +136,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
 def _equal_weights(events: Sequence[Event], is_merged: bool) -> dict[tuple[int, int, str], bool]:
     """Whether parameters are equal in both runs, by rank, step and key.
 
-    In merged runs, those are equal that are within the tolerance.
+    In merged runs, parameters within the tolerance count as equal.
     """
     return {
         (event.rank, event.a.step, event.a.key): not (event.is_big if is_merged else event.distance)
@@ -172,8 +173,10 @@ def _about_merging(worlds: tuple[int, int], order: str) -> Notice:
 
 
 def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
-    """Events of both runs, by step and then in the order of `a`, and the records of their common
-    steps that only one run has."""
+    """The pairs of records, by step and then in the order of `a`, and the unpaired records.
+
+    Unpaired records are listed only for steps that both runs have, first those of `a`.
+    """
     events: list[Event] = []
     only_a, only_b = dict[str, None](), dict[str, None]()
     steps = sorted(set(a.steps) & set(b.steps))
@@ -206,10 +209,10 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 def above_noise(
     events: Sequence[Event], a: Run, noise: Run, is_merged: bool
 ) -> tuple[list[Event], float]:
-    """The events with the tolerance that follows from the noise, and the largest noise.
+    """The events with tolerances from the noise, and the largest noise.
 
-    Of merged records the noise is the largest of all ranks and batches, and never too small for
-    sums in another order.
+    For merged records, the noise is the maximum over ranks and batches, and the tolerance is never
+    below the tolerance for sums in another order.
     """
     measured: dict[tuple[Any, ...], float] = {}
     for event in aligned(a, noise)[0]:

@@ -1,8 +1,9 @@
-"""What of a module that torch.compile compiled can be recorded?
+"""Tells which modules torch.compile compiled, and whether they can be recorded inside.
 
-Hooks that torch may not compile split its graph. torch 2.13 allows that if they exist before the
-first call, and if the graph may be split (not `fullgraph=True`). Code that was compiled before the
-hooks existed does not call them, and nothing else happens: then only the outside is recorded.
+Hooks that torch must not compile split the graph. torch 2.13 allows this if the hooks exist before
+the first call, and if the graph may be split (not `fullgraph=True`). Code that was compiled before
+the hooks existed does not call them. Then only the inputs and outputs of the compiled module are
+recorded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether its calls run code that torch.compile compiled."""
+    """Whether calls of the module run code that torch.compile compiled."""
     return type(module).__name__ == "OptimizedModule" or bool(
         getattr(module, "_compiled_call_impl", None)
     )
@@ -22,13 +23,13 @@ def is_compiled(module: nn.Module) -> bool:
 def is_one_graph(module: nn.Module) -> bool:
     """Whether a compiled module must be one graph (`fullgraph=True`), which no hook may split.
 
-    Also true if this torch does not show it: then its inside is left alone.
+    Also true if this version of torch does not show the option; then no hooks are put inside.
     """
     return any(getattr(context, "fullgraph", True) for context in _contexts(module) or [None])
 
 
 def _contexts(module: nn.Module) -> list[Any]:
-    """torch's objects that have the options of `torch.compile` (2.13: OptimizeContext)."""
+    """torch's objects with the options of `torch.compile` (in torch 2.13: OptimizeContext)."""
     call = getattr(module, "_compiled_call_impl", None)
     contents = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
     contents.append(getattr(module, "dynamo_ctx", None))

@@ -1,11 +1,11 @@
-"""How far are two records of a tensor apart, and how far may they be?
+"""The distance of two records of a tensor, and the tolerance for it.
 
-Equal checksums are equal bytes. Otherwise the distance is the largest change of samples, extremes,
-mean and std, divided by the root mean square of the tensor, or by the number itself if that is
-larger. So neither the scale of a tensor nor its extremes influence what a distance means.
+Equal checksums mean equal bytes: the distance is 0. Otherwise the distance is the largest change of
+samples, extremes, mean and std. It is divided by the root mean square of the tensor, or by the
+number itself if that is larger. So a distance means the same for tensors of any scale.
 
-An optimizer may turn the rounding of a tiny gradient into a whole update of one element. So of the
-samples of merged runs not the largest change counts, but the root mean square of all.
+An optimizer may turn the rounding error of a tiny gradient into a full update of one element. So
+for the samples of merged runs, the root mean square of all changes counts, not the largest change.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from typing import Any
 from .runs import TensorRecord
 
 TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
-"""A few times the effect of another order of sums on one layer's output. Other types: 0."""
+"""A few times the effect of another order of sums on one layer's output. Other types have 0."""
 EXACT = frozenset({"lr", "loss_scale"})
-"""Metrics that no order of sums changes."""
+"""Metrics that do not depend on the order of sums."""
 SAME = 1e-12
-"""The distance of numbers that are equal but for their last digits in float64."""
+"""The distance of numbers that differ only in the last digits of float64."""
 SMALLEST = 5e-324
 """The distance of tensors with different bytes but equal recorded numbers."""
 
 
 def tolerance(record: TensorRecord, narrowest: float) -> float:
-    """The distance that is tolerated. `narrowest` is that of the narrowest type in the runs, which
-    limits metrics."""
+    """The tolerated distance.
+
+    `narrowest` is the tolerance of the narrowest type in the runs. It applies to metrics.
+    """
     if record.kind == "metric":
         return SAME if record.key.partition(".")[0] in EXACT else narrowest
     return TOLERANCES.get(record.dtype, 0.0)
 
 
 def apart(a: TensorRecord, b: TensorRecord, is_merged: bool) -> tuple[float, str]:
-    """The distance of two tensors, and the number that shows it."""
+    """The distance of two tensors, and the two numbers that show it as a text."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
     if a.dtype != b.dtype:
@@ -85,7 +87,7 @@ def _apart(one: float, other: float, scale: float) -> float:
 
 
 def _scale(record: TensorRecord) -> float:
-    """The root mean square; that of the samples if there is no norm, or it exceeds float64."""
+    """The root mean square of a tensor, or of its samples if the norm is missing or infinite."""
     numbers = record.numbers
     norm = float(numbers.get("norm") or 0.0)
     if norm and math.isfinite(norm):
@@ -99,6 +101,6 @@ def _scale(record: TensorRecord) -> float:
 
 
 def has_numbers(record: TensorRecord) -> bool:
-    """False for tensors on meta, sparse ones, and those that an engine has released."""
+    """Whether a record has numbers. Tensors on meta, sparse and released ones have none."""
     measures = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
     return not math.prod(record.shape) or not measures.isdisjoint(record.numbers)

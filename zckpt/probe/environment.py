@@ -1,12 +1,12 @@
-"""What besides weights and data may make two runs differ: the header of a recording states it.
+"""The header of a recording: facts besides weights and data that may make two runs differ.
 
     modules          the class of each module, by path: `nn.Dropout` explains a difference, GELU not
     dropout          the modules that drop elements now, with their probability
-    compiled         modules that torch.compile compiled: only their outside is recorded
+    compiled         modules that torch.compile compiled; compiled.py tells what is recorded of them
     seeds, random_state, flags, device, threads, versions
 
-`random_state` is the CRC-32 of the generators' states when the recording begins: runs with equal
-seeds have other states if one of them drew more numbers before.
+`random_state` is the CRC-32 of the generators' states when the recording begins. Runs with equal
+seeds have different states if one of them has drawn more random numbers before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .compiled import is_compiled
 from .subscribers import modules
 
 LIBRARIES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "lightning", "peft")
-"""Their versions are stated if the program has imported them."""
+"""The libraries whose versions are stated, if the program has imported them."""
 
 
 def environment(model: nn.Module) -> dict[str, Any]:
-    """What the header of a recording of `model` states, as JSON has it. Draws no random number."""
+    """The header of a recording of `model`, as values for JSON. Draws no random number."""
     by_path = modules(model)
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -46,9 +46,9 @@ def environment(model: nn.Module) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of zckpt, Python and the libraries that are imported, as these state them.
+    """The versions of zckpt, Python and the imported libraries, from their `__version__`.
 
-    torch states its build too (2.13.0+cu130), which the registry's package does not.
+    torch's version contains the build (2.13.0+cu130), unlike the version of the installed package.
     """
     versions_by_name = {"zckpt": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
@@ -74,12 +74,12 @@ def random_state() -> str:
 
 
 def _has_cuda() -> bool:
-    """Whether the program uses CUDA; to ask a generator would initialize it."""
+    """Whether the program uses CUDA. Asking a generator instead would initialize CUDA."""
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def flags() -> dict[str, Any]:
-    """The switches of torch that choose other kernels."""
+    """The settings of torch that change which kernels are used."""
     return {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn.deterministic": torch.backends.cudnn.deterministic,
@@ -92,8 +92,8 @@ def flags() -> dict[str, Any]:
 def dropped(module: nn.Module) -> float:
     """The probability with which a module drops elements now; 0 for any other module.
 
-    torch.nn's dropouts have it as `p`, its attention and recurrent layers as `dropout`. Modules of
-    other libraries often call `functional.dropout` with a number of their own, which is not seen.
+    torch.nn's dropout modules store it as `p`, attention and recurrent layers as `dropout`. Modules
+    of other libraries often call `functional.dropout` with another attribute, which is not found.
     """
     if not module.training:
         return 0.0

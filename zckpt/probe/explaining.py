@@ -1,8 +1,8 @@
-"""What the first big difference of two runs says about its cause.
+"""Explains the likely cause of the first big difference of two runs.
 
-The headers say what besides weights and data differs. The record that differs says the rest: which
-module and class it is of, whether the module's inputs and weights were equal, and whether the runs
-were equal before the first update.
+The headers tell what differs besides weights and data. The record that differs tells the module and
+its class, whether the inputs and weights of the module were equal, and whether the runs were equal
+before the first update.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS = {
 
 
 def circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """What the headers of two runs state differently, each as one phrase."""
+    """The differences between the headers of two runs, as phrases."""
     for key, word in (("seeds", "seed of "), ("versions", ""), ("flags", "flag ")):
         ours, theirs = a.get(key), b.get(key)
         if ours and theirs:
@@ -58,9 +58,9 @@ def _stated(value: Any) -> str:
 
 
 class Surroundings(Struct, frozen=True):
-    """What is known about the records around the one that differs.
+    """The facts around a record that differs.
 
-    `weights` says of (rank, step, name) whether the weight was equal, where it was recorded.
+    `weights` maps (rank, step, name) to whether the weight was equal, for recorded weights.
     """
 
     steps: Sequence[int]
@@ -69,7 +69,7 @@ class Surroundings(Struct, frozen=True):
     weights: Mapping[tuple[int, int, str], bool]
 
     def class_of(self, module: str) -> str:
-        """The class of a module; empty if the recording does not say."""
+        """The class of a module; "" if the recording does not state it."""
         return str((self.header.get("modules") or {}).get(module, ""))
 
     def drops(self, module: str) -> bool:
@@ -96,7 +96,7 @@ class Surroundings(Struct, frozen=True):
 
 
 def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
-    """Whether the module got the same inputs; None if the recordings do not say."""
+    """Whether the module got the same inputs in both runs; None if that was not recorded."""
     ours, theirs = a.numbers.get("inputs"), b.numbers.get("inputs")
     if not ours or not theirs or len(ours) != len(theirs):
         return None
@@ -109,7 +109,7 @@ def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
 def meaning(
     a: TensorRecord, b: TensorRecord, what: str, rank: int, about: Surroundings, is_merged: bool
 ) -> str:
-    """What the first difference says about the two runs, if it is that of these records."""
+    """The likely cause of the first difference, if it is between these two records."""
     if what.startswith(("shape", "type")):
         of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
         if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
@@ -135,7 +135,7 @@ def meaning(
 def _of_module(
     a: TensorRecord, b: TensorRecord, rank: int, about: Surroundings, is_merged: bool
 ) -> str | None:
-    """What the module, its inputs and its weights say; None if they say nothing."""
+    """The likely cause from the module, its inputs and its weights; None if they do not show it."""
     inputs = True if is_merged else equal_inputs(a, b)
     weights = about.equal_weights(rank, a.step, a.module)
     kind = about.class_of(a.module)
@@ -156,7 +156,7 @@ def _of_module(
 
 
 def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
-    """By what all samples of two gradients differ, if it is one factor."""
+    """The factor between two gradients, if it is the same for all samples; else None."""
     samples = (map(float, each.numbers.get("samples", ())) for each in (a, b))
     pairs = list(zip(*samples, strict=False))
     ratios = [one / other for one, other in pairs if one and other]
@@ -170,7 +170,7 @@ def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
 
 
 def _of_position(record: TensorRecord, steps: Sequence[int]) -> str:
-    """What the step, the batch and the kind of a record say."""
+    """The likely cause from the step, the batch and the kind of a record."""
     position = steps.index(record.step)
     later_batch = record.batch not in ("0", "eval 0", "all", "eval all")
     if position == 0 and not later_batch:

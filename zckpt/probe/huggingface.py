@@ -1,4 +1,4 @@
-"""How is a run of Hugging Face's Trainer recorded: a callback for it and for TRL's trainers.
+"""Records runs of Hugging Face's Trainer and of TRL's trainers, by a callback.
 
 trainer = Trainer(..., callbacks=[zckpt.probe.TrainerCallback("run_a")])
 """
@@ -18,8 +18,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Records a Trainer's run into `directory`, from the first update to the last one.
 
     `options` are those of `zckpt.probe.record`, except `step` and `optimizer`: the step is the
-    trainer's `global_step`, which goes on after `resume_from_checkpoint`. Raises TypeError if
-    there is no such option. When training begins, it raises what `record` raises.
+    trainer's `global_step`, which continues after `resume_from_checkpoint`. Raises TypeError for an
+    unknown option. When training begins, it raises the errors of `record`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:

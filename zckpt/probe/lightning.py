@@ -1,4 +1,4 @@
-"""How is a run of Lightning's Trainer recorded: a callback for it.
+"""Records runs of Lightning's Trainer, by a callback.
 
 trainer = Trainer(..., callbacks=[zckpt.probe.LightningCallback("run_a")])
 """
@@ -26,11 +26,11 @@ except ModuleNotFoundError as error:
 class LightningCallback(Callback):  # type: ignore[misc]
     """Records a run of Lightning's Trainer into `directory`, from the first update to the last one.
 
-    `module` is the name of the module that `training_step` calls, such as "network" where it calls
-    `self.network(batch)`. Without it, it is the LightningModule itself if that has a `forward`, or
-    else its only child. `options` are those of `zckpt.probe.record`, except `step` and `optimizer`:
-    the step is the trainer's `global_step`, which counts the updates of every optimizer. Raises
-    TypeError if there is no such option. When training begins, it raises what `record` raises, and
+    `module` is the name of the module that `training_step` calls, such as "network" if it calls
+    `self.network(batch)`. The default is the LightningModule itself if it has a `forward`, or else
+    its only child. `options` are those of `zckpt.probe.record`, except `step` and `optimizer`: the
+    step is the trainer's `global_step`, which counts the updates of every optimizer. Raises
+    TypeError for an unknown option. When training begins, it raises the errors of `record`, and
     WrongOption if it is not clear which module is called.
     """
 
@@ -84,7 +84,7 @@ def called_module(pl_module: nn.Module, name: str | None) -> nn.Module:
 
 
 def _defines_forward(kind: type) -> bool:
-    """Whether a class, not Lightning's own base, defines `forward`."""
+    """Whether the class or a base that is not Lightning's or torch's defines `forward`."""
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "torch")
 

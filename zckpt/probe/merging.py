@@ -1,19 +1,20 @@
-"""One run of N ranks and one of M ranks, in a form in which their records can be compared.
+"""Merges the records of ranks, so that runs of N and of M ranks can be compared.
 
     outputs, inputs     the ranks' rows are joined along the batch axis, batch by batch
     their gradients     joined too, and divided by the number of ranks: a rank's loss is a mean
-    weights             compared once; ranks of a run that disagree are compared with each other's
+    weights             compared once; if ranks disagree, each is compared with the other run
     weights' gradients  the mean over the ranks of the sum over the batches
     single numbers      the mean over the ranks, such as the loss
-    the same on all     compared once, such as the embedding of positions
+    equal on all ranks  compared once, such as the embedding of positions
 
-Statistics of rows join exactly (see core/comparison/statistics.py), CRC-32s too. Of the samples
-those are compared that lie at the same place in both runs. If the runs do not have the same number
-of batches in a step (gradient accumulation), all batches of the step are joined.
+Statistics of rows can be joined exactly (see core/comparison/statistics.py), and CRC-32s too. Of
+the samples, only those at the same place in both runs are compared. If the runs have different
+numbers of batches in a step (gradient accumulation), all batches of the step are joined.
 
-Which rows a rank takes is up to the program. Three ways are tried on the inputs of the model: rank
-0 takes the first rows (Accelerate); ranks take rows in turns (torch's DistributedSampler); unknown,
-where only what does not depend on the order is compared. What does not fit is listed, not compared.
+The program decides which rows a rank takes. Three orders are tried on the inputs of the model: rank
+0 takes the first rows (Accelerate); ranks take rows in turns (torch's DistributedSampler); unknown.
+If the order is unknown, only numbers that do not depend on it are compared. Records that do not fit
+together are listed and not compared.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from .distances import SAME, TOLERANCES, apart
 from .runs import OF_WEIGHTS, Run, TensorRecord
 
 Group = tuple[int, str, str, str]
-"""Step, batches, kind and key of the records that are merged."""
+"""The step, batches, kind and key that merged records have in common."""
 ALL = "all"
-TRIED = 8  # records of inputs that show which rows a rank takes
+TRIED = 8  # records of inputs that are tried to find which rows a rank takes
 
 
 class RankRecord(Struct, frozen=True):
-    """The record of one rank and one batch, of those that are merged."""
+    """A record to be merged, with its rank and batch."""
 
     record: TensorRecord
     rank: int
@@ -48,7 +49,7 @@ class RankRecord(Struct, frozen=True):
 
 
 class Merged(Struct, frozen=True):
-    """Two runs of one rank, how their ranks take rows, and what cannot be merged, with why."""
+    """Both runs as runs of one rank, the order of rows, and notes on what cannot be merged."""
 
     a: Run
     b: Run
@@ -96,7 +97,7 @@ def merge(a: Run, b: Run) -> Merged:
 
 
 def _split(batch: str) -> tuple[str, int]:
-    """`eval 3` as its phase and number; the phase of `3` is empty."""
+    """Splits a batch such as `eval 3` into phase and number; the phase of `3` is ""."""
     phase, _, number = batch.rpartition(" ")
     return phase, int(number) if number.isdecimal() else 0
 
@@ -122,7 +123,7 @@ def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRec
         for record in run.ranks[rank]:
             phase, number = _split(record.batch)
             label = record.batch if (record.step, phase) in labels else f"{phase} {ALL}".strip()
-            if record.kind == "parameter":  # once per step, whichever batch comes first
+            if record.kind == "parameter":  # recorded once per step, in the first batch
                 label = "0"
             group = record.step, label, record.kind, record.key
             groups.setdefault(group, []).append(RankRecord(record, rank, number))
@@ -146,7 +147,7 @@ def _merged(
     records = [[part.record for part in own] for own in parts]
     shapes = {record.shape for own in records for record in own}
     if len({record.dtype for own in records for record in own}) > 1:
-        return [own[0] for own in records]  # whose types differ: that is the difference
+        return [own[0] for own in records]  # the comparison reports that the types differ
     if kind == "parameter" and len(shapes) == 1:
         return list(max(_pairs(*records), key=lambda pair: _distance(*pair)))
     if kind in ("input", "forward") and len(shapes) == 1 and all(map(_is_one, records)):
@@ -178,7 +179,7 @@ def _distance(a: TensorRecord, b: TensorRecord) -> float:
 def _pairs(
     ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord]
 ) -> Iterator[tuple[TensorRecord, TensorRecord]]:
-    """Each rank of one run with the first rank of the other: where ranks disagree, one shows it."""
+    """Pairs the first rank of each run with all ranks of the other, to find ranks that disagree."""
     yield from ((ours[0], other) for other in theirs)
     yield from ((own, theirs[0]) for own in ours[1:])
 
@@ -217,9 +218,10 @@ def _summed(
     sides: Sequence[Run],
     records: Sequence[Sequence[TensorRecord]],
 ) -> list[TensorRecord]:
-    """Of each run the mean over the ranks of the sum over the batches.
+    """For each run, the mean over the ranks of the sum over the batches.
 
-    A loss may be a mean over its batch, or a part of the step's: then its batches' mean, or sum.
+    A loss may be the mean over a batch, or a share of the step's loss. So for outputs, the mean
+    over the batches is used if it makes the two runs more equal.
     """
     if len(shapes) > 1:
         raise Unmerged("ranks have parts of other shapes")
@@ -233,7 +235,7 @@ def _summed(
 
 
 def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
-    """The sum of the records' tensors, divided by `count`: what is linear, and the size of one."""
+    """The sum of the records' tensors, divided by `count`: only linear numbers, and the norm."""
     first = records[0]
     numbers: dict[str, Any] = {}
     columns = [record.numbers.get("samples", ()) for record in records]
@@ -245,7 +247,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
     if None not in means:
         numbers["mean"] = math.fsum(float(mean) for mean in means if mean is not None) / count
     norms = [float(record.numbers.get("norm") or 0.0) for record in records]
-    numbers["norm"] = max(norms) * len(records) / count  # summands cancel; their error does not
+    numbers["norm"] = max(norms) * len(records) / count  # addends may cancel, errors do not
     numbers["nan"] = sum(record.numbers.get("nan", 0) for record in records)
     numbers["inf"] = sum(record.numbers.get("inf", 0) for record in records)
     return replace(first, numbers=numbers)
@@ -257,7 +259,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
 def _joined(
     side: Run, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
 ) -> TensorRecord:
-    """One record of all rows."""
+    """One record for the rows of all ranks."""
     first = records[0]
     scale = 1 / side.world if first.kind == "backward" else 1.0
     shape = list(first.shape)
@@ -299,18 +301,18 @@ def _statistics(record: TensorRecord) -> Statistics:
 
 
 ORDERS = ("first", "in turns", "unknown")
-"""Rank 0 takes the first rows; ranks take rows in turns; unknown."""
+"""Which rows ranks take: rank 0 the first rows; one row each in turns; unknown."""
 
 
 def _placed(
     side: Run, parts: Sequence[RankRecord], axis: int, order: str
 ) -> Iterator[tuple[int, Any]]:
-    """The samples of all parts by their place in the joined tensor."""
+    """The samples of all parts, with their place in the joined tensor."""
     if order == "unknown" or not side.samples:
         return
     total = sum(part.record.shape[axis] for part in parts)
     inner = math.prod(parts[0].record.shape[axis + 1 :])
-    before = begun = 0  # rows of earlier parts, and those of earlier batches
+    before = begun = 0  # rows of earlier parts, and rows of earlier batches
     batch = parts[0].batch
     for part in parts:
         if part.batch != batch:
@@ -326,7 +328,7 @@ def _placed(
 
 
 def _order(sides: Sequence[Run], grouped: Sequence[dict[Group, list[RankRecord]]]) -> str:
-    """The first order in which the first inputs of the model agree, or else the first outputs."""
+    """The first order for which the first inputs (or else outputs) of both runs agree."""
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
     inputs = [group for group in shared if group[2] == "input"]
     outputs = [group for group in shared if group[2] == "forward"]

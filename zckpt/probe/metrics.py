@@ -1,6 +1,6 @@
-"""Numbers of a run besides its tensors: loss, loss scale, gradient norm, learning rate.
+"""Records the metrics of a run: loss, loss scale, gradient norm, learning rate.
 
-loss          the scalar that the model returns, or that DeepSpeed's engine gets for `backward`
+loss          the scalar that the model returns, or that `backward` of DeepSpeed's engine gets
 loss_scale, grad_norm, lr     DeepSpeed's engine, after an update
 lr            a torch optimizer that `record` got, after an update
 trainer.NAME  what a trainer logs
@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 LOSSES = ("out", "out.loss", "out[0]")
-"""Where the output of a model has its loss, if the tensor there has no dimensions."""
+"""The places of the loss in the output of a model, if the tensor there is 0-dimensional."""
 OF_WHOLE = ("runtime", "per_second", "epoch", "flos", "num_input_tokens_seen", "train_loss")
-"""What trainers log beside metrics of a step: names that end so."""
+"""Endings of names that trainers log and that are not metrics of a single step."""
 
 Metric = Callable[[str, Any], None]
 
@@ -36,9 +36,10 @@ def is_number(value: Any) -> bool:
 
 @contextmanager
 def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iterator[None]:
-    """Gives `metric` what DeepSpeed's engine knows, until the block ends.
+    """Passes the metrics of DeepSpeed's engine to `metric`, until the block ends.
 
-    The loss is that of `engine.backward`, unless `has_loss()`: the model has returned it.
+    The loss is the argument of `engine.backward`, unless the model has returned a loss
+    (`has_loss()`).
     """
     backward, step = engine.backward, engine.step
 
@@ -64,11 +65,11 @@ def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iter
     try:
         yield
     finally:
-        del engine.backward, engine.step  # those of the class are seen again
+        del engine.backward, engine.step  # makes the methods of the class visible again
 
 
 def rates(values: Any, metric: Metric) -> None:
-    """Learning rates: `lr` if there is one group, otherwise `lr.0`, `lr.1` ... by group."""
+    """Records learning rates: `lr` for one group, otherwise `lr.0`, `lr.1`, ... by group."""
     values = list(values or ())
     for number, value in enumerate(values):
         if is_number(value):
@@ -76,7 +77,7 @@ def rates(values: Any, metric: Metric) -> None:
 
 
 def logged(logs: Mapping[str, Any], metric: Metric) -> None:
-    """Gives `metric` what a trainer has logged of a step, without times, counters and means."""
+    """Passes a trainer's logs of a step to `metric`, without times, counters and means."""
     for name, value in logs.items():
         if is_number(value) and not name.endswith(OF_WHOLE):
             metric(f"trainer.{name}", value)

@@ -1,12 +1,12 @@
-"""Which weights are read next, into which memory, and by which thread?
+"""Reads the weights of the next modules on a thread, while the current module computes.
 
     computes    A   B   C   D        the program's thread
-    reads       B   C   D   A        one thread of the block, and the program's where it has to wait
+    reads       B   C   D   A        the block's thread, and the program's thread if it must wait
 
-A wrong guess costs a read that nobody needs, and never gives a wrong value. Memory of released
-modules is used again, and has huge pages if the system allows them: a read into new pages of 4 KiB
-takes three times as long as one into new huge pages (1.6 and 5.5 GB/s), and five times as long as
-one into used pages.
+The next modules are guessed. A wrong guess costs an unnecessary read, but never gives a wrong
+value. The memory of released modules is reused, and has huge pages if the system allows them. A
+read into new pages of 4 KiB takes three times as long as one into new huge pages (1.6 and
+5.5 GB/s), and five times as long as one into used pages.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from msgspec import Struct, field
 from ..core.storage.fileio import in_pages, memory_of
 
 THREAD = "zckpt-stream"
-LITTLE = 1 << 20  # bytes; fewer are read in less time than a thread may take to wake up
-AHEAD = 32 << 20  # bytes; more would leave the processor's cache before they are used
+LITTLE = 1 << 20  # bytes; reading fewer takes less time than waking up a thread
+AHEAD = 32 << 20  # bytes; more would be evicted from the processor's cache before their use
 
 
 class Order:
-    """Guesses the next modules, which have these `paths`, in the order of registration.
+    """Guesses which modules are called next; `paths` are in the order of registration.
 
-    Known is what followed the last two modules before: a module that is called twice has two
-    successors. Otherwise a block is expected to call its modules as the block before it did, and
-    before that in the order of registration.
+    The guess is the module that followed the same two modules before, since a module that is called
+    twice has two successors. Otherwise a block is expected to call its modules as the block before
+    did, and the first block in the order of registration.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
         self._modules = list(paths)
         self._places = {module: place for place, module in enumerate(paths)}
-        # the same for `layers.0.fc1` and `layers.1.fc1`
+        # `layers.0.fc1` and `layers.1.fc1` are of the same kind
         self._kinds = [re.sub(r"\d+", "*", path, count=1) for path in paths.values()]
         self._next: dict[tuple[int, ...], int] = {}
-        self._steps: dict[str, int] = {}  # from a module of a kind to the next one
+        self._steps: dict[str, int] = {}  # by kind: the distance to the next called module
         self._last: tuple[int, ...] = ()
 
     def called(self, module: int) -> None:
-        """Learns a call."""
+        """Notes that a module is called now."""
         if self._last:
             before = self._places[self._last[-1]]
             self._steps[self._kinds[before]] = self._places[module] - before
@@ -55,7 +55,7 @@ class Order:
         self._last = (*self._last[-1:], module)
 
     def following(self, guessed: Collection[int]) -> Iterator[int]:
-        """The modules that are probably called after those `guessed`, each of them once."""
+        """The modules that are probably called after the `guessed` ones, without repetition."""
         last, seen = (*self._last, *guessed)[-2:], set(guessed)
         while (module := self._after(last)) is not None and module not in seen:
             seen.add(module)
@@ -72,9 +72,9 @@ class Order:
 
 
 class Memory(Struct, eq=False):
-    """Memory for modules. Free memory is kept only if used and free memory are below `most` bytes.
+    """A pool of memory for modules, of at most `most` bytes, used and free together.
 
-    The memory of a view becomes free when neither the view nor a tensor made from it is alive. Only
+    The memory of a view becomes free when the view and all tensors made from it are deleted. Only
     one thread at a time may call `take`.
     """
 
@@ -84,7 +84,7 @@ class Memory(Struct, eq=False):
     _returned: deque[mmap.mmap] = field(default_factory=deque)  # any thread may append
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes, page-aligned, with any contents; `in_pages` says what they cost."""
+        """Returns `size` page-aligned bytes with arbitrary contents. `in_pages` is their cost."""
         while self._returned:
             insort(self._free, self._returned.popleft(), key=len)
         most = LITTLE if size < LITTLE else self._most  # large memory is for large modules
@@ -104,8 +104,8 @@ class Memory(Struct, eq=False):
 class WeightPart(Struct, frozen=True, eq=False):
     """Weights that are read together: `size` bytes, in `pieces` that any thread may read.
 
-    `make` turns the bytes into what the module gets. A part that `stays` is loaded until the end;
-    several modules need it.
+    `make` turns the bytes into tensors for the module. A part that `stays` is loaded until the end,
+    because several modules need it.
     """
 
     size: int
@@ -120,7 +120,7 @@ class WeightPart(Struct, frozen=True, eq=False):
 
 
 class _Load(Struct, eq=False):
-    """A part that is being read, or has been; it has memory as soon as its first piece is begun."""
+    """A part that is being read or was read. It gets memory when its first piece is begun."""
 
     part: WeightPart
     waiting: list[Any]  # pieces that no thread has begun, the first one last
@@ -136,11 +136,11 @@ Read = Callable[[Any, memoryview, bool], None]
 
 
 class Prefetcher:
-    """Reads the bytes of modules on a thread, ahead of the calls.
+    """Reads the bytes of modules on a thread, before the modules are called.
 
-    `parts` (of each module) and `paths` have the modules in the order of registration. The module
-    that is called, what was read ahead, and the parts that stay take at most the memory of the two
-    largest modules, and LITTLE bytes. A module around the one that is called is not counted.
+    `parts` and `paths` have the modules as keys, in the order of registration. The called module,
+    the parts read ahead, and the parts that stay use at most the memory of the two largest modules
+    and LITTLE bytes. Modules that contain the called module are not counted.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Prefetcher:
         self._room = min(room, max(moving, AHEAD))  # bytes for what does not stay
         self._memory = Memory(self._most)
         self._guessed: dict[int, None] = {}  # modules, in the order of the guessed calls
-        self._loads: dict[WeightPart, _Load] = {}  # what is read ahead or stays
-        self._spare: dict[WeightPart, None] = {}  # what was read ahead for calls that did not come
+        self._loads: dict[WeightPart, _Load] = {}  # parts that are read ahead or stay
+        self._spare: dict[WeightPart, None] = {}  # parts read ahead for calls that did not come
         self._ahead = 0  # bytes of memory for loads that do not stay
         self._needed: list[_Load] = []  # by the call that waits
         self._errors: dict[WeightPart, BaseException] = {}
@@ -169,9 +169,9 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """What each part of a module that is called now makes; reads for later calls go on.
+        """The tensors of each part of the module that is called now; reads for later calls go on.
 
-        Raises what `read` raised for this module.
+        Raises the error that `read` raised for this module.
         """
         self._order.called(module)
         with self._changed:
@@ -219,7 +219,7 @@ class Prefetcher:
         self._ahead -= part.cost
 
     def _guess(self, module: int) -> None:
-        """Begins the parts that are probably needed next, as many as there is memory for."""
+        """Begins to read the parts that are probably needed next, as far as memory allows."""
         if next(iter(self._guessed), None) == module:
             del self._guessed[module]
         else:
@@ -240,13 +240,13 @@ class Prefetcher:
                 self._begin(part)
 
     def _make_room(self, size: int, needed: Sequence[WeightPart]) -> None:
-        """Drops what was read in vain, if the memory of `size` bytes is short."""
+        """Drops parts that were read ahead in vain, if there is no memory for `size` bytes."""
         for part in [part for part in self._spare if part not in needed]:
             if self._ahead + size > self._room:
                 self._drop(part)
 
     def _start_again(self) -> None:
-        """After a wrong guess: what has been read may still be needed, what has not is dropped."""
+        """After a wrong guess: keeps parts that were begun, and drops the others."""
         self._guessed.clear()
         for part, load in list(self._loads.items()):
             if not part.stays:
@@ -270,7 +270,7 @@ class Prefetcher:
             return None
 
     def _all(self) -> Iterator[_Load]:
-        """What is needed now, and then the others in the order of the guessed calls."""
+        """The loads that are needed now, and then the others in the order of the guessed calls."""
         yield from self._needed
         yield from self._loads.values()
 
@@ -315,7 +315,7 @@ class Prefetcher:
             load.waiting.clear()
 
     def _forget(self, load: _Load) -> BaseException:
-        """The error of a load, which the next call of the module does not find."""
+        """Removes a failed load, so that the next call reads again; returns its error."""
         assert load.error is not None
         with self._changed:
             self._raised.add(load.part)
@@ -325,5 +325,5 @@ class Prefetcher:
 
 
 def most(costs: Iterable[int]) -> int:
-    """The bytes of memory for weights, given those of each module."""
+    """The bytes of memory for streaming, from the bytes of each module."""
     return sum(sorted(costs)[-2:]) + LITTLE

@@ -1,10 +1,10 @@
-"""What a recorder writes at each event of a running model, one line per tensor.
+"""Writes a record, one line, for each tensor of a running model.
 
-Gradients come from hooks of tensors. ONNX Runtime uses an identity autograd function: its output is
-a view that must not be changed in place, so `relu_(linear(x))` would fail or train on other values.
-A tensor's hook gets the gradient of the value before later changes in place, adds no node to the
-graph, and cannot change a value. (If an output is a view and is changed in place later, torch
-keeps no gradient, and there is no record of one.)
+Gradients come from hooks on tensors. ONNX Runtime uses an identity autograd function instead. The
+output of such a function is a view that must not be changed in place, so that `relu_(linear(x))`
+would fail or train on other values. A hook on a tensor gets the gradient of the value before later
+changes in place, adds no node to the graph, and cannot change a value. (If an output is a view and
+is changed in place later, torch keeps no gradient, and none is recorded.)
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Recorder(Subscriber):
         self._clock.advance()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has made an update."""
+        """Called after an update: records the learning rates, and counts the step."""
         metrics.rates([group.get("lr") for group in optimizer.param_groups], self.metric)
         if not callable(self._clock.source):
             self._clock.advance()
@@ -91,7 +91,7 @@ class Recorder(Subscriber):
             self._output.write(self._about("metric", name) | {"value": number})
 
     def only_outside(self, header: dict[str, Any]) -> list[str]:
-        """The compiled modules that were called, and no module inside of them."""
+        """The compiled modules that were called while no module inside of them was."""
         return [
             path
             for path in header["compiled"]
@@ -109,7 +109,7 @@ class Recorder(Subscriber):
             self._of_leaves.pop().remove()
 
     def _begin(self) -> None:
-        """Begins a forward of the root: a new batch, of this step or the next."""
+        """Begins a batch, at a forward of the root module."""
         self._release()
         self.called = True
         step, evaluating = self._clock(), not torch.is_grad_enabled()
@@ -155,8 +155,10 @@ class Recorder(Subscriber):
         return output
 
     def _take_parameters(self, place: Place, released: bool) -> None:
-        """Records parameters once per step, before the forward. If an engine wrapped the module
-        after the recording began, it all-gathers them later: they are recorded after the forward.
+        """Records parameters once per step, before the forward.
+
+        If an engine wrapped the module after the recording began, it all-gathers the parameters
+        after zckpt's hook. Then they are recorded after the forward.
         """
         for below, module in used_by(place.module):
             path = ".".join(filter(None, ("" if place.is_root else place.path, below)))
@@ -175,7 +177,7 @@ class Recorder(Subscriber):
                     self._take_weight_gradient(whole, parameter)
 
     def _take_weight_gradient(self, name: str, parameter: Tensor) -> None:
-        """Once per batch, however often the module is called: the engine adds up the calls."""
+        """Hooks the gradient of a weight once per batch, since calls of a module are added up."""
         hooked = (self._step, self._batch, "hook", name)
         if torch.is_grad_enabled() and not self._counts[hooked]:
             self._counts[hooked] += 1
@@ -212,14 +214,17 @@ class Recorder(Subscriber):
             self._take_gradient(key, tensor)
 
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
-        """Also for a recomputed tensor. If the first forward ran without gradients (reentrant
-        checkpointing), only the recomputed one gets a gradient; otherwise it never gets one."""
+        """Hooks the gradient of an output, also of a recomputed one.
+
+        If the first forward ran without gradients (reentrant checkpointing), only the recomputed
+        tensor gets a gradient; otherwise only the first one does.
+        """
         handle = self._hook("backward", key, tensor)
         if tensor.is_leaf:  # hooks of other tensors are freed with the graph
             self._of_leaves.append(handle)
 
     def _hook(self, kind: str, key: str, tensor: Tensor) -> Any:
-        """Records the gradient of a tensor when it is computed; gives the handle of the hook."""
+        """Records the gradient of a tensor when it is computed; returns the hook's handle."""
         step, batch = self._step, self._batch
 
         def hook(gradient: Tensor) -> None:
@@ -243,7 +248,7 @@ class Recorder(Subscriber):
     def _about(
         self, kind: str, key: str, at: tuple[int | None, str] | None = None
     ) -> dict[str, Any]:
-        """The identity of the next record, at a step and batch."""
+        """The keys that identify the next record: step, batch, order, kind and key."""
         step, batch = at or (self._step, self._batch)
         place = (step, kind, key) if kind == "parameter" else (step, batch, kind, key)
         self._counts[place] += 1
@@ -255,5 +260,5 @@ class Recorder(Subscriber):
 
 
 def _is_traced() -> bool:
-    """Whether TorchScript traces the forward: sizes are then tensors."""
+    """Whether TorchScript traces the forward; then sizes are tensors."""
     return torch._C._get_tracing_state() is not None

@@ -62,20 +62,21 @@ def record(
     """Records every forward and backward of `model` into `directory`, until the block ends.
 
     `step` is the number of completed updates when the block begins, or a function that returns the
-    current number. If it is a number, `optimizer` (a torch optimizer that steps once per update)
-    increases it. If your optimizer is not a `torch.optim.Optimizer`, call `recorder.next_step()`
-    after each update. A DeepSpeed engine needs neither: it has the number itself. For the trainers
-    of Hugging Face and Lightning there are callbacks: `TrainerCallback`, `LightningCallback`.
+    current number. If it is a number, each step of `optimizer` (a torch optimizer that steps once
+    per update) increases it. If your optimizer is not a `torch.optim.Optimizer`, call
+    `recorder.next_step()` after each update. A DeepSpeed engine needs neither, because it counts
+    its updates. For the trainers of Hugging Face and Lightning there are callbacks:
+    `TrainerCallback`, `LightningCallback`.
 
     Only `ranks` record (None: all), for steps in [start_step, end_step). With `parameters`, the
     modules' parameters are recorded once per step, and with `gradients` their gradients too.
     `samples` elements of each tensor are kept. A tensor on a GPU is measured there, `bucket`
     elements at a time, without a CRC-32. With `device="cpu"` it is copied to the CPU and measured
-    there, with a CRC-32. `subscribers` run outside this recorder. Values and gradients do not
-    change, bit for bit.
+    there, with a CRC-32. `subscribers` are called before this recorder at a forward, and after it
+    at the end of the forward. Values and gradients stay the same, bit for bit.
 
     Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
-    WrongOption if `device` is another one.
+    WrongOption if `device` is neither None nor "cpu".
     """
     if device is not None and torch.device(device).type != "cpu":
         raise WrongOption(
@@ -150,7 +151,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 @contextmanager
 def _opened(directory: str, rank: int, overwrite: bool) -> Iterator[Any]:
-    """This rank's file, flushed line by line, so that the file of a run that dies is readable."""
+    """Opens this rank's file, flushed line by line: it stays readable if the run dies."""
     folder = os.path.join(directory, rank_folder(rank))
     if overwrite:
         with suppress(FileNotFoundError):

@@ -3,9 +3,9 @@
     RUN/rank_00000/records.jsonl                            zckpt
     RUN/step_0/order.txt, <name>_forward, <name>_backward   ONNX Runtime 1.15 to 1.19
 
-If a run died, everything up to its last complete line is read. In ONNX Runtime's dumps a step is a
-forward of the root, counted from 0. Their standard deviation is left out: it is wrong since 1.16,
-which uses the sum of a bucket as its mean.
+If a run died, everything up to the last complete line is read. In ONNX Runtime's dumps, a step is a
+forward of the root module, counted from 0. The standard deviation in dumps is ignored: it is wrong
+since 1.16, which uses the sum of a bucket as its mean.
 """
 
 import json
@@ -39,9 +39,11 @@ def rank_folder(rank: int) -> str:
 
 
 class TensorRecord(Struct, frozen=True):
-    """One tensor of one event. `numbers` are those of the file: min, max, mean, std, norm, nan,
-    inf, negative, zero, positive, crc32, samples, inputs; some may be missing. A metric is a
-    record too, of one F64 number."""
+    """One recorded tensor.
+
+    `numbers` are min, max, mean, std, norm, nan, inf, negative, zero, positive, crc32, samples and
+    inputs, as far as the file has them. A metric is also a record, of one F64 number.
+    """
 
     step: int
     batch: str
@@ -65,8 +67,11 @@ class TensorRecord(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """The records by rank, in the order of events; `notes` are remarks for the user. `headers` are
-    those of the ranks' files: what `probe.environment` states, and how many samples were kept."""
+    """A recorded run: the records of each rank, in the order in which they were written.
+
+    `notes` are for the user. `headers` are the first lines of the ranks' files: the environment
+    (`environment.py`), and how many samples were kept.
+    """
 
     path: str
     world: int
@@ -81,7 +86,7 @@ class Run(Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """How many elements of each tensor were kept at most; 0 if the recording does not say."""
+        """The maximum number of samples of a tensor; 0 if the recording does not state it."""
         return int(self.header.get("samples", 0))
 
     @property
@@ -90,8 +95,11 @@ class Run(Struct, frozen=True):
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """A recorded run. Raises NotACheckpoint if the path is not one, CorruptCheckpoint if a line in
-    its middle is damaged, InconsistentCheckpoint if it mixes ranks of different runs."""
+    """Reads a recorded run.
+
+    Raises NotACheckpoint if the path is not a recorded run, CorruptCheckpoint if a line other than
+    the last one is damaged, and InconsistentCheckpoint if ranks of different runs are mixed.
+    """
     root = os.fspath(path)
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
     folders = [name for name in names if re.fullmatch(r"rank_\d{5,}", name)]
@@ -211,7 +219,7 @@ _HEAD = re.compile(
 _NUMBER = r"([-+]?(?:inf|nan|[\d.]+(?:e[-+]?\d+)?))"
 _COUNTS = {"nan": "nan", "inf": "inf", "negative": "neg", "positive": "pos", "zero": "zero"}
 _WORDS = {"min": "min", "max": "max", "mean": "mean", **_COUNTS}
-"""What precedes each number."""
+"""The words in a dump before each number."""
 _SAMPLES = re.compile(r"samples\(top 128\): tensor\((.*?)\)\s*\n(?:neg|=)", re.DOTALL)
 
 

@@ -1,7 +1,7 @@
-"""From which event of a trainer to which one does its recording last?
+"""Begins and ends a recording at events of a trainer.
 
 A trainer's callback begins a recording when training begins, and ends it when training ends or
-fails. Until then the callback has no open file and no hook.
+fails. Before that, the callback has no open file and no hook.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .recording import record
 class Span:
     """One recording of `record` into `directory`, with its `options`.
 
-    Raises TypeError if `record` does not take these options.
+    Raises TypeError if `record` does not accept these options.
     """
 
     def __init__(self, directory: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
@@ -32,11 +32,11 @@ class Span:
         self.directory = directory
         self.options = dict(options)
         self.recorder: Recorder | None = None
-        """What records now."""
+        """The active recorder, or None."""
         self._open: ExitStack | None = None
 
     def begin(self, model: nn.Module, step: Callable[[], int]) -> None:
-        """Begins to record. If training begins again before it ended, the first part is dropped."""
+        """Begins to record. If training begins twice, the records of the first part are dropped."""
         options = self.options
         if self._open is not None:  # transformers: `auto_find_batch_size` tries a smaller batch
             self.end()
@@ -46,7 +46,7 @@ class Span:
         self._open = stack
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the recording, if there is one; `error` is what ended the training."""
+        """Ends the recording, if there is one. `error` is the exception that ended training."""
         stack, self._open, self.recorder = self._open, None, None
         if stack is not None:
             stack.__exit__(type(error) if error else None, error, None)

@@ -1,18 +1,18 @@
-"""Measures a tensor of a running model: numbers, CRC-32 and samples of its row-major bytes.
+"""Measures a tensor of a running model: statistics, CRC-32 and samples of its row-major elements.
 
     on the CPU       numpy measures the bytes in place, in parts that several threads share
-    on a GPU         torch reduces a bucket of bounded size in float64 where it is, without CRC-32;
-                     if the GPU's memory is too short for this, the bucket is copied to the CPU
-    not row-major    a bucket of bounded size is copied, then the same
+    on a GPU         torch reduces a bucket of bounded size on the GPU in float64, without CRC-32;
+                     if GPU memory is short, the bucket is copied to the CPU
+    not row-major    a bucket of bounded size is copied, then measured as above
 
-Modules often return the tensor that they got. So if a tensor has the address of one that was
-measured before, its CRC-32 shows whether the numbers are known; the CRC-32 takes a tenth of the
+Modules often return the tensor that they received. If a tensor has the address of a tensor that was
+measured before, and the same CRC-32, the earlier numbers are used. The CRC-32 takes a tenth of the
 time of all numbers.
 
-Sums of float32, bfloat16 and float16 are made in float32 within a row of 128 elements, and in
-float64 over the rows: the mean is exact to 1e-8 of the root mean square, which is a thousandth of
-the difference that another order of sums makes. So a number costs 0.6 of what `zckpt stats` takes,
-which is exact to the last digits.
+Sums of float32, bfloat16 and float16 are computed in float32 within a row of 128 elements, and in
+float64 over the rows. The mean is exact to 1e-8 of the root mean square, a thousandth of the
+difference that another order of sums makes. This takes 0.6 of the time of `zckpt stats`, which is
+exact to the last digits.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from ..core.storage.checksum import combine, crc32
 NAMES = {getattr(torch, kind): name for kind, name in FROM_TORCH.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
-"""Types that torch cannot take elements of, and the types used instead."""
+"""Types for which torch has no `take`, and the types of equal size used instead."""
 PART = 1 << 18  # elements that one thread measures at a time
 BLOCK = 1 << 16  # elements: 256 KiB as float32, in a core's L2
 ROW = 128  # elements that are summed in float32
 ONES = np.ones(ROW, np.float32)
-KEPT = 8  # tensors; the cache of measured numbers
+KEPT = 8  # tensors: the size of the cache of measured numbers
 
 
 class Measurer:
     """Measures tensors with `threads` threads; copies at most `bucket` elements at a time.
 
-    Tensors that are on another device are measured there, or on the CPU if `on_cpu`.
+    Tensors on a GPU are measured on the GPU, or on the CPU if `on_cpu` is true.
     """
 
     def __init__(self, bucket: int, samples: int, threads: int, on_cpu: bool) -> None:
@@ -69,7 +69,7 @@ class Measurer:
             self._pool.shutdown()
 
     def describe(self, tensor: Tensor) -> dict[str, Any]:
-        """The record of a tensor; only shape and type if it has no bytes."""
+        """The record of a tensor; only shape and type if the tensor has no memory."""
         tensor = tensor.detach()
         if hasattr(tensor, "to_local"):  # a DTensor: this rank's part
             tensor = tensor.to_local()
@@ -87,7 +87,7 @@ class Measurer:
             return about | self._through_buckets(tensor, dtype)
 
     def fingerprint(self, tensor: Tensor) -> str | None:
-        """The CRC-32 of a tensor's bytes; None if they are not on the CPU, or not row-major."""
+        """The CRC-32 of a tensor; None if it is not on the CPU, or not row-major."""
         tensor = tensor.detach()
         if tensor.device.type != "cpu" or tensor.is_nested or not holds_bytes(tensor):
             return None
@@ -140,7 +140,7 @@ class Measurer:
         return statistics | checksum | {"samples": self._strided(tensor)}
 
     def _strided(self, tensor: Tensor) -> list[Any]:
-        """Elements at equal distances, beginning with the first."""
+        """The samples: elements at equal distances, beginning with the first one."""
         count = tensor.numel()
         if not count or not self.samples or NAMES.get(tensor.dtype) not in NUMBERS:
             return []
@@ -163,7 +163,7 @@ def _parts(tensor: Tensor) -> list[memoryview]:
 
 
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
-    """CRC-32 and numbers; empty numbers for types without any."""
+    """The CRC-32 and the statistics, which are empty for types that are not numbers."""
     if dtype not in NUMBERS:
         return crc32(view), Statistics()
     return crc32(view), _quick(view, dtype) if dtype in NARROW else measure(view, dtype)
@@ -174,13 +174,13 @@ NARROW = ("F32", "F16", "BF16")
 
 
 def _quick(view: memoryview, dtype: str) -> Statistics:
-    """The statistics of narrow floats, with sums in float32; `measure`'s where these are wrong."""
+    """The statistics of narrow floats, summed in float32; by `measure` if that is too inexact."""
     values = array(view, dtype)
     size, numbers = values.itemsize, Statistics()
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(values), BLOCK):
             block = values[start : start + BLOCK]
-            if dtype == "F16":  # numpy takes ten times as long as torch
+            if dtype == "F16":  # numpy needs ten times as long as torch
                 wide = torch.from_numpy(block).float().numpy()
             else:
                 wide = block.astype(np.float32, copy=False)
@@ -190,7 +190,7 @@ def _quick(view: memoryview, dtype: str) -> Statistics:
 
 
 def _of_block(values: Any) -> Statistics | None:
-    """The statistics of a block of float32; None if a sum in float32 is not good enough."""
+    """The statistics of a block of float32; None if sums in float32 are too inexact."""
     low, high = float(values.min()), float(values.max())
     scale = max(abs(low), abs(high))
     if low == high or not 1e-15 < scale < 1e15:  # also NaN: squares would overflow, or vanish
@@ -218,7 +218,7 @@ def _of_block(values: Any) -> Statistics | None:
 
 
 def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:
-    """The statistics of a bucket, reduced by torch on its device; None if memory is too short."""
+    """The statistics of a bucket, computed by torch on its device; None if memory is short."""
     try:
         wide = bucket.view(UNSIGNED.get(bucket.dtype, bucket.dtype)).double()
         if bucket.dtype in UNSIGNED:
@@ -246,8 +246,11 @@ def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:
 
 
 def holds_bytes(tensor: Tensor) -> bool:
-    """Whether a tensor has memory: not if it is on `meta`, sparse, or only traced or mapped, and
-    not if it is a parameter that its engine has released."""
+    """Whether a tensor has memory that can be read.
+
+    False for tensors that are on `meta`, sparse, only traced or mapped, and for parameters that the
+    engine has released.
+    """
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return False
     try:
@@ -260,9 +263,9 @@ def holds_bytes(tensor: Tensor) -> bool:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which keep the tensor alive.
+    """The bytes of a contiguous tensor on the CPU. The view keeps the tensor alive.
 
-    `numpy()` is not used: it forbids resizing the storage, and FSDP2 must resize it.
+    `numpy()` is not used, because it forbids resizing the storage, which FSDP2 must do.
     """
     size = tensor.numel() * tensor.element_size()
     if not size:
@@ -273,7 +276,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def buckets(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Row-major runs of at most `most` elements, contiguous; only one is copied at a time."""
+    """Contiguous row-major runs of at most `most` elements; only one is copied at a time."""
     if tensor.is_contiguous():
         yield from torch.split(tensor.view(-1), most) if tensor.numel() else ()
     elif tensor.numel() <= most:

@@ -1,16 +1,16 @@
-"""Runs a model's forward with weights that stay in a checkpoint's files, of any format.
+"""Runs a model's forward with weights that are read from the files of a checkpoint, of any format.
 
-Before a module's forward its own parameters and buffers are read, through the manifest, from the
-files that have their elements; after it their memory is released. While a module computes, a thread
-reads the weights of the next ones (`prefetch.py`). So the needed memory is that of the two largest
-modules (and of the tensors of the modules around them), not that of the model. A tied weight stays
-loaded if it fits into that memory. The model may be on torch's `meta` device. The model's forward
-asks for the tensors, one module at a time: so this is not a pass of core/passes/streaming.py over
-all of them.
+Before the forward of a module, its parameters and buffers are read, through the manifest, from the
+files that store their elements. After the forward their memory is released. While a module
+computes, a thread reads the weights of the next modules (`prefetch.py`). So streaming needs the
+memory of the two largest modules (and of the tensors of the modules around them), not of the model.
+A tied weight stays loaded if it fits into this memory. The model may be on torch's `meta` device.
+The forward asks for one module at a time, so that core/passes/streaming.py, which reads all tensors
+in one pass, is not used.
 
 A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
 the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
-not on `meta` would compute with its own weights.
+not on `meta` would compute with its original weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .prefetch import Prefetcher, WeightPart, most
 from .statistics import NAMES
 from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, tensors_in, unwrapped
 
-SCRATCH = 8 << 20  # bytes; small pieces of many ranks are joined there
+SCRATCH = 8 << 20  # bytes: the buffer in which small pieces of many ranks are joined
 ALIGNMENT = 64  # bytes, as torch allocates tensors: the order of additions can depend on it
 
 
@@ -60,24 +60,24 @@ def stream(
     rename: Renames = (),
     accept_weights: bool = False,
 ) -> Iterator[None]:
-    """Within the block, forwards of `model` take their weights from `checkpoint`.
+    """Within the block, forwards of `model` read their weights from `checkpoint`.
 
-    Weights are the values that the module had when it was saved (slot `param`). If these are
-    missing or have another type than the model's, weights are the masters, rounded. They are put on
-    `device`; the default is the device of the model's own weight, or the CPU if that is on `meta`.
-    Modules of the classes `whole`, and torch's own that need it, are loaded with all modules below
+    The weights are the values that the module had when it was saved (slot `param`). If these are
+    missing or have another type than the model's, the rounded masters are used. Weights are put on
+    `device`; the default is the device of the model's weight, or the CPU if that is `meta`. Modules
+    of the classes in `whole`, and some of torch's, are loaded together with all modules inside
     them. `rename` are pairs (regex, replacement) as in `--rename`. Weights get no gradients. The
-    CRC-32 of records is checked. `accept_weights` is that of `zckpt.load`.
+    CRC-32 of records is checked. `accept_weights` is as for `zckpt.load`.
 
-    Raises InconsistentCheckpoint as `zckpt.load`, and MissingData, which lists names of both sides,
-    if the checkpoint lacks a tensor of the model. A forward raises MissingData if a weight is used
-    while its module is not called, for example an embedding's weight in an output layer. A forward,
-    or the end of the block, raises CorruptCheckpoint if bytes contradict their file, and OSError if
-    a file cannot be read.
+    Raises InconsistentCheckpoint as `zckpt.load`. Raises MissingData, which lists names of both
+    sides, if the checkpoint lacks a tensor of the model. A forward raises MissingData if a weight
+    is used while its module is not called, for example an embedding's weight in an output layer. A
+    forward, or the end of the block, raises CorruptCheckpoint if bytes contradict their file, and
+    OSError if a file cannot be read.
     """
     if not isinstance(checkpoint, Manifest):
         checkpoint = read(checkpoint, Reading(format, tag, step_policy, opens_items=True))
-    if checkpoint.files.fingerprints:  # it is of files, and no program has made it
+    if checkpoint.files.fingerprints:  # the manifest was read from files
         check_to_load(checkpoint, None, accept_weights)
     manifest = renamed(checkpoint, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
@@ -90,7 +90,10 @@ def stream(
 
 
 class _Absent(Tensor):
-    """Shape and type of a weight that is not loaded; using it with numbers raises MissingData."""
+    """A placeholder with the shape and type of a weight that is not loaded.
+
+    Computing with it and a tensor that has values raises MissingData.
+    """
 
     path = "a weight"
 
@@ -98,7 +101,7 @@ class _Absent(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is Tensor.__deepcopy__:  # called with copies that were made before
+        if function is Tensor.__deepcopy__:  # a copy shares the placeholder
             return args[0]
         tensors = [tensor for _, tensor in tensors_in((args, kwargs), "")]
         absent = [each for each in tensors if isinstance(each, cls)]
@@ -116,7 +119,7 @@ class _Absent(Tensor):
 
 
 class _Weight:
-    """A tensor of the model: its dictionary in the module, and its value outside of forwards."""
+    """A tensor of the model, with the module's dictionary that holds it, and its original value."""
 
     def __init__(self, tensors: dict[str, Any], name: str, path: str) -> None:
         self.tensors, self.name, self.path = tensors, name, path
@@ -132,7 +135,7 @@ class _Weight:
 
 
 class _Piece(NamedTuple):
-    """Elements [start, stop) of an entry, as `dtype`, for byte `at` of the memory of a part."""
+    """Elements [start, stop) of an entry, to be read as `dtype` to byte `at` of a part's memory."""
 
     dtype: str
     entry: Entry
@@ -186,8 +189,11 @@ class _Streamer(Subscriber):
             weight.put(weight.absent)
 
     def finish(self) -> None:
-        """Raises errors that no forward raised, after reading the bytes between the tensors of
-        records that were read almost whole."""
+        """Raises errors that no forward raised.
+
+        First it reads the remaining bytes of records that were read almost completely, so that
+        their checksums can be checked.
+        """
         self._prefetcher.finish()
         self._checker.finish(self._readers[0])
 
@@ -204,7 +210,7 @@ class _Streamer(Subscriber):
         reader = self._element_readers[ahead]
         plain = []  # neighbors are one read
         for dtype, entry, start, stop, at in pieces:
-            check = (entry.name, start) not in self._read  # what is read again counts once
+            check = (entry.name, start) not in self._read  # checks only the first read
             request = ReadRequest(entry, start, stop, at, check)
             if dtype == entry.dtype:
                 plain.append(request)
@@ -214,7 +220,7 @@ class _Streamer(Subscriber):
         self._read.update((piece.entry.name, piece.start) for piece in pieces)
 
     def _moved(self, tensor: Tensor, original: Tensor) -> Tensor:
-        """The weight on its device."""
+        """The weight, moved to its device."""
         device = self._device or (original.device if original.device.type != "meta" else None)
         if device is None or device == tensor.device:
             return tensor
@@ -224,7 +230,7 @@ class _Streamer(Subscriber):
 
 
 def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
-    """The weight whose bytes begin at byte `at`; it keeps the view alive."""
+    """A tensor like `like` over the bytes of `view` from byte `at`; it keeps the view alive."""
     if like.numel():
         flat = torch.frombuffer(view, dtype=like.dtype, count=like.numel(), offset=at)
         tensor = flat.view(like.shape)
@@ -237,7 +243,7 @@ def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
 def _parts(
     weights_by_module: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
 ) -> dict[int, list[tuple[WeightPart, list[_Weight]]]]:
-    """The parts of each module: the weights of its own, and each tied weight that stays."""
+    """The parts of each module: one for its weights, and one for each tied weight that stays."""
     staying = _staying(list(weights_by_module.values()))
     tied: dict[int, WeightPart] = {}
     parts: dict[int, list[tuple[WeightPart, list[_Weight]]]] = {}
@@ -252,8 +258,10 @@ def _parts(
 
 
 def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
-    """The parameters of several modules that stay loaded, beside the two largest modules without
-    them, in the memory of the two largest modules with them."""
+    """The ids of tied parameters that stay loaded.
+
+    With them, memory must not exceed the memory of the two largest modules without staying weights.
+    """
 
     def needed(without: set[int]) -> int:
         return most(
@@ -287,7 +295,10 @@ def _size(weight: _Weight) -> int:
 def _part(
     weights: Sequence[_Weight], entries: Mapping[str, Entry], stays: bool = False
 ) -> WeightPart:
-    """Small weights are one piece; a large one is cut between rows, so that two threads read it."""
+    """A part for `weights`. Small weights form one piece; a large one is cut between rows.
+
+    So two threads can read a large weight together.
+    """
     small: list[_Piece] = []
     pieces = [small]
     places = list(accumulate(map(_size, weights), initial=0))
@@ -313,7 +324,7 @@ def _part(
 def _owned(
     model: nn.Module, whole: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[nn.Module, list[tuple[dict[str, Any], str, str]]]]:
-    """Each module with the tensors that it needs: dictionary, name in it, and path of each."""
+    """Each module, with the tensors that its forward needs: dictionary, name in it, and path."""
 
     def tensors_of(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
         persistent = set(module._buffers) - module._non_persistent_buffers_set

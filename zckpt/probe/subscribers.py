@@ -1,15 +1,15 @@
-"""Calls subscribers at every forward of every module; they may change inputs and outputs.
+"""Calls subscribers at every forward and backward of every module.
 
     before a module's forward    subscribers in the order of registration
     after it                     subscribers in the reverse order
 
-The hooks of zckpt are appended before the forward and prepended after it. So they run inside the
-hooks that an engine registered earlier: DeepSpeed's stage 3 and FSDP2 all-gather the parameters
-before zckpt's first hook, and release them after its last.
+Subscribers may change inputs, outputs and gradients. zckpt appends its hooks before the forward and
+prepends its hooks after it. So they run inside the hooks that an engine registered earlier: ZeRO
+stage 3 and FSDP2 all-gather the parameters before zckpt's first hook, and release them after its
+last hook.
 
 All hooks are removed at the end of the block, also after an exception, and also from deep copies
-that were made inside the block. compiled.py says when the calls inside of a compiled module are
-seen, backward.py how the backward is.
+that were made inside the block. compiled.py describes compiled modules, backward.py the backward.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class Place(Struct, frozen=True):
 
 
 class Subscriber:
-    """Gets modules, and the tensors of their inputs and outputs. Override the methods you need.
+    """The base class for code that runs at forwards and backwards. Override the methods you need.
 
-    The value that a method returns replaces its argument. Tensors may be inside tuples, lists,
-    mappings and dataclasses; `path` says where: `in[0]`, `in.mask`, `out`, `out.logits`.
+    The value that a method returns replaces its last argument (or `args` and `kwargs`). Tensors may
+    be inside tuples, lists, mappings and dataclasses. `path` is the place of a tensor: `in[0]`,
+    `in.mask`, `out`, `out.logits`.
     """
 
     def pre_forward_module(
@@ -86,15 +87,17 @@ class Subscriber:
         """Called when the first gradient of the call's outputs is known."""
 
     def gradient_tensor(self, place: Place, path: str, gradient: Tensor) -> Tensor:
-        """The gradient of an output, `out` or `out.logits`; may be called twice for one that
-        several modules return."""
+        """Called with the gradient of an output, such as `out` or `out.logits`.
+
+        If several modules return the same tensor, it is called for each of them.
+        """
         return gradient
 
     def post_backward_module(self, place: Place) -> None:
         """Called when the gradients of the call's inputs are known."""
 
     def leave_module(self, module: nn.Module) -> None:
-        """A call of the module has ended, after all hooks or with an error."""
+        """Called when a call of the module has ended, also with an error."""
 
 
 BACKWARD = ("pre_backward_module", "gradient_tensor", "post_backward_module")
@@ -104,8 +107,10 @@ BACKWARD = ("pre_backward_module", "gradient_tensor", "post_backward_module")
 def subscribe(
     model: nn.Module, *subscribers: Subscriber, inside_compiled: bool = True
 ) -> Iterator[None]:
-    """Calls the subscribers at forwards and backwards of `model` and its modules, until the block
-    ends. With `inside_compiled`, also of the modules in compiled ones, where torch allows it."""
+    """Calls the subscribers at forwards and backwards of `model` and its modules in the block.
+
+    With `inside_compiled`, also for modules inside compiled modules, where torch allows it.
+    """
     hooks = _Hooks(subscribers)
     by_path = modules(model)
     closed = [path for path, module in by_path.items() if is_compiled(module)]
@@ -168,7 +173,7 @@ def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _Hooks:
-    """The hooks of one block, and the number of calls of each module."""
+    """The hooks of one block, and the number of calls of each module in this forward."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self.by_method = {
@@ -214,10 +219,10 @@ class _Hooks:
             if path == ROOT and not self.roots:
                 self.calls.clear()
                 self.again.clear()
-                while self.of_leaves:  # of the batch before
+                while self.of_leaves:  # hooks of the previous batch
                     self.of_leaves.pop().remove()
             self.calls[path] += 1
-            if path == ROOT:  # Lightning with DDP calls it inside of another call
+            if path == ROOT:  # Lightning with DDP calls the root inside of another call
                 self.roots.append(self.calls[path] - 1)
         place = Place(module, path, self._call(path, recomputed), recomputed)
         new_args, new_kwargs = args, kwargs
@@ -278,27 +283,27 @@ class _Hooks:
             subscriber.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
-        """The number of a call; the backward recomputes calls from last to first."""
+        """The number of the current call. A backward recomputes calls from last to first."""
         if path == ROOT and self.roots and not recomputed:
             return self.roots[-1]
         return max(0, self.calls[path] - 1 - (self.again[path] if recomputed else 0))
 
 
 class _Hook:
-    """A hook of one module; copies of the module get `_silent` instead."""
+    """A hook of one module. Deep copies of the module get the hook `_silent` instead."""
 
     def __init__(self, hooks: _Hooks, module: nn.Module, path: str, method: str) -> None:
         self.hooks, self.module, self.path = hooks, module, path
         self.run = getattr(hooks, method)
 
     def __call__(self, module: nn.Module, *about: Any) -> Any:
-        if module is not self.module:  # a replica that shares these hooks
+        if module is not self.module:  # a copy of the module that shares these hooks
             return None
         return self.run(module, self.path, *about)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         for hooks in (self.module._forward_pre_hooks, self.module._forward_hooks):
-            if id(hooks) in memo:  # the copy's dictionary, which is being filled
+            if id(hooks) in memo:  # the dictionary of the copy, which is being filled
                 self.hooks.copies.append(memo[id(hooks)])
         return _silent
 

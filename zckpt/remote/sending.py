@@ -171,7 +171,10 @@ class _Sending(Struct, dict=True):
                 raise
             if self.store.head(key) is not None:
                 raise self._preceded(name) from error
-            message = f"{self.url}/{name} was put without a condition: zckpt has looked"
+            message = (
+                f"the store could not prevent overwriting {self.url}/{name}: zckpt only looked "
+                "before the upload, and there was no such file"
+            )
             self.notes.append(
                 warning("store-without-condition", message, file=f"{self.url}/{name}")
             )
@@ -210,8 +213,8 @@ class _Sending(Struct, dict=True):
                 raise self._lost(name, "the store has other bytes", etag, stored)
         elif not any(notice.code == "checksum-missing" for notice in self.notes):
             message = (
-                f"the store of {self.url} gives no MD5, and --no-read-back leaves out to compare "
-                "the bytes that it has"
+                f"the uploaded bytes were not compared: the store of {self.url} states no MD5, and "
+                "--no-read-back was given"
             )
             self.notes.append(warning("checksum-missing", message, file=str(self.url)))
         return sums.crc

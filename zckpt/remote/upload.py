@@ -94,13 +94,13 @@ def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
             "store-unsupported",
-            f"{url}: zckpt reads {url.scheme}:// and does not write it",
-            hint="write a folder, and send it then",
+            f"{url}: zckpt reads from {url.scheme}://, but does not write there",
+            hint="write to a folder, and upload the folder",
         )
     if words.get("sharing") is not None:
         raise WrongOption(
             "options-conflict",
-            f"{url}: several processes share a target in a folder of all, and not in a store",
+            f"{url}: several processes can share a target on a filesystem, but not in a store",
             hint="give a folder of a shared filesystem, or --single",
         )
     if not url.key:

@@ -1,4 +1,4 @@
-"""What differs from another checkpoint, and what proves the rest: the section `against`.
+"""The section `against`: what differs from another checkpoint, and how the rest was compared.
 
 It is made from the report of `zckpt diff`.
 """
@@ -26,14 +26,14 @@ OTHERS = {
     "states": "what is no tensor",
     "lacking": "states of the optimizer that both should have",
 }
-"""What is compared by value, and not as tensors."""
+"""The keys of `diff`'s report that are compared by value, not bit for bit, with their names."""
 
 
 def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
-    """Changes by layer, the places where both differ, and what was compared by whom.
+    """The section: changes by layer, the first and worst difference, and what was compared how.
 
-    `step` is the other's. The root mean square of a layer is over all its weights; its relative
-    change is over those tensors that differ.
+    `step` is the step of the other checkpoint. The root mean square of a layer's change is over all
+    weights of the layer. The relative change is over the tensors that differ.
     """
     lines = [line for line in report["differences"] if line.get("count")]
     by_name = {line["tensor"]: line for line in lines}
@@ -59,7 +59,10 @@ def section(checkpoint: Found, report: Report, other: str, step: Any) -> Report:
 def _layers(
     checkpoint: Found, lines: Mapping[str, Report]
 ) -> tuple[list[Report], list[Counter[int]]]:
-    """The change of each layer's weights, and its counts by magnitude: of masters, if any."""
+    """The change of each layer's weights, and counts of its changes by magnitude.
+
+    A parameter with a master counts by the master.
+    """
     masters = {entry.parameter for entry in checkpoint.entries if entry.slot == "master"}
     by_layer = by_key(
         (checkpoint.places.row(entry.parameter), (number, entry))
@@ -78,7 +81,7 @@ def _layers(
 
 
 def _layer(name: str, weights: Sequence[tuple[int, Entry]], lines: Mapping[str, Report]) -> Report:
-    """The change of the weights of one layer; `weights` have their numbers in the table."""
+    """The change of the weights of one layer; `weights` are pairs (row of the table, entry)."""
     elements = sum(entry.numel for _, entry in weights)
     changed = [(each, entry, lines[entry.name]) for each, entry in weights if entry.name in lines]
     squares = first = 0.0
@@ -135,7 +138,7 @@ def _not_compared(report: Report) -> Iterator[Report]:
 
 
 def _differences(report: Report) -> Iterator[Report]:
-    """Everything that differs and is no tensor of both."""
+    """The differences in everything but tensors that both sides have."""
     for key in OTHERS:
         for line in report[key]:
             if "only" in line:

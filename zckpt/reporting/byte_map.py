@@ -1,4 +1,4 @@
-"""Which file has which elements: the section `map`."""
+"""The section `map`: which file stores which elements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..judging.inventory import of_engine, of_folder
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
 Key = tuple[int | None, int | None, str]
-"""The number of a file, that of a layer, and a slot: pieces are summed by these."""
+"""The number of a file, the number of a layer, and a slot: pieces are summed by these three."""
 AXES = ("dp", "mp", "tp", "pp", "ep")
-"""The axes of ranks among the numbers that names of files have."""
+"""The numbers in file names that are coordinates of ranks."""
 Piece = tuple[str, int, int, int, int]
-"""The file, elements [start, stop), the first byte and how many bytes."""
+"""A file, elements [start, stop) of a tensor, the first byte in the file, the number of bytes."""
 
 
 def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
@@ -63,7 +63,7 @@ def section(checkpoint: Found, problems: Sequence[Report]) -> Report:
 
 
 def files_alone(checkpoint: Found) -> Report:
-    """The same of a checkpoint that cannot be read: its files."""
+    """The section for a checkpoint that cannot be read: only its files."""
     wrong: dict[str, State] = {
         checkpoint.real(line["file"]): "missing" if line["kind"] == "missing" else "unreadable"
         for line in checkpoint.faults
@@ -80,7 +80,10 @@ def _file(row: Row, origin: Origin | None, state: str, size: int | None) -> Repo
 
 
 def rank_of(origin: Origin | None, row: Row) -> Report | None:
-    """The rank whose file it is, as far as its name says it; an engine may count them by model."""
+    """The rank that wrote a file, from the file's name; None if the name has no rank.
+
+    DeepSpeed's `mp` numbers model ranks. It is split into `pp` and `tp` if their sizes are known.
+    """
     numbers = {axis: number for axis, number in row.rank if axis in AXES}
     tp, pp = (origin and origin.tp) or 1, (origin and origin.pp) or 1
     if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
@@ -92,7 +95,7 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
 
 
 def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
-    """The pieces as columns: each by itself, or summed where there are too many of them."""
+    """The pieces as columns: one row per piece, or summed if there are too many."""
     rows: list[tuple[Any, ...]] = []
     sums: dict[Key, list[int]] = {}
     is_summed = sum(map(_count, entries)) > MOST_PIECES
@@ -116,7 +119,7 @@ def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, i
 
 
 def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, length: int) -> None:
-    """Adds elements and bytes to a sum, which begins where its first bytes lie."""
+    """Adds elements and bytes to a sum. The offset of the sum is the lowest offset."""
     total = sums.setdefault(key, [0, 0, at, 0])
     total[:] = 0, total[1] + stop - start, min(total[2], at), total[3] + length
 
@@ -126,7 +129,7 @@ def _count(entry: Entry) -> int:
 
 
 def _pieces(entry: Entry) -> Iterator[Piece]:
-    """The pieces of a tensor; a box is one, and reaches from its first element to its last."""
+    """The pieces of a tensor. A box is one piece, from its first to its last element."""
     for box in boxes_of(entry.fragments):
         if length := prod(box.sizes) * box.size:
             yield box.extent.file, box.start, box.stop, box.reach.offset, length
@@ -136,7 +139,7 @@ def _pieces(entry: Entry) -> Iterator[Piece]:
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces, those that follow each other in file and tensor as one."""
+    """The pieces, where pieces that are adjacent both in the file and in the tensor are joined."""
     before: Piece | None = None
     for piece in pieces:
         if before is not None:

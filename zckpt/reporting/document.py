@@ -1,4 +1,4 @@
-"""The document of `zckpt report`: a checkpoint, or a run, on one page."""
+"""Makes the document of `zckpt report`, for a checkpoint or a run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def report(
     begin: Begin | None = None,
     **source: Unpack[api.NamedKeywords],
 ) -> Report:
-    """The checkpoint at `path`, or the run, as the document that a page is made of.
+    """The document of the checkpoint or the run at `path`, from which a page is made.
 
-    `docs/report.md` says what the sections are. Every byte is read once, and once more for the
-    comparison with `against`, another checkpoint. What is wrong is listed in `faults`, and does not
-    keep the rest away: a lost rank, damaged bytes, steps that differ. Of a run, only checkpoints of
-    the step `since` or later are read. `source` are the arguments of `read`. Raises a ZckptError
-    only if there is nothing to show.
+    `docs/report.md` describes the sections. Every byte is read once, and once more for the
+    comparison with the checkpoint `against`. Faults, such as a lost rank, damaged bytes or steps
+    that differ, are listed in `faults`; the other sections show the rest. If `path` is a run, only
+    checkpoints of step `since` or later are read. `source` are the arguments of `read`. Raises a
+    ZckptError only if there is nothing to show.
     """
     started = time.monotonic()
     copying = Copying(jobs, memory)
@@ -89,16 +89,17 @@ def report(
 
 
 def _nothing(candidate: Candidate, error: ZckptError) -> Report:
-    """The document of one checkpoint of a run that is none: an empty folder, or a foreign one."""
+    """The document of a folder in a run that holds no checkpoint, such as an empty one."""
     checkpoint = Found(candidate.path)
     checkpoint.faults.append(line_of(error.notice, kind="unreadable", fault=True))
     return _not_read(checkpoint, candidate)
 
 
 def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
-    """Those of a run, the oldest first, or the one that is meant; and those that are not there.
+    """The checkpoints to show, the oldest first, and the missing ones that the run names.
 
-    A run may name one that was removed, or whose name was cut short.
+    If `source` chooses a checkpoint, or `path` is no run, there is only one. A run may name a
+    checkpoint that was removed, or the file with the name may be cut short.
     """
     itself = [alone(path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
@@ -107,7 +108,7 @@ def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate],
         listed_checkpoints = candidates(path)[::-1]
     except NOTHING_TO_SHOW:
         raise
-    except (ZckptError, OSError):  # it is read as one, and says what is wrong
+    except (ZckptError, OSError):  # reading the path as one checkpoint raises the better error
         return itself, []
     there = [
         each
@@ -149,7 +150,7 @@ def _document(
 
 
 def _not_read(checkpoint: Found, candidate: Candidate) -> Report:
-    """The document of a checkpoint of which nothing could be read but the names of files."""
+    """The document of a checkpoint of which only the names of files could be read."""
     wrong = faults.section(checkpoint, ())
     return _begun(checkpoint, candidate) | {
         "faults": wrong,
@@ -159,7 +160,7 @@ def _not_read(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _begun(checkpoint: Found, candidate: Candidate) -> Report:
-    """What every document has."""
+    """The keys that every document has."""
     return {
         "zckpt": VERSION,
         "command": "report",
@@ -171,7 +172,7 @@ def _begun(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _metadata_sections(checkpoint: Found) -> Report:
-    """The sections for which no tensor is read."""
+    """The sections that need no tensor."""
     return {
         "tensors": numbers.table(checkpoint),
         "layers": numbers.names(checkpoint),
@@ -181,7 +182,7 @@ def _metadata_sections(checkpoint: Found) -> Report:
 
 
 def _read(checkpoint: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
-    """The sections for which tensors are read; adds what is wrong to `lines`."""
+    """Reads the tensors and returns their sections; adds faults to `lines`."""
     done = measured(checkpoint, copying, begin)
     lines += done.problems
     lines += faults.contradictions(checkpoint.known)
@@ -211,9 +212,9 @@ def _against(
     begin: Begin | None,
     lines: list[Report],
 ) -> Report:
-    """The comparison with another checkpoint; a line if there can be none."""
+    """The section `against`; empty, with a fault added to `lines`, if both cannot be compared."""
     if checkpoint.lost or checkpoint.stated:
-        message = f"not compared with {against}, because of what is wrong with this one"
+        message = f"not compared with {against}, because this checkpoint has faults"
         lines.append(line_of(warning("not-compared", message, file=against), kind="warning"))
         return {}
     try:

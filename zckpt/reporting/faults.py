@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, worst first: the section `faults`."""
+"""The section `faults`: what is wrong with a checkpoint, worst first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KINDS = {
     "denormal": False,
     "warning": False,
 }
-"""The kinds, worst first, and whether each is a fault: exit code 3. Others are oddities."""
+"""The kinds, worst first. True: the kind is a fault (exit code 3). False: it is an oddity."""
 FIELDS = (*Notice.__struct_fields__, "kind", "fault", "tensor", "offset", "length", "checkpoint")
-"""`checkpoint` is None, or the name of another one of the run than the one that is shown."""
+"""The keys of a line. `checkpoint` names an older checkpoint of the run; None: the one shown."""
 OF_FILES = ("missing-file", "missing-rank-file")
-"""The codes of files that are missing, whose sentences need no word in front."""
+"""The codes of missing files. Their messages get no kind in front."""
 KIND_OF = {
     **dict.fromkeys((*OF_FILES, "unfinished-save"), "missing"),
     **dict.fromkeys(("elements-missing", "tensor-missing", "state-missing"), "missing"),
@@ -36,19 +36,19 @@ KIND_OF = {
     "record-damaged": "checksum",
     "steps-disagree": "step",
 }
-"""The kind of a problem by its code; others are `impossible`."""
+"""The kind of a problem by its code. A code that is not listed is `impossible`."""
 ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 def section(checkpoint: Found, lines: Iterable[Report]) -> list[Report]:
-    """Each line once, worst first; files by their names below the checkpoint."""
+    """The lines without duplicates, worst first. File paths are relative to the checkpoint."""
     every = [_line(checkpoint, line) for line in (*checkpoint.faults, *lines)]
     unique = {(line["code"], line["message"], line.get("tensor")): line for line in every}
     return ordered(unique.values())
 
 
 def ordered(lines: Iterable[Report]) -> list[Report]:
-    """Lines with the same keys, worst first."""
+    """The lines, each with all keys of FIELDS, worst first."""
     full = [{key: line.get(key) for key in FIELDS} for line in lines]
     return sorted(full, key=lambda line: ORDER[line["kind"]])
 
@@ -64,7 +64,7 @@ def _line(checkpoint: Found, line: Report) -> Report:
 
 
 def of_files(checkpoint: Found) -> Iterator[Report]:
-    """What its reader warns of, and files that are missing, damaged or of another save."""
+    """The warnings of the reader, and files that are missing, damaged or from another save."""
     verdict = checkpoint.judged
     yield from (line_of(notice, kind="warning") for notice in checkpoint.known.notices.warnings)
     for notice in verdict.missing:
@@ -80,7 +80,7 @@ def of_files(checkpoint: Found) -> Iterator[Report]:
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:
-    """Tensors that have bytes of each other, and bytes that no tensor has."""
+    """Tensors that share bytes, and bytes that belong to no tensor."""
     for notice in damage.overlapping(manifest):
         yield line_of(notice, kind="missing")
     for line in damage.unused(manifest):
@@ -88,7 +88,7 @@ def contradictions(manifest: Manifest) -> Iterator[Report]:
 
 
 def denormal(lines: Iterable[tuple[str, Report]]) -> Iterator[Report]:
-    """Tensors with numbers that are too small to be normal ones of their type."""
+    """Tensors with denormal numbers of their type."""
     for name, line in lines:
         if count := line.get("denormal"):
             message = f"{name} has {count:,} denormal numbers"

@@ -1,4 +1,4 @@
-"""How far 16-bit weights are from their masters: the section `masters`."""
+"""The section `masters`: how far 16-bit weights are from their masters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .measuring import Distance, original, place_of
 
 
 def section(checkpoint: Found, distances: Mapping[str, Distance]) -> Report | None:
-    """The distances by layer."""
+    """The distances in ULP by layer; None if no weight has a master to compare with."""
     places = checkpoint.places
     rows: dict[int, Report] = {}
     for name, (elements, difference) in distances.items():
@@ -42,7 +42,7 @@ def faults(
     distances: Mapping[str, Distance],
     ranges: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Iterator[Report]:
-    """Masters that do not round to their weights."""
+    """A fault for each master that does not round to its weight."""
     for name, (elements, difference) in distances.items():
         if not difference.count:
             continue

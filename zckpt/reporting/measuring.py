@@ -1,7 +1,7 @@
-"""One pass over all tensors: statistics, checksums, masters against weights, and Adam's update.
+"""Measures all tensors in one pass: statistics, checksums, masters, and Adam's next update.
 
-The tensors of a parameter are read together, range by range, so that no element is read twice. What
-lay in a lost file is not read.
+The tensors of a parameter are read together, range by range, so that no element is read twice.
+Elements in lost files are skipped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from ..proof import health
 
 FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 OTHERS = re.compile("nadam|radam|lion|lamb", re.IGNORECASE)
-"""Optimizers with Adam's moments and another update."""
+"""Optimizers that have Adam's moments but another update rule."""
 UPDATE = "UPDATE"
-"""Stands for a slot; slots have no capital letters."""
+"""The slot under which updates are summed. No real slot has capital letters."""
 
 
 class Rule(Struct, frozen=True):
-    """How Adam updates one parameter: the root of the second moment is that of this slot."""
+    """The numbers of Adam's update of one parameter.
+
+    `first` and `second` are the bias corrections 1 - beta**step. `slot` holds the second moment.
+    """
 
     eps: float
     first: float
@@ -45,9 +48,9 @@ class Rule(Struct, frozen=True):
 
 
 class Pass(health.Measuring):
-    """Statistics of all tensors, and of what the tensors of a parameter are together.
+    """Statistics of all tensors, CRC-32s, distances of masters, and Adam's updates.
 
-    `rules` are by parameter. `totals` has the updates too, as `parameter/UPDATE`.
+    `rules` is keyed by parameter. `totals` has the updates too, under `parameter/UPDATE`.
     """
 
     histograms: bool = False
@@ -79,7 +82,7 @@ class Pass(health.Measuring):
             self._update(rule, slots[FIRST], slots[rule.slot], view)
 
     def _compare(self, master: ReadRequest, weight: ReadRequest, view: memoryview) -> None:
-        """How far the weights are from their masters, once these are rounded as they were."""
+        """Adds the distance of weights from their masters, which are first rounded if needed."""
         how = agreement(master.entry, weight.entry)
         if how is None:
             return
@@ -116,7 +119,7 @@ class Pass(health.Measuring):
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
-    """How Adam updates a parameter; None if something of it is not known."""
+    """The numbers of Adam's update of a parameter; None if one is unknown, or it is not Adam."""
     parameter_facts, groups = manifest.parameters.get(parameter), manifest.groups
     if (
         parameter_facts is None
@@ -145,14 +148,14 @@ def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule
 
 
 Distance = tuple[int, Difference]
-"""The elements that were compared, and how they differ."""
+"""The number of compared elements, and their difference."""
 
 
 class Measured(Struct, frozen=True):
-    """What a pass has found.
+    """The results of a pass.
 
-    `updates` are the RMS of Adam's update by parameter. `ranges` are the elements of tensors that
-    were read, where that is not all.
+    `updates` are the RMS of Adam's update by parameter. `ranges` are the elements that were read of
+    a tensor, if not all were.
     """
 
     lines: dict[str, Report]
@@ -165,7 +168,7 @@ class Measured(Struct, frozen=True):
 
 
 def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measured:
-    """One pass over all tensors of a checkpoint, and the rest of the bytes with checksums."""
+    """Reads all tensors of a checkpoint once, and then the other bytes that have checksums."""
     manifest, lost = checkpoint.known, checkpoint.lost
     entries, ranges = checkpoint.entries, {}
     if lost:
@@ -176,7 +179,7 @@ def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measur
         whole = {id(entry) for entry in entries}
         ranges = {entry.name: own for entry, own in pairs if id(entry) not in whole}
         entries = [entry for entry, _ in pairs]
-    # tensors of a parameter that have as many elements, of the same ranges, are read together
+    # tensors of a parameter with the same shape and the same ranges are read together
     together = [
         alike
         for ranges_of_entry in by_key((entry.parameter, entry) for entry in entries).values()
@@ -207,7 +210,7 @@ def measured(checkpoint: Found, copying: Copying, begin: Begin | None) -> Measur
 
 
 def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
-    """One CRC-32 of the names, types, shapes and contents of all tensors, in the order of names."""
+    """One CRC-32 over the names, types, shapes and contents of all tensors, sorted by name."""
     lines = (
         f"{entry.name} {entry.dtype} {list(entry.shape)} {covers[entry.name].crc:08x}\n"
         for entry in sorted(entries, key=lambda entry: entry.name)
@@ -216,13 +219,13 @@ def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
 
 
 def place_of(entry: Entry, element: int) -> tuple[str, int] | None:
-    """File and byte of an element."""
+    """The file of an element, and its byte offset there."""
     run = next(entry.fragments.runs(element, element + 1, SIZES[entry.dtype]), None)
     return None if run is None else (run.extent.file, run.extent.offset)
 
 
 def original(element: int, ranges: Sequence[tuple[int, int]] | None) -> int:
-    """The number of an element in its tensor, if only those of `ranges` were read."""
+    """The index of an element in its tensor, from its index among the elements of `ranges`."""
     for start, stop in ranges or ():
         if element < stop - start:
             return start + element

@@ -1,6 +1,6 @@
-"""What can be done with a checkpoint now: the section `next`.
+"""The section `next`: what the user can do with a checkpoint now.
 
-whole      the line that resumes from it, and the command for another number of ranks
+complete   the line that resumes from it, and the command for another number of ranks
 damaged    what is lost, what is left, and what to do: go on from an older one, or export
 """
 
@@ -22,22 +22,22 @@ from ..judging.damaged_source import Found, kept
 from ..resume.runs import Candidate, candidates, folder_of, judged
 
 DAMAGED = ("checksum", "NaN", "infinite")
-"""The kinds of faults after which the values of a tensor are not those that were saved."""
+"""The kinds of faults that mean that values of a tensor are wrong."""
 WEIGHTS, MASTERS, STATE = "weights", "masters", "optimizer state"
 MOST = 3  # names in a sentence
 
 
 class Harm(Struct):
-    """What is lost of one kind of tensors: in which layers, how many elements, and of how many."""
+    """What is lost of one kind of tensors: the layers, and the numbers of elements."""
 
     layers: dict[str, None] = field(default_factory=dict)
     lost: int = 0
-    of: int = 0  # in the tensors of which something is lost
+    of: int = 0  # elements of the tensors that lost some
     total: int = 0
 
 
 def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -> Report:
-    """What to do, as sentences and commands; without `older`, which `with_older` adds."""
+    """What to do, as sentences and commands. `older` is None until `with_older` sets it."""
     path = folder_of(candidate)
     report: Report = {
         "resumes": False,
@@ -77,7 +77,7 @@ COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes
 
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
-    """The same with the newest of the `older` ones that is whole; they stand newest first."""
+    """`report` with the newest complete checkpoint of `older`, which has the newest first."""
     for candidate in older:
         with suppress(ZckptError, OSError):
             verdict = judged(candidate, {})
@@ -91,7 +91,7 @@ def with_older(report: Report, older: Iterable[Candidate]) -> Report:
 
 
 def older_than(candidate: Candidate) -> list[Candidate]:
-    """The older checkpoints of the same run, the newest first; none if there is no such run."""
+    """The older checkpoints of the same run, the newest first; empty if there is no run."""
     folder = os.path.abspath(folder_of(candidate))
     run = candidate.path if candidate.tag else os.path.dirname(folder)
     try:
@@ -110,7 +110,7 @@ def _step(what: str, command: str | None) -> Report:
 
 
 def _lost(checkpoint: Found, faults: Sequence[Report]) -> Iterator[str]:
-    """A phrase for each kind of tensors of which something is lost or damaged."""
+    """A phrase for each kind of tensors with lost or damaged elements."""
     if _has_weights_alone(checkpoint) and any(
         line["kind"] in ("missing", "unreadable") for line in faults
     ):
@@ -139,7 +139,7 @@ def _has_weights_alone(found: Found) -> bool:
 
 
 def _kind(checkpoint: Found, entry: Entry) -> str:
-    """A master without a weight in 16 bits is the weight."""
+    """The kind of a tensor. A master without a 16-bit weight counts as the weight."""
     if entry.slot == "param" or (
         entry.slot == "master" and (entry.parameter, "param") not in checkpoint.known.entries
     ):
@@ -148,7 +148,7 @@ def _kind(checkpoint: Found, entry: Entry) -> str:
 
 
 def _harms(checkpoint: Found) -> Mapping[str, Harm]:
-    """What lay in lost files, by the kind of tensors."""
+    """What lost files contained, by the kind of tensors."""
     harms: dict[str, Harm] = {}
     for entry in checkpoint.entries if checkpoint.lost else ():
         rest, _ = kept(entry, checkpoint.lost)

@@ -1,4 +1,4 @@
-"""The table of tensors, and numbers of layers by kinds: the sections `tensors` and `numbers`."""
+"""The sections `tensors` (a table of all tensors) and `numbers` (a number per layer and kind)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..core.passes.description import Report
 from ..judging.damaged_source import Found
 
 NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
-"""What the table has of a tensor that was measured."""
+"""The statistics in the table of tensors."""
 
 
 def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Report:
-    """The columns of all tensors; with their statistics, if these are known."""
+    """The columns of the table of all tensors, with statistics if `lines` has them."""
     entries = checkpoint.entries
     report: Report = {
         "name": [entry.name for entry in entries],
@@ -32,19 +32,22 @@ def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Repor
 
 
 def names(checkpoint: Found) -> dict[str, str]:
-    """The names of layers by their rows, where these are only numbers: `h.0` for 0."""
+    """The names of layers whose rows are only numbers: `h.0` for the row 0."""
     pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 
 
 def finite(value: Any) -> Any:
-    """A number as JSON and as a picture can have it; None for an infinite one."""
+    """The value if it is a finite number, else None: JSON and pictures have no infinities."""
     is_number = type(value) is int or (type(value) is float and math.isfinite(value))
     return value if is_number else None
 
 
 def section(checkpoint: Found, lines: Mapping[str, Report], updates: Mapping[str, float]) -> Report:
-    """The measures of layers by kinds. A weight is shown as the module has it, else its master."""
+    """A number for each layer and kind of parameter, by slot.
+
+    For weights it is the RMS of the module's weight, or of the master if there is no such weight.
+    """
     places = checkpoint.places
     by_slot: dict[str, list[list[Any]]] = {"param": []}
     stored = {entry.parameter for entry in checkpoint.entries if entry.slot == "param"}

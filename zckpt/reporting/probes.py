@@ -1,4 +1,4 @@
-"""The document of `probe-diff`, from its report: two recorded runs, as one page shows them."""
+"""Makes the document of `probe-diff`, which shows two recorded runs on a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import summary
 
 
 def document(report: Report) -> Report:
-    """Two recorded runs: in which place they first differ, and what both do not have."""
+    """The document for a report of `probe-diff`: the first differences, and one-sided records."""
     big, first = report["big"], report["first"]
     result = f"{report['differing']:,} of {report['records']:,} records differ"
     differences = [

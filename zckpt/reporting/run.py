@@ -1,4 +1,4 @@
-"""The checkpoints of a run over time: the section `run`."""
+"""The section `run`: the checkpoints of a run over time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..resume.runs import Candidate
 from .numbers import finite
 
 BROKEN = ("missing", "unreadable", "checksum")
-"""The kinds of faults of a checkpoint that is not whole."""
+"""The kinds of faults that make a checkpoint incomplete or damaged."""
 
 
 MEASURES = {"norms": "param", "updates": "update", "moments": "exp_avg", "seconds": "exp_avg_sq"}
-"""What is kept of each layer: the norm of weights, and root mean squares of the others."""
+"""Numbers kept per layer, by measure: the norm for weights, and the RMS for the others."""
 
 
 def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] = ()) -> Report:
-    """All checkpoints, the oldest first; the last one is `shown` below.
+    """The section for all checkpoints, the oldest first. The page shows the last one in full.
 
-    `losses` are steps with the losses that were logged, in between too.
+    `losses` are pairs of a step and a logged loss, also for steps between the checkpoints.
     """
     of_layers = (row for line in checkpoints for key in MEASURES for row in line[key])
     rows = (shown.get("numbers") or {}).get("rows", ())
@@ -36,7 +36,7 @@ def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] 
 
 
 def checkpoint(document: Report, name: str) -> Report:
-    """What is kept of one checkpoint's document; `reason` is its first fault, `why` a sentence."""
+    """The summary of one checkpoint's document. `reason` is its first fault, `why` a sentence."""
     line = document["line"]
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
     wrong = [each for each in document["faults"] if each["fault"]]
@@ -62,13 +62,13 @@ STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """The norm of each layer's weights, or the root mean square of something else."""
+    """The norm of each layer's weights, or the root mean square for another measure."""
     roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
     return {row: root for row, root in roots.items() if finite(root) is not None}
 
 
 def total(document: Mapping[str, Any], key: str) -> float | None:
-    """The same of the whole model."""
+    """As `of_layers`, but one number for the model; None if it is unknown."""
     every = [*_sums(document, key).values()]
     sums = [sum(squares for squares, _ in every), sum(elements for _, elements in every)]
     root: float | None = finite(_root(key, sums)) if every else None
@@ -81,7 +81,7 @@ def _root(key: str, sums: Sequence[float]) -> float:
 
 
 def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
-    """The sum of squares, and the number of elements, of each layer."""
+    """For each layer, the sum of squares and the number of elements."""
     numbers, table = document.get("numbers") or {}, document.get("tensors") or {}
     sums: dict[str, list[float]] = {}
     for measure in numbers.get("measures", ()):
@@ -96,7 +96,7 @@ def _sums(document: Mapping[str, Any], key: str) -> dict[str, list[float]]:
 
 
 def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
-    """The first fault of each earlier checkpoint of a run, with that one's name."""
+    """The first fault of each earlier checkpoint of a run, with the name of that checkpoint."""
     return [
         {
             **reason,
@@ -112,7 +112,7 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
 
 
 def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
-    """What is to be known of the places that checkpoints have in the run: no faults."""
+    """Warnings about the order of the checkpoints in a run. They are no faults."""
     of_others = {id(each): each.name for each in checkpoints[:-1]}
     return [
         line_of(note, kind="warning", fault=False, checkpoint=of_others.get(id(candidate)))
@@ -122,7 +122,7 @@ def notes_of(checkpoints: Sequence[Candidate]) -> list[Report]:
 
 
 def missing_checkpoints(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
-    """Checkpoints that the run names, and that are not there."""
+    """Faults for checkpoints that the run names and that are missing."""
     lost = [
         (
             problem(

@@ -1,4 +1,4 @@
-"""Every place that states a step, and the groups side by side: the section `steps`."""
+"""The section `steps`: every place that stores a step, and the groups side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ..judging.damaged_source import Found, file_in
 
 
 def section(checkpoint: Found) -> Report:
-    """Places and groups. A counter of an engine is never the optimizer's step: `agrees` is None."""
+    """The places and the groups.
+
+    `agrees` is None for an engine's counter, which is never the optimizer's step.
+    """
     manifest = checkpoint.known
     owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
     true = manifest.step
@@ -65,7 +68,7 @@ def _named(found: Found, where: str) -> str | None:
 
 
 def agreeing(manifest: Manifest, stated_steps: tuple[tuple[str, float | int], ...]) -> str:
-    """In how many places which step stands, for a sentence."""
+    """The stored steps and the number of places of each, for a sentence."""
     steps = [step for _, step in stated_steps] or [
         each.step for each in manifest.run.steps if each.truth
     ]

@@ -1,4 +1,4 @@
-"""What a checkpoint is, in one line: the section `line`."""
+"""The sections `line` (the checkpoint in one line) and `about` (the trainer's facts)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ EMPTY: Report = {
     "bytes": 0,
     "files": 0,
 }
-"""The line of something of which nothing is known."""
+"""The line of a checkpoint of which nothing is known."""
 
 
 def section(checkpoint: Found) -> Report:
-    """What the files say by themselves; nothing was read of tensors."""
+    """The section `line`, from metadata only."""
     files = [*_files(checkpoint)]
     report = EMPTY | {
         "name": os.path.basename(os.path.abspath(checkpoint.root)),
@@ -59,7 +59,7 @@ def section(checkpoint: Found) -> Report:
 
 
 def about(checkpoint: Found, candidate: Candidate) -> Report:
-    """The name that people know, the date, and what a trainer says: the section `about`."""
+    """The section `about`: the name of the trainer's folder, the date, and the trainer's facts."""
     folder = folder_of(candidate)
     facts = (
         about_folder(folder) if checkpoint.manifest is None else about_manifest(checkpoint.manifest)
@@ -72,7 +72,7 @@ def about(checkpoint: Found, candidate: Candidate) -> Report:
 
 
 def _files(checkpoint: Found) -> Iterable[str]:
-    """The files that are there."""
+    """The files that exist."""
     if checkpoint.manifest is None:
         return files_below(checkpoint.root)
     return (
@@ -103,7 +103,7 @@ def _known(manifest: Manifest, checkpoint: Found) -> Report:
 
 
 def checked(records: RecordCounts, damaged: int, lacks: bool) -> str:
-    """What the checksums in the files have shown; `lacks` if not all of the files can be read."""
+    """The result of the checksums, as a phrase. `lacks`: some files could not be read."""
     if damaged:
         return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"
     every = records.checked + records.unchecked

@@ -1,10 +1,10 @@
-"""A run goes on by itself, at the number of processes that it has now: `zckpt.auto_resume`.
+"""Resuming a run on another number of ranks: `zckpt.auto_resume`, `zckpt check`, `zckpt list`.
 
-runs.py             which checkpoints a run has, the newest first
-fitting.py          what the next run asks for, and which conversion makes one fit
+runs.py             finds the checkpoints of a run, the newest first
+fitting.py          the sizes of the next run, and the conversion that makes a checkpoint fit
 check.py            the report of `zckpt check`
-listing.py          in which state each checkpoint of a run is; `zckpt list`
-cache.py            the run for other sizes in RUN/.zckpt: locks, and what stays there
-resuming.py         what they do until all have a path
-auto.py             `auto_resume`: who shares the work
+listing.py          the report of `zckpt list`: the state of each checkpoint of a run
+cache.py            resharded checkpoints in RUN/.zckpt: locks, and which ones are removed
+resuming.py         what all ranks do until they have a path
+auto.py             `auto_resume`: finds the processes of the launch and returns the path
 """

@@ -1,7 +1,7 @@
-"""From which path does a run go on, at the number of processes that it has now?
+"""`auto_resume`: the path from which a run resumes, on the number of processes that it has now.
 
-All ranks get the same path, or raise the same error: whatever rank 0 decides, and whatever it fails
-with, it tells the others.
+All ranks get the same path or raise the same error, because rank 0 decides and sends its result or
+its error to the other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .fitting import Asked
 from .resuming import Resumed, Resuming
 
 LOG = logging.getLogger("zckpt")
-"""Of rank 0: what is resumed (INFO), and warnings. A program that asks for no log sees none."""
+"""Rank 0 logs the path (INFO) and warnings. Without logging set up, nothing is printed."""
 LOG.addHandler(logging.NullHandler())
 
 
@@ -43,38 +43,40 @@ def auto_resume(
     begin: Begin | None = None,
     **words: Any,
 ) -> Resumed | None:
-    """The path from which a run goes on at the number of processes that it has now.
+    """The path from which a run resumes, on the number of processes that it has now.
 
         trainer.train(resume_from_checkpoint=zckpt.auto_resume(args.output_dir))
 
-    It is the newest checkpoint of the directory `run` that is whole. If the engine does not load it
-    at this size, it is first written for this size below `run`/.zckpt, once: the next start finds
-    it. None if the run has no checkpoint. Every process calls it, before or after torch.distributed
-    is initialised; all share the work, and get the same path, or raise the same error.
+    It is the path of the newest complete checkpoint of the directory `run`. If the engine does not
+    load this checkpoint on the number of ranks, a resharded copy is written below `run`/.zckpt
+    first. The next start finds the copy. Returns None if the run has no checkpoint. Every process
+    calls this function, before or after torch.distributed is initialised. All processes share the
+    work, and return the same path or raise the same error.
 
-        verify      "records" reads all bytes, and checks those that have checksums; "files" looks
-                    whether all files are there, of the right size and of one save
-        scratch     a directory for what is written, instead of `run`/.zckpt
-        keep        how many directories for other sizes, or of other checkpoints, stay there
-        ds_config   the next run's, if it is another one: a dictionary, or the path of its JSON
-        single      this process works alone, whatever a launcher has set, for a job of others: of
-                    as many ranks as the source, unless sizes say something else
-        copying     a `zckpt.Copying`: how many threads, how much memory
-        tell        is called with the warnings, in rank 0. By default they are Python's, unless the
-                    log is printed: the logger "zckpt" gets them too, and says at INFO what is
-                    resumed
-        begin       as for `zckpt.convert`: for each pass over the bytes
-        dp, tp, pp, ep, stage    the sizes of the next run. Without `dp` it is what `tp` and `pp`
-                    leave of the number of processes
+        verify      "records" reads all bytes and checks those that have checksums; "files" only
+                    checks that all files exist, have the right size and belong to one save
+        scratch     the directory for resharded copies, instead of `run`/.zckpt
+        keep        how many older resharded copies stay there
+        ds_config   the ds_config of the next run, if it changes: a dictionary, or the path of a
+                    JSON file
+        single      this process works alone, whatever variables a launcher has set, to prepare a
+                    job that others run. Then dp defaults to the source's
+        copying     a `zckpt.Copying`: the number of threads, and the memory
+        tell        is called in rank 0 with the warnings. By default they become Python warnings,
+                    unless the logger "zckpt" prints them. The logger gets them in any case, and at
+                    INFO the path that is resumed
+        begin       as for `zckpt.convert`, called for each pass over the bytes
+        dp, tp, pp, ep, stage    the sizes of the next run. The default of `dp` is the number of
+                    processes divided by tp * pp
         accept_weights, drop_state, step_policy, param_names    as for `zckpt.reshard`, as are all
                     other options of a conversion
 
-    Raises a ZckptError; also if there are checkpoints and none is whole.
+    Raises a ZckptError, also if the run has checkpoints but none is complete.
     """
     if verify not in ("records", "files"):
         raise WrongOption("option-invalid", f"verify {verify!r} is neither 'records' nor 'files'")
     if type(keep) is not int or keep < 0:
-        raise WrongOption("option-invalid", f"keep {keep!r} is no number of directories")
+        raise WrongOption("option-invalid", f"keep must be a number of directories, not {keep!r}")
     if ds_config is not None:
         words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
     launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)
@@ -98,7 +100,7 @@ def auto_resume(
 
 
 def _what_is_resumed(resumed: Resumed | None) -> str:
-    """What a training's log should say: from where, and why not from another checkpoint."""
+    """The line for the log: the checkpoint that is resumed, and why newer ones are not; or ""."""
     if resumed is None:
         return ""
     report = resumed.report
@@ -118,7 +120,7 @@ def _what_is_resumed(resumed: Resumed | None) -> str:
 
 
 Outcome = tuple[Resumed | None, list[Report]] | Exception
-"""What all ranks get, with warnings; or the error that all raise."""
+"""The path that all ranks return, with warnings; or the error that all ranks raise."""
 
 
 def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
@@ -135,7 +137,7 @@ def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
             return _outcome(Ranks(processes), *about)
     except ProcessFailed as error:
         return error
-    except (ZckptError, OSError) as error:  # the others raise what this one has told them
+    except (ZckptError, OSError) as error:  # the other ranks raise this error too
         problem = notice_of(error)
         message = f"rank {launch.rank}: {problem.message}"
         failed = ProcessFailed(problem.code, message, problem.hint, file=problem.file)
@@ -152,7 +154,7 @@ def _outcome(ranks: Ranks, *about: Any) -> Outcome:
 
 
 def _json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A ds_config in a file."""
+    """Reads a ds_config from a file; raises WrongOption if it is not a JSON object."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             document = json.load(file)
@@ -164,7 +166,7 @@ def _json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _is_log_shown() -> bool:
-    """Whether the logger's warnings appear where Python's do: as after `logging.basicConfig()`."""
+    """Whether the logger prints warnings to stderr or stdout, as after `logging.basicConfig()`."""
     logger: logging.Logger | None = LOG
     while logger is not None and LOG.isEnabledFor(logging.WARNING):
         streams = [getattr(handler, "stream", None) for handler in logger.handlers]
@@ -180,5 +182,5 @@ def _warn(lines: Sequence[Report]) -> None:
 
 
 def _sentence(line: Report) -> str:
-    """What a line of a report says to people."""
+    """The message and the hint of a line of a report, as one sentence."""
     return "; ".join(filter(None, (line["message"], line.get("hint"))))

@@ -1,17 +1,18 @@
-"""Where does a run lie for other numbers of ranks, who may write there, and what stays?
+"""The folder of resharded checkpoints: their places, locks, and which ones are removed.
 
-    RUN/.zckpt/checkpoint-500-dp16             complete, or not there; SCRATCH/RUN-CRC/... elsewhere
-    RUN/.zckpt/checkpoint-500-dp16.partial     begun: the next start at this size continues it
-    RUN/.zckpt/lock                            locked by the one job that writes there
+    RUN/.zckpt/checkpoint-500-dp16             complete; or SCRATCH/RUN-CRC/checkpoint-500-dp16
+    RUN/.zckpt/checkpoint-500-dp16.partial     begun: the next start with this size continues it
+    RUN/.zckpt/lock                            locked by the one job that writes in the folder
 
-One job writes at a time; another one waits for it, and finds what it has written. A process that
-got a directory locks it until it ends, so that no other job removes it meanwhile. All locks are
-flock's: they end with the process, however it ends. Where a filesystem has none, nobody waits, each
-job writes into a `.partial` of its own (copying/without_locks.py), and nothing complete is removed.
+One job writes at a time. A second job waits, and then finds what the first has written. A process
+that resumes from a directory locks it until the process ends, so that no other job removes it. All
+locks are made with flock, which end with the process, also after a crash. On a filesystem without
+locks, jobs do not wait: each job writes into a `.partial` of its own (copying/without_locks.py),
+and complete directories are never removed.
 
-What is removed has zckpt's mark, or its journal, and belongs to this user. It is opened from the
-folder's descriptor, without following a link, before anything is asked of it. The folder itself may
-be this user's link to a directory of this user.
+zckpt removes only directories that have its mark or its journal, and belong to this user. A
+directory is opened from the folder's descriptor, without following links, before it is examined.
+The folder itself may be a link of this user to a directory of this user.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
 COMPLETE = re.compile(NAME, re.ASCII)
 BEGUN = re.compile(NAME + r"(\.gone)?\.partial", re.ASCII)
 GONE = f".gone{PARTIAL}"
-"""The ending of a directory that is being removed."""
-POLL, PATIENCE = 0.5, 5.0  # seconds: between two looks, and until a process says for what it waits
-VISIBLE = 120.0  # seconds until another node's directory is seen through a network filesystem
+"""The suffix of a directory that is being removed."""
+POLL, PATIENCE = 0.5, 5.0  # seconds: between two tries, and until a message that the job waits
+VISIBLE = 120.0  # seconds: how long a network filesystem may hide another node's directory
 _held: dict[str, int] = {}  # descriptors that stay open, by path
 
 
 def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
-    """The folder for this run's other sizes; in a scratch folder each run has its own."""
+    """The folder for the resharded checkpoints of a run; in `scratch`, a subfolder per run."""
     if scratch is None:
         return os.path.join(os.path.abspath(run), CACHE)
     if not is_url(run):
-        run = os.path.realpath(run)  # it may have several names
+        run = os.path.realpath(run)  # a directory may have several paths
     mark = crc32(os.fsencode(run))
     return os.path.join(os.path.abspath(scratch), f"{os.path.basename(run)}-{mark:08x}")
 
 
 def make(folder: str, run: str) -> None:
-    """Creates the folder; raises UnsupportedCheckpoint where this process cannot write."""
+    """Creates the folder; raises UnsupportedCheckpoint if this process cannot write there."""
     try:
         os.makedirs(folder, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -63,7 +64,7 @@ def make(folder: str, run: str) -> None:
     except OSError as error:
         raise UnsupportedCheckpoint(
             "nowhere-to-write",
-            f"{run} must be written for another size, and nothing can be written below {folder}"
+            f"{run} must be resharded, but nothing can be written below {folder}"
             + (f": {error.strerror}" if error.strerror else ""),
             hint="name a folder where there is space: scratch=, or --scratch DIR",
             file=run,
@@ -71,7 +72,11 @@ def make(folder: str, run: str) -> None:
 
 
 def opened(folder: str) -> Folder:
-    """The open folder; raises TargetExists for a link that leads to, or is of, another user."""
+    """Opens the folder.
+
+    Raises TargetExists if it is a link that belongs to another user, or leads to a directory of
+    another user.
+    """
     above = Folder.at(folder)
     try:
         link = os.lstat(folder)
@@ -91,7 +96,7 @@ def opened(folder: str) -> Folder:
 
 
 def _is_ours(above: Folder, uid: int) -> bool:
-    """Whether it is this user, or the one to whom a network filesystem gives this user's files."""
+    """Whether `uid` is this user, or the owner that a network filesystem sets for new files."""
     with suppress(OSError):
         return uid == os.geteuid() or uid == above.owner_of_new_files()
     return False
@@ -99,7 +104,7 @@ def _is_ours(above: Folder, uid: int) -> bool:
 
 @contextmanager
 def alone_in(folder: str) -> Iterator[None]:
-    """No other job writes in the folder inside of the block; waits until that is so."""
+    """Waits for the folder's lock and holds it in the block: no other job writes meanwhile."""
     path = os.path.join(folder, LOCK)
     with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
         if os.fstat(file).st_nlink > 1:
@@ -119,16 +124,16 @@ def alone_in(folder: str) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Tells the user at once, whatever comes of this job."""
+    """Prints a line to stderr immediately."""
     if sys.stderr is not None:
         print(line, file=sys.stderr)
 
 
 def hold(path: str) -> None:
-    """Keeps a directory from being removed by other jobs until this process ends.
+    """Locks a directory until this process ends, so that no other job removes it.
 
-    On another node it may take a while until it is there. Raises TargetExists if another job
-    removes it now.
+    Waits up to two minutes for a directory that another node has just made. Raises TargetExists if
+    another job is removing it.
     """
     if path in _held:
         return
@@ -140,14 +145,14 @@ def hold(path: str) -> None:
         except FileNotFoundError:
             if time.monotonic() > end:
                 raise
-            with suppress(OSError):  # to look at the folder makes a node ask for its names again
+            with suppress(OSError):  # makes the network filesystem refresh the folder's names
                 os.listdir(os.path.dirname(path))
             time.sleep(POLL)
     if not lock(file, fcntl.LOCK_SH) or not _is_at(file, path):
         os.close(file)
         raise TargetExists(
             "target-being-written",
-            f"{path} is removed by another job",
+            f"another job is removing {path}",
             hint="start this job again",
             file=path,
         )
@@ -155,7 +160,7 @@ def hold(path: str) -> None:
 
 
 def let_go(path: str) -> None:
-    """Undoes `hold`, for a directory that is to be made anew."""
+    """Undoes `hold`, for a directory that will be written again."""
     if (file := _held.pop(path, None)) is not None:
         os.close(file)
 
@@ -163,7 +168,7 @@ def let_go(path: str) -> None:
 def remove(path: str) -> bool:
     """Removes a directory that zckpt has written, complete or begun.
 
-    False if something stays there: a living process has it, or it is not zckpt's own.
+    Returns False if it stays, because a running process holds it or zckpt did not write it.
     """
     if not os.path.lexists(path):
         return True
@@ -172,9 +177,10 @@ def remove(path: str) -> bool:
 
 
 def sweep(folder: str, current: str) -> list[str]:
-    """Removes what jobs have begun that ended, except what `current` goes on with; gives the paths.
+    """Deletes unfinished directories of dead jobs, and returns their paths.
 
-    Whoever calls it is alone in the folder.
+    The `.partial` of the target `own` stays, since this job continues it. The caller holds the
+    folder's lock.
     """
     with opened(folder) as above:
         begun = [os.path.join(folder, name) for name in above.names() if BEGUN.fullmatch(name)]
@@ -182,10 +188,10 @@ def sweep(folder: str, current: str) -> list[str]:
 
 
 def tidy(folder: str, current: str, keep: int) -> list[str]:
-    """Removes the oldest directories, so that `keep` stay beside `current`; gives their paths.
+    """Removes the oldest directories, so that `keep` stay beside `own`, and returns their paths.
 
-    The oldest is the one that was written first, however far its training was: what was needed last
-    may be needed again. All can be made anew, so that this is no order of a run's checkpoints.
+    The oldest is the one that was written first, whatever its step, because a directory that was
+    needed recently may be needed again. All of them can be written again from the run.
     """
     with opened(folder) as above:
         times = {}
@@ -214,7 +220,7 @@ def _remove(above: Folder, path: str) -> bool:
 
 @contextmanager
 def _of_zckpt(above: Folder, path: str) -> Iterator[Folder | None]:
-    """An open directory that zckpt has written for this user; None for anything else."""
+    """Opens a directory if zckpt has written it for this user; gives None for anything else."""
     try:
         directory = above.inner(path)
     except (NotADirectoryError, PermissionError, FileNotFoundError, TargetExists):
@@ -241,10 +247,10 @@ def _is_begun(path: str) -> bool:
 
 
 def _remove_begun(above: Folder, directory: Folder) -> bool:
-    """Removes what a job has begun; its journal comes last, since a kill may end this."""
+    """Removes an unfinished directory, the journal last, so that a killed removal can go on."""
     journal = os.path.join(directory.path, JOURNAL)
     with ExitStack() as stack:
-        with suppress(FileNotFoundError):  # the job has not come so far
+        with suppress(FileNotFoundError):  # the job ended before it made a journal
             file = stack.enter_context(directory.opened(journal, os.O_RDWR))
             if not lock(file, where_there_are_none=False):
                 return False
@@ -254,7 +260,10 @@ def _remove_begun(above: Folder, directory: Folder) -> bool:
 
 
 def _remove_marked(above: Folder, directory: Folder) -> bool:
-    """Removes a complete directory, of which others find all or nothing, or goes on with that."""
+    """Removes a complete directory, or goes on removing it.
+
+    The directory is renamed first, so that other jobs find it complete or not at all.
+    """
     path = directory.path.removesuffix(GONE)
     gone = f"{path}{GONE}"
     if directory.path != gone:

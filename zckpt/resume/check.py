@@ -1,4 +1,4 @@
-"""Does an engine load a checkpoint, or a run's newest one, and what makes it fit? `zckpt check`."""
+"""The report of `zckpt check`: whether an engine loads a checkpoint, and what makes it fit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .fitting import (
 from .runs import Candidate, alone, candidates, judged, no_checkpoint
 
 SAID_WITH_FIX = (MUST_SET, "begins-afresh", "begins-late", "state-dropped")
-"""The codes of what a user should know of a conversion before he runs it."""
+"""The codes of warnings that are printed with the proposed command."""
 
 
 class Question(Struct, frozen=True):
-    """What the user asks of each checkpoint; `other` is the run of `--like`, which was read.
+    """What the user asks `check`. `other` is the manifest of the run given with `--like`.
 
-    `files` are those in which the command found an option's value, for the proposed command.
+    `files` maps an option to the file with its value, for the proposed command.
     """
 
     asked: Asked
@@ -56,11 +56,12 @@ def check(
     files: Mapping[str, str] = {},
     tag: str | None = None,
 ) -> Words:
-    """The report of `zckpt check`: does `engine` load the checkpoint, or a run's newest one?
+    """The report of `zckpt check`: whether `engine` loads a checkpoint, or a run's newest one.
 
-    `tag` is the name of another one. If no program goes on from the newest one, `goes_on_from` is
-    the report on the one that `auto_resume` takes. Files that are missing, damaged or of several
-    saves are `obstacles`; what says nothing of the checkpoint is raised, as a path that is none.
+    `tag` chooses a checkpoint of a run. If no program can resume from the newest one,
+    `goes_on_from` is the report on the checkpoint that `auto_resume` would take. Missing or damaged
+    files, and files from different saves, are listed as `obstacles`. Raises a ZckptError that tells
+    nothing about the checkpoint, such as NotACheckpoint.
     """
     checkpoints, older = candidates(path), list[Candidate]()
     first = alone(path)  # weights, maybe
@@ -87,7 +88,7 @@ def check(
 
 
 def chosen(checkpoints: Sequence[Candidate], tag: str, run: str) -> Candidate:
-    """The checkpoint of a run that has this name; raises WrongOption if none has it."""
+    """The checkpoint of a run with this tag or name; raises WrongOption if there is none."""
     for candidate in checkpoints:
         if tag in (candidate.tag, candidate.name):
             return candidate
@@ -99,7 +100,7 @@ def chosen(checkpoints: Sequence[Candidate], tag: str, run: str) -> Candidate:
 
 
 def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words:
-    """The report on one of a run; little is known of one that cannot be read."""
+    """The report on one checkpoint. If it cannot be read, most keys are empty."""
     report: Words = {
         "zckpt": VERSION,
         "command": "check",
@@ -143,7 +144,7 @@ def _report(candidate: Candidate, verdict: Verdict, question: Question) -> Words
 def _reasons(
     manifest: Manifest, other: Manifest | None, words: Words, to: str
 ) -> tuple[list[Notice], list[Notice]]:
-    """Why a program does not load a checkpoint that is whole, and warnings."""
+    """The reasons why a program does not load a complete checkpoint, and warnings."""
     if to == manifest.format:
         try:
             reasons = [*obstacles(manifest, words), *missing_of(manifest, to, words)]
@@ -163,7 +164,7 @@ def _reasons(
 
 
 def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
-    """The words of the next run, with the stage of the one that it has saved."""
+    """The options of the next run, with the ZeRO stage of the checkpoint that it has saved."""
     if other is None or not to == manifest.format == other.run.origin.format:
         return words
     stage = other.run.origin.zero_stage
@@ -179,15 +180,15 @@ def _fix(
     reasons: Sequence[Notice],
     question: Question,
 ) -> Words:
-    """The command that cures all `reasons`, or why there is none.
+    """The command that removes all `reasons`, or why there is none.
 
-    It is not run: `api.try_out` says what it would write, or refuse.
+    The command is not run: `api.try_out` tells what it would write or refuse.
     """
     other, reading = question.other, question.reading
     regrouped = any(each.code == REGROUPED for each in reasons)
     runs = ["like", *(["groups_from"] if regrouped else [])] if question.like else []
     cure = conversion(manifest, to, words | dict.fromkeys(runs, question.like))
-    kept = to == manifest.format  # then it changes no name
+    kept = to == manifest.format  # then the conversion changes no names
     if kept and (lasting := [each for each in reasons if each.code not in (*CURED, MUST_SET)]):
         return {"refused": line_of(lasting[0])}
     if source.tag:
@@ -203,14 +204,14 @@ def _fix(
         by_place, is_made_like = formats.named(to).loads_by_place, "like" in cure.words
         lasting = unlike(decision.source, other, by_place) if other and not is_made_like else []
         missing = missing_of(decision.source, to, words)
-        if missing and other and is_made_like:  # the target has the scheduler of one of them
+        if missing and other and is_made_like:  # the scheduler may also come from `other`
             missing = missing_of(other, to, words)
         lasting += missing
         if lasting := [each for each in lasting if each.severity == "error"]:
             return {"refused": line_of(lasting[0])}
     notes = [each for each in decision.layout.warnings if each.code in SAID_WITH_FIX]
     if "groups_from" in cure.words:
-        message = "the command takes the hyper-parameters of the run too, such as its learning rate"
+        message = "the command also takes the hyper-parameters of RUN, such as its learning rate"
         notes.append(warning(REGROUPED, message, subject="param_groups"))
     return {"fix": cure.command(source.path, reading, question.files), "warnings": said(notes)}
 
@@ -218,10 +219,10 @@ def _fix(
 def _tried(
     source: Candidate, manifest: Manifest, cure: Conversion, reading: Mapping[str, Any]
 ) -> api.Decision:
-    """What a conversion would write; raises what it would refuse.
+    """What a conversion would write; raises the error with which it would refuse.
 
-    The manifest is read again only if a conversion reads it in another way: with the names of an
-    optimizer that has none, or with model ranks apart.
+    The manifest is read again only if the conversion reads it differently: with names for an
+    optimizer without names, or with model ranks apart.
     """
     is_in_doubt = manifest.groups is None or manifest.run.origin.pp or manifest.run.origin.tp
     is_read_alike = not (is_in_doubt or cure.words.get("tp"))
@@ -230,7 +231,7 @@ def _tried(
 
 
 def _dialect_of(decision: api.Decision) -> str | None:
-    """The dialect without which a trainer does not look for the files of a target."""
+    """The dialect that the target needs so that the trainer finds its files; or None."""
     options = decision.format.options or ()
     dialects = {choice for each in options if each.name == "dialect" for choice in each.choices}
     musts = (each.subject for each in decision.layout.warnings if each.code == MUST_SET)

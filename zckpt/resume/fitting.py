@@ -1,4 +1,4 @@
-"""What does the next run ask for, and which conversion makes a checkpoint fit it?"""
+"""The sizes and options of the next run, and the conversion that makes a checkpoint fit it."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ Words = dict[str, Any]
 GRID = ("tp", "pp")
 SIZES_OF_RUN = ("dp", *GRID, "ep")
 IN_NAMES = {"dp": "dp", "sp": "sp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
-"""The options that the name of a resharded checkpoint states, with what it calls them."""
+"""The options in the name of a resharded checkpoint, with their abbreviations there."""
 WITHOUT = 0
-"""The stage of a run whose ds_config states none: DeepSpeed's default."""
+"""DeepSpeed's default for the ZeRO stage, if the ds_config states none."""
 CHANGES = "batch-size-changes"
 MUST_SET = "program-must-set"
 REGROUPED = "groups-differ"
-"""The code of other groups of the optimizer, which a run that the program has saved cures."""
+"""The code of groups that differ. A conversion with --groups-from cures them."""
 CURED = ("size-differs", "format-differs", "scheduler-differs", REGROUPED)
-"""The codes of reasons that a conversion can cure: it keeps parameters."""
+"""The codes of reasons that a conversion can remove. It never changes the parameters."""
 FLAGS = {"config": "ds-config", "format": "from"}
-"""What the command line calls an option, if not by its name in Python."""
+"""Options whose name on the command line differs from the name in Python."""
 
 
 class Asked(Struct, frozen=True):
-    """What the next run is: `size` processes, and the sizes and options in `words`.
+    """The next run: `size` processes, and the sizes and options in `words`.
 
-    `words` are keywords of `zckpt.reshard`, of which None says nothing. Without a `size` it has as
-    many data-parallel ranks as the source.
+    `words` are keywords of `zckpt.reshard`; None means not given. If `size` is None, the
+    data-parallel size is the source's.
     """
 
     size: int | None
@@ -56,10 +56,13 @@ class Asked(Struct, frozen=True):
         known_words -= {"tag", *OF_CONVERSIONS}
         if unknown := sorted(self.words.keys() - known_words):
             raise TypeError(f"auto_resume() takes no argument {unknown[0]!r}")
-        options_of(of_target(self.words))  # which looks at their values
+        options_of(of_target(self.words))  # raises WrongOption for a wrong value
 
     def of(self, manifest: Manifest) -> Words:
-        """The words for this checkpoint: dp is what tp and pp leave, the stage its ds_config's."""
+        """The options for this checkpoint, with dp = size / (tp * pp) and the ds_config's stage.
+
+        Raises WrongOption if tp * pp does not divide the number of processes.
+        """
         words = {name: value for name, value in self.words.items() if value is not None}
         if "dp" not in words and self.size is None:
             words["dp"] = manifest.dp
@@ -71,7 +74,7 @@ class Asked(Struct, frozen=True):
                     "sizes-do-not-fit",
                     f"{counted(self.size, 'process', 'processes')} cannot be divided by tp * pp = "
                     f"{ranks}",
-                    hint="start a multiple of it, or say another tp= or pp= (--tp, --pp)",
+                    hint="start a multiple of it, or give another tp= or pp= (--tp, --pp)",
                 )
             words["dp"] = self.size // ranks
         if (config := words.get("config")) is not None:
@@ -80,9 +83,10 @@ class Asked(Struct, frozen=True):
         return words
 
     def unused(self, to: str) -> list[Notice]:
-        """Lines on words that mean nothing to a run of the format `to`, such as a stage.
+        """Warnings about options that do not apply to the format `to`, such as a ZeRO stage.
 
-        Files without ranks of their own fit any sizes, and zckpt's are first written for an engine.
+        Sizes get no warning, since files that are not divided by ranks fit any sizes. zckpt's
+        universal format gets none at all, since it is first written for an engine.
         """
         other_words = {name: word for name, word in self.words.items() if name not in SIZES_OF_RUN}
         words = {} if formats.named(to).is_neutral else other_words
@@ -93,7 +97,7 @@ class Asked(Struct, frozen=True):
 
 
 class Conversion(Struct, frozen=True):
-    """What makes a checkpoint fit: a call of `zckpt.reshard`, or of `zckpt.convert` to `to`."""
+    """A conversion that makes a checkpoint fit: `zckpt.reshard`, or `zckpt.convert` to `to`."""
 
     words: Words
     to: str | None = None
@@ -101,7 +105,7 @@ class Conversion(Struct, frozen=True):
     def command(
         self, source: str, reading: Mapping[str, Any], files: Mapping[str, str] = {}
     ) -> str:
-        """The same as a command for a target DST; `files` have the values of options."""
+        """The command line for a target DST. `files` maps an option to the file with its value."""
         more = {} if self.to is None else {"to": self.to}
         tail = [
             word
@@ -117,11 +121,11 @@ class Conversion(Struct, frozen=True):
 
 
 def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Conversion:
-    """The conversion that makes a checkpoint fit a run of the format `to` with these words.
+    """The conversion that makes a checkpoint fit a run of the format `to` with these options.
 
-    Sizes equal to the source's are left out. So is a number of ranks if the files are for any
-    number, and for another engine what its format does not understand. A checkpoint that belongs to
-    no engine is written for the one that trained.
+    Sizes equal to the source's are dropped. The number of ranks is dropped too if the files fit any
+    number. If `to` is another engine, options that its format does not have are dropped. A
+    universal checkpoint is written for the engine from which it was converted.
     """
     origin = manifest.run.origin
     to = str(origin.format) if to == manifest.format else to
@@ -131,9 +135,9 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
     given = {name: value for name, value in words.items() if sizes_of_source.get(name) != value}
     if target.fits_any_dp and not (to == manifest.format and origin.dp):
         given.pop("dp", None)
-    if "tp" in words and "tp" not in given:  # which alone changes rows
+    if "tp" in words and "tp" not in given:  # only tp changes the rows of the vocabulary
         given.pop("vocab_size", None)
-    if to == manifest.format:  # whose groups and slices are its own
+    if to == manifest.format:  # the source keeps its groups and slices
         given.pop("like", None)
     if to == origin.format:
         return Conversion(given)
@@ -142,19 +146,19 @@ def conversion(manifest: Manifest, to: str, words: Mapping[str, Any]) -> Convers
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
-    """What a program must be told to load it and not another one of the run; empty if nothing."""
+    """What the user must set so that the program loads this tag; "" if nothing."""
     say, tag = formats.named(manifest.format).to_load, str(manifest.run.origin.tag)
     is_below = say is not None and os.path.isdir(os.path.join(candidate.path, tag))
     return say(candidate.path, tag) if say and is_below else ""
 
 
 def sizes_of(words: Mapping[str, Any]) -> Words:
-    """The sizes of a run, and its stage."""
+    """The sizes and the ZeRO stage among the options of a run."""
     return {name: words[name] for name in IN_NAMES if name in words}
 
 
 def name_for(name: str, words: Mapping[str, Any]) -> str:
-    """How a resharded checkpoint is called: checkpoint-500-dp16."""
+    """The name of a resharded checkpoint: checkpoint-500-dp16."""
     parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
     return "-".join([name.replace("/", "-"), *parts])
 
@@ -162,16 +166,19 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
 def batch(
     manifest: Manifest, words: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> list[Notice]:
-    """A warning about the batch of a rank, if their number differs and none of `lines` is of it."""
+    """A warning about the batch size per rank, if the number of data-parallel ranks changes.
+
+    Empty if one of `lines` warns of it already.
+    """
     before, now = manifest.run.origin.dp, words["dp"]
-    of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
+    of_zero = manifest.format in ("deepspeed", "onnxruntime")  # other formats state no size
     if not of_zero or before in (None, now) or any(line["code"] == CHANGES for line in lines):
         return []
     sp = words.get("sp") or manifest.run.origin.sequence_ranks(now)
     share = Fraction(before, manifest.run.origin.sp or 1) / Fraction(now, sp)
     times = f"{share} {'times' if share.denominator == 1 else 'of'}"
     message = (
-        f"the run had {before} data-parallel ranks, and has {now} now: to keep the global batch, "
-        f"the samples of a rank in a step must be {times} what they were"
+        f"the run had {before} data-parallel ranks and now has {now}: to keep the global batch, "
+        f"set the samples per rank and step to {times} the old number"
     )
     return [warning(CHANGES, message)]

@@ -1,7 +1,7 @@
-"""In which state is each checkpoint of a run? The report of `zckpt list`.
+"""The report of `zckpt list`: the state of each checkpoint of a run.
 
-They stand from the oldest to the newest, as training went, as the page of `report` has them, and so
-that the newest is the last line above the prompt.
+The oldest checkpoint is the first, as on the page of `report`. So the newest one is the last line
+above the prompt.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ elif TYPE_CHECKING:
     from typing_extensions import Unpack
 
 NO_ANSWER = (UnsupportedCheckpoint, SourceChanged)
-"""Errors of files that say nothing of whether they are whole."""
+"""Errors that do not tell whether the files are complete."""
 BEING_WRITTEN = 60
-"""Seconds. A program that saves writes sooner than that again."""
+"""Seconds. If a file changed within this time, the save may not have ended."""
 
 
 @api.takes_urls("run")
@@ -62,11 +62,12 @@ def list_checkpoints(
 ) -> Report:
     """The checkpoints of a run, the oldest first, each with its state.
 
-    Whether one is whole and of one save is said by metadata; with `intact` all bytes are read, as
-    `verify` does, with `jobs` threads and `memory` bytes. With a size (`dp`, `tp`, `pp`, `ep`,
-    `stage`) each says whether its engine loads it there. `source` are the arguments of `read`
-    without `tag`. What is wrong with one checkpoint does not keep the others away. Raises the
-    ZckptError that fits if the run has none.
+    Metadata show whether a checkpoint is complete and from one save. With `intact`, all bytes are
+    read, as by `verify`, with `jobs` threads and `memory` bytes. With a size (`dp`, `tp`, `pp`,
+    `ep`, `stage`), each row states whether the engine loads the checkpoint on that many ranks.
+    `source` are the arguments of `read` without `tag`. If a checkpoint cannot be read, its row has
+    the error, and the other rows are not affected. Raises NotACheckpoint if the run has no
+    checkpoint, or another ZckptError.
     """
     started = time.monotonic()
     run = os.fspath(run)
@@ -103,7 +104,7 @@ def list_checkpoints(
 
 
 def _is_gone(path: str) -> bool:
-    """Whether nothing is there; a disk that fails does not say so."""
+    """Whether the path does not exist; False if the disk fails."""
     with suppress(OSError):
         return sources.status(path) is None
     return False
@@ -115,9 +116,9 @@ def _row(
     reading: Mapping[str, Any],
     proving: Mapping[str, Any] | None,
 ) -> Report:
-    """What is known of one checkpoint, whatever is wrong with it.
+    """The row of one checkpoint, whatever is wrong with it.
 
-    `proving` are the arguments of `verify`, if all bytes are to be read.
+    `proving` are the arguments of `verify`, or None if no bytes are to be read.
     """
     notes = candidate.notes
     row: Report = {
@@ -146,7 +147,7 @@ def _row(
         "unread": said(verdict.unread),
         "obstacles": said(verdict.alone),
     }
-    if problems:  # which say what is missing
+    if problems:  # the problems name the missing files already
         row["warnings"] = said(note for note in notes if note.code != LACKS)
         notes = ()
     if manifest is None:
@@ -182,12 +183,16 @@ def _row(
 
 
 def _answer(problems: Sequence[Notice], is_known: bool) -> bool | None:
-    """Whether a question is answered with yes; None if nothing was found, and little was read."""
+    """False if there are problems, True if the checkpoint could be read, else None (unknown)."""
     return False if problems else True if is_known else None
 
 
 def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
-    """The answer to a question that an error gives: none, if it is of a disk or of this user."""
+    """The keys to change in a row after an error.
+
+    `question` is the key that was being answered, such as "whole". It becomes False if the error
+    shows that the checkpoint is broken, and None (unknown) for an error of the disk or permissions.
+    """
     notices = error.notices if isinstance(error, ZckptError) else [notice_of(error)]
     is_answer = isinstance(error, BROKEN) and not isinstance(error, NO_ANSWER)
     question = "of_one_save" if isinstance(error, InconsistentCheckpoint) else question
@@ -199,7 +204,7 @@ def _failed(error: ZckptError | OSError, question: str, row: Report) -> Report:
 
 
 def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
-    """Why its engine does not load a checkpoint at the size that is asked for."""
+    """The reasons why the engine does not load a checkpoint at the requested size."""
     try:
         return obstacles(manifest, asked.of(manifest))
     except ZckptError as error:  # such as sizes that do not fit this one
@@ -207,7 +212,7 @@ def _obstacles(manifest: Manifest, asked: Asked) -> list[Notice]:
 
 
 def on_disk(path: str) -> Report:
-    """When the last file of a checkpoint was written, and how large all are."""
+    """The time of the newest file of a checkpoint, and the number and bytes of its files."""
     row: Report = {"saved": None, "being_written": False, "files": 0, "bytes": 0}
     with suppress(OSError):
         now = sources.status(path)
@@ -217,7 +222,7 @@ def on_disk(path: str) -> Report:
         if stat.S_ISDIR(now.st_mode):
             last, sizes = _below(path)
         row |= {"files": len(sizes), "bytes": sum(sizes)}
-        seconds = (last or now.st_mtime_ns) / 1e9  # of an empty folder its own
+        seconds = (last or now.st_mtime_ns) / 1e9  # an empty folder has only its own time
         row["being_written"] = abs(time.time() - seconds) < BEING_WRITTEN
         with suppress(ValueError, OverflowError):  # a time that no calendar has
             saved = datetime.fromtimestamp(int(seconds), timezone.utc)
@@ -226,14 +231,14 @@ def on_disk(path: str) -> Report:
 
 
 def _below(folder: str) -> tuple[int, list[int]]:
-    """When the last file below a folder was written, in nanoseconds, and the bytes of each.
+    """The time of the newest file below a folder, in nanoseconds, and the size of each file.
 
-    Of links to files, the bytes are those of the files. The time is 0 if there is none.
+    For a link to a file, the size is that of the file. Without files the time is 0.
     """
     last, sizes = 0, list[int]()
     for entry in sources.walk(folder):
         if not entry.is_dir(follow_symlinks=False):
-            with suppress(FileNotFoundError):  # the run has removed it meanwhile, or a broken link
+            with suppress(FileNotFoundError):  # removed meanwhile, or a broken link
                 last = max(last, entry.stat(follow_symlinks=False).st_mtime_ns)
                 if entry.is_file():
                     sizes.append(entry.stat().st_size)

@@ -1,9 +1,9 @@
-"""What do the ranks do until all of them have a path?
+"""The steps of `auto_resume` until all ranks have a path.
 
-1. rank 0 lists the checkpoints, and looks at the metadata of the newest one
-2. if its engine does not load it at this size: is it there at this size? does it fit there?
-3. all ranks read all bytes of what will be loaded or resharded, and check their checksums
-4. all ranks write it at this size, once; `cache.py` says where, and who else may be there
+1. rank 0 lists the checkpoints, and reads the metadata of the newest one
+2. if the engine does not load it at this size, rank 0 looks for a resharded copy, or free space
+3. all ranks read all bytes of what will be loaded or resharded, and check the checksums
+4. all ranks write the resharded copy together, once; `cache.py` knows the place and the locks
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from .runs import Candidate, alone, candidates, damage, judged
 READING = (
     *("format", "root", "step_policy", "tp_rules", "buffers", "param_names", "follow_links"),
 )
-"""The words that say how a checkpoint is read."""
+"""The options for reading a checkpoint."""
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
-"""What was begun is continued. Without locks it is written anew, or another job's is taken."""
+"""Continue an unfinished copy. On a filesystem without locks, write anew, or take another job's."""
 
 
 UNSUPPORTED, ALONE = "unsupported", "alone"
-"""Kinds of reasons for which a checkpoint is left aside: of another version; weights alone."""
+"""Kinds of reasons for skipping a checkpoint: unsupported version; weights without optimizer."""
 
 
 class Resumed(str):
-    """The path that the engine's loader takes.
+    """The path to give to the engine's loader.
 
-    `step` counts completed updates, or is Megatron-Core's iteration. `tag` is the tag of the
-    checkpoint, if it has one, and `report` says what was found and done.
+    `step` counts completed updates, or is Megatron-Core's iteration. `tag` is the checkpoint's tag
+    or None. `report` is the document of `zckpt auto-resume --json`.
     """
 
     step: int | float | None
@@ -74,11 +74,11 @@ class Resumed(str):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)  # a trainer may send it to others, or save it
+        return str, (str(self),)  # a trainer may send the path to other ranks, or save it
 
 
 class Resuming(Struct, dict=True):
-    """One call, in one rank. Methods whose names begin with `_` run in rank 0 alone."""
+    """One call of `auto_resume` in one rank. Methods that begin with `_` run in rank 0 only."""
 
     ranks: Ranks
     stack: ExitStack
@@ -125,36 +125,38 @@ class Resuming(Struct, dict=True):
         return None, said([] if is_there else [note("no-checkpoint", message, file=self.run)])
 
     def _none_is_whole(self, left: list[Words]) -> ZckptError:
-        """The error of a run in which all checkpoints are left aside; the newest is the first."""
+        """The error if all checkpoints were skipped; `left` has the newest first."""
         newest, count = left[0], counted(len(left), "checkpoint")
         if newest["kind"] == UNSUPPORTED:
             return again(UnsupportedCheckpoint, newest["reason"])
         if all(each["kind"] == ALONE for each in left):
             return MissingData(
                 "optimizer-missing",
-                f"{self.run} has {count}, and none has an optimizer: no training goes on from "
-                "weights alone",
+                f"{self.run} has {count}, but none has an optimizer: training cannot resume from "
+                "weights only",
                 hint=f"`zckpt export {quote(newest['path'])} MODEL` writes the newest weights for "
-                "from_pretrained, with which another training may begin; for that choose another "
-                "directory",
+                "from_pretrained; start a new training from them, in another directory",
                 file=self.run,
             )
-        anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
+        anew = "`zckpt verify PATH` shows more; to start anew, choose another directory"
         return IncompleteCheckpoint(
             "none-is-whole",
-            f"{self.run} has {count}, and none is whole: {_of(newest)}",
+            f"{self.run} has {count}, but none is complete: {_of(newest)}",
             hint="; ".join(filter(None, [newest["reason"]["hint"], anew])),
             file=self.run,
         )
 
     def planned(self, candidate: Candidate) -> Words:
-        """What is to be done with a checkpoint, after all bytes that count were checked."""
+        """The plan for a checkpoint, after the bytes that will be read were checked.
+
+        It has a `reason` if the checkpoint cannot be used.
+        """
         while True:
             plan: Words = self.ranks.told(partial(self._plan, candidate))
             if "reason" in plan:
                 return plan
             target = plan["target"] if plan.get("is_complete") else None
-            # those of the source are there
+            # rank 0 has found the files of the source
             loaded = os.path.join(target, plan["inside"]) if target else None
             reason = self.ranks.told(partial(self._missing, loaded)) if loaded else None
             if not reason and self.verify == "records":
@@ -164,23 +166,24 @@ class Resuming(Struct, dict=True):
                 return plan
             if not target:
                 return {"reason": reason, "kind": ""}
-            self.damaged.add(target)  # it is removed, or another one is written beside it
+            self.damaged.add(target)  # it is removed, or a copy is written beside it
             self.ranks.told(partial(self._discard, target))
 
     def damage(self, path: str, tag: str | None, reading: Words) -> Report | None:
-        """What is wrong with a checkpoint; None if it is whole. All ranks read it together."""
+        """The first fault of a checkpoint, or None. All ranks read the checkpoint together."""
         more = {"jobs": self.copying.jobs, "memory": self.copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
-        self.records = report.get("records")  # none if the files contradict each other
+        self.records = report.get("records")  # None if the files contradict each other
         found = damage(report, bool(self.asked.words.get("accept_weights")))
         return next((line_of(each) for each in found if each.code != verdict.UNREAD), None)
 
     def taken(
         self, candidate: Candidate, plan: Words, left: list[Words]
     ) -> tuple[Resumed, list[Report]] | None:
-        """The path of a checkpoint that is whole, which is written first if that is to be done.
+        """The path to resume from, after writing the resharded copy if the plan asks for it.
 
-        None if a job that no lock showed has another target there by now: it is to be planned anew.
+        None if another job, on a filesystem without locks, has put another target there meanwhile.
+        The caller then plans again.
         """
         target = plan["target"]
         if target and not plan["is_complete"]:
@@ -198,8 +201,8 @@ class Resuming(Struct, dict=True):
         aside = [
             warning(
                 "checkpoint-set-aside",
-                f"{each['path']} is left aside: {each['reason']['message']}; {candidate.where} "
-                "is taken",
+                f"{each['path']} is skipped: {each['reason']['message']}; {candidate.where} is "
+                "used",
                 file=each["path"],
             )
             for each in left
@@ -232,11 +235,11 @@ class Resuming(Struct, dict=True):
             return api.translated(to_builtins(candidates(run)))
 
     def _plan(self, candidate: Candidate) -> Words:
-        """Whether the engine loads it, else where it is written; or the `reason` why neither."""
+        """The plan: load the checkpoint unchanged, or a resharded copy; or the `reason` why not."""
         with api.local(candidate.path) as path:
             try:
                 plan = api.translated(self._plan_at(candidate, replace(candidate, path=path)))
-            except ZckptError as error:  # no fact of this checkpoint, so that no older one is taken
+            except ZckptError as error:  # not about this checkpoint: an older one would not help
                 if error.file is not None:
                     raise
                 message = f"{candidate.where}: {error.message}"
@@ -244,7 +247,7 @@ class Resuming(Struct, dict=True):
             return {**plan, "removed": self._removed}
 
     def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
-        """The same; `here` is where this machine reads it."""
+        """The plan; `here` is the checkpoint's path on this machine, if `candidate` is a URL."""
         own = judged(here, self._reading)
         manifest = own.manifest
         if manifest is None or own.obstacles:
@@ -277,14 +280,14 @@ class Resuming(Struct, dict=True):
             told = [warning("program-must-set", say)] if say else []
             return plan | {"lines": said([*told, *missing, *batch(manifest, words, ()), *unsure])}
         more = conversion(manifest, manifest.format, words).words
-        numbered = name_of(manifest)  # where its program looks
+        numbered = name_of(manifest)  # the folder name for which the program looks
         plan["inside"], more = numbered, {**more, "as_run": True} if numbered else more
         place = self._place(candidate, name_for(candidate.name, words), more)
         changes = said([*missing, *batch(manifest, words, place["lines"])])
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
-        """The directory for it: complete, or to be written by this job, which is alone then."""
+        """The directory for the copy: complete, or to be written by this job under the lock."""
         if os.path.isdir(self.folder):
             cache.opened(self.folder).close()
         removed: set[str] = set()
@@ -298,18 +301,18 @@ class Resuming(Struct, dict=True):
                 is_complete = "already_complete" in dry
                 if is_complete and target not in self.damaged:
                     cache.hold(target)
-            except TargetExists:  # of another source, options or version; or being written now
+            except TargetExists:  # made from another source or options, or being written now
                 if self._becomes_alone(target):
                     continue
                 if target in removed or not self._removes(target):
                     number += 1
                 removed.add(target)
                 continue
-            if is_complete and target in self.damaged:  # and another job has it
+            if is_complete and target in self.damaged:  # another job holds the damaged one
                 number += 1
                 continue
             if not is_complete and self._becomes_alone(target):
-                continue  # to look again: the job before may have written it
+                continue  # looks again: another job may have written it meanwhile
             if not is_complete and dry["bytes"] > dry["free"]:
                 raise NotEnoughSpace(
                     "not-enough-space",
@@ -325,7 +328,7 @@ class Resuming(Struct, dict=True):
             }
 
     def _becomes_alone(self, target: str) -> bool:
-        """Waits until no other job writes in the folder; False if that is so already."""
+        """Waits for the folder's lock; returns False if this job holds it already."""
         if self._is_alone:
             return False
         cache.make(self.folder, self.run)
@@ -335,7 +338,7 @@ class Resuming(Struct, dict=True):
         return True
 
     def _removes(self, target: str) -> bool:
-        """Whether nothing is there now, complete or begun."""
+        """Removes a target, complete or begun; returns whether nothing is left."""
         is_gone = self._remove(target)
         return self._remove(target + cache.PARTIAL) and is_gone
 
@@ -346,7 +349,7 @@ class Resuming(Struct, dict=True):
         return is_gone
 
     def _missing(self, target: str) -> Report | None:
-        """What is missing in a complete directory by now."""
+        """The first fault of a directory that was complete before, or None."""
         own = judged(alone(target), {})
         return line_of(own.problems[0]) if own.problems else None
 
@@ -356,12 +359,12 @@ class Resuming(Struct, dict=True):
         self._remove(target)
 
     def _finish(self, target: str, report: Words) -> Words | None:
-        """What becomes of a target that is there; None if it is another one than was to be."""
+        """Locks a written target and removes old ones; None if it is a target of another job."""
         if "is_of_another" in report:
             return None
         cache.hold(target)
         self._removed += cache.tidy(self.folder, target, self.keep)
-        is_written = "already_complete" not in report  # another job's was there first
+        is_written = "already_complete" not in report  # False: another job was faster
         return {
             "said": report["warnings"],
             "removed": self._removed,
@@ -371,6 +374,6 @@ class Resuming(Struct, dict=True):
 
 
 def _of(candidate: Words) -> str:
-    """What is wrong with a checkpoint, and its path, if the sentence does not begin with it."""
+    """What is wrong with a checkpoint, with the path in front if the message lacks it."""
     path, message = candidate["path"], str(candidate["reason"]["message"])
     return message if message.startswith(path) else f"{path}: {message}"

@@ -1,12 +1,13 @@
-"""Which checkpoints has a run, the newest first, and what does its engine call each of them?
+"""Finds the checkpoints of a run, the newest first, and the path that the engine loads for each.
 
     RUN/checkpoint-500, RUN/checkpoints/checkpoint_3      a folder each: the Trainer, Accelerate
     RUN/step3/model_and_optim, RUN/global_step_3/actor    numbered folders around one each
     RUN/lightning_logs/version_0/checkpoints/*.ckpt       a folder or a file each: Lightning
     RUN/global_step500, RUN/iter_0000500, RUN/step-500    tags: DeepSpeed, Megatron-Core, torchtitan
 
-A folder whose name is like those of the others is one of them, also if a save has just begun it.
-`formats.by_age` says which one is the newest; a checkpoint that the run itself names comes first.
+A folder whose name differs only in its numbers counts as a checkpoint, even if a save has just
+begun to write it. `formats.by_age` decides which one is the newest. A checkpoint that the run's own
+pointer file names comes first.
 """
 
 from __future__ import annotations
@@ -43,25 +44,26 @@ from ..judging.verdict import Verdict
 
 FILE = ".ckpt"
 OF_FILESYSTEM = "lost+found"
-"""The folder of this name may be listed by nobody."""
+"""A folder of the filesystem that users may not list."""
 LINKS = (LATEST, "last")
-"""A link of these names leads to the last checkpoint."""
+"""Names of links to the last checkpoint."""
 TRACKER, MOST = "latest_checkpointed_iteration.txt", 64  # bytes
-"""The file in which Megatron-LM and verl (0.7) keep the number of the last checkpoint."""
+"""The file in which Megatron-LM and verl (0.7) store the number of the last checkpoint."""
 
 LACKS = "missing-file"
-"""The code of what others of the run have."""
+"""The code of a file that the other checkpoints of the run have."""
 VERSION = re.compile(r"version_\d+", re.ASCII)
-"""A start of one run that goes on: Lightning numbers them."""
+"""Lightning's folder for one start of a run."""
 
 
 Notices = tuple[Notice, ...]
 
 
 class Candidate(Struct, frozen=True):
-    """A checkpoint of a run: `path` and `tag` as `zckpt.read` takes them.
+    """A checkpoint of a run; `path` and `tag` are the arguments for `zckpt.read`.
 
-    `loaded` is what the engine's loader takes. `notes` are warnings if this one is taken.
+    `loaded` is the path for the engine's loader. `notes` are warnings for a user who resumes from
+    this checkpoint.
     """
 
     path: str
@@ -72,33 +74,33 @@ class Candidate(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """Its own folder, for a sentence."""
+        """The folder or file of the checkpoint itself."""
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
 
 def alone(path: str, tag: str | None = None) -> Candidate:
-    """The checkpoint at a path that is no run."""
+    """The checkpoint at a path that is not a run."""
     return Candidate(path, os.path.basename(os.path.abspath(path)), path, tag)
 
 
 def no_checkpoint(run: str, error: NotACheckpoint) -> NotACheckpoint:
-    """The error of a run without a checkpoint, for the one of its path."""
+    """The error that the run has no checkpoint, made from the error about its path."""
     if error.code == "no-such-path":
         return error.again(code="no-checkpoint")
     return error.again(code="no-checkpoint", message=f"{run} has no checkpoint", file=run)
 
 
 def folder_of(candidate: Candidate) -> str:
-    """Its folder as people know it: the trainer's, and not the engine's in it.
+    """The folder that users know: the trainer's folder, not the engine's folder inside.
 
-    `run5/checkpoint-500`, where the path is `run5/checkpoint-500/global_step500` too.
+    `run5/checkpoint-500` for the path `run5/checkpoint-500/global_step500`.
     """
     above = os.path.dirname(candidate.where) or os.curdir
     return above if formats.is_of_trainer(above) else candidate.where
 
 
 def since(checkpoints: Iterable[Candidate], step: float, run: str) -> list[Candidate]:
-    """Those that were saved at this step or later, and those whose step nothing says.
+    """The checkpoints of step `step` or later, and the checkpoints without a known step.
 
     Raises WrongOption if all are older.
     """
@@ -115,8 +117,8 @@ def since(checkpoints: Iterable[Candidate], step: float, run: str) -> list[Candi
 
 
 def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
-    """Whether a checkpoint is whole and of one save, by everything but tensors."""
-    # without the tag's folder it is the file that names it which is wrong
+    """Judges from metadata whether a checkpoint is complete and from one save."""
+    # if the tag's folder is missing, reading without a tag blames the file that names it
     tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
     return verdict.judged(
         lambda: api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
@@ -124,9 +126,9 @@ def judged(candidate: Candidate, reading: Mapping[str, Any]) -> Verdict:
 
 
 def instead_of(path: str, tag: str | None = None) -> str | None:
-    """The newest other checkpoint of the same run that is whole by its metadata; None if none is.
+    """The newest other checkpoint of the same run that is complete by its metadata, or None.
 
-    `path` is a checkpoint, or a run, of which `tag` or else the newest is meant.
+    `path` is a checkpoint or a run. In a run, the other ones are all but `tag` or the newest.
     """
     with suppress(ZckptError, OSError):
         for candidate in _others(path, tag):
@@ -137,7 +139,7 @@ def instead_of(path: str, tag: str | None = None) -> str | None:
 
 
 def _others(path: str, tag: str | None) -> list[Candidate]:
-    """The other checkpoints of a run, the newest first: those whose names have other numbers."""
+    """The other checkpoints of a run, the newest first. Their names differ only in numbers."""
     checkpoints = candidates(path)
     if tag is not None:
         return [each for each in checkpoints if tag not in (each.tag, each.name)]
@@ -153,20 +155,20 @@ def _others(path: str, tag: str | None) -> list[Candidate]:
 
 
 def damage(report: Report, accept_weights: bool = False) -> list[Notice]:
-    """What `verify` has found that is wrong with a checkpoint, also what resuming does not read."""
+    """The faults in a report of `verify`, also of files that resuming does not read."""
     fields = Notice.__struct_fields__
     notices = [Notice(**{key: line[key] for key in fields}) for line in report["problems"]]
     for line in () if accept_weights else report["differences"]:
-        message = f"{line['tensor']}: what is stored twice differs"
+        message = f"{line['tensor']}: two stored copies differ"
         notices.append(problem("tensor-differs", message, subject=line["tensor"]))
     return notices
 
 
 @sources.looks_again
 def candidates(run: str) -> list[Candidate]:
-    """The checkpoints of the run, the newest first; none if it has none.
+    """The checkpoints of the run, the newest first; empty if there is none.
 
-    Raises NotACheckpoint for a file that is none.
+    Raises NotACheckpoint if `run` is a file and no checkpoint.
     """
     if sources.status(run) is None:
         return []
@@ -189,12 +191,12 @@ def candidates(run: str) -> list[Candidate]:
 
 
 def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
-    """Those of a run whose checkpoints are tags; none for another folder.
+    """The checkpoints of a run that stores tags; empty for another folder.
 
-    A folder `inside` of a run may be a trainer's own, in which its engine has one tag.
+    A folder `inside` a run may be a trainer's checkpoint, in which the engine stores one tag.
 
-    The tag that the run names comes first: a later save has not ended, or the user has set the run
-    back.
+    The tag that the run's pointer names comes first. If it is not the newest one, a later save has
+    not ended, or the user has set the run back.
     """
     for format in FORMATS:
         if len(tags := format.tags(run)) > (inside and format.pointer is not None):
@@ -227,14 +229,14 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
 def _set_back(run: str, pointed: str, newest: str) -> Notice:
     return warning(
         "pointer-behind",
-        f"{run} names {pointed} as its last checkpoint, which is taken: the save of {newest} has "
+        f"{run} names {pointed} as its last checkpoint, which is used: the save of {newest} has "
         "not ended, or the run was set back",
         file=os.path.join(run, pointed),
     )
 
 
 def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
-    """Checkpoints by their age, each with a warning if only the times of files say it."""
+    """The checkpoints, the newest first, with a warning if only file times show the order."""
     order = formats.by_age(paths)[::-1]
     notes: dict[str, Notices] = {standing.path: () for standing in order}
     for standing, older in zip(order, [*order[1:], None], strict=True):
@@ -242,8 +244,8 @@ def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
             place = f"directly above {older.path}" if older else "below all others"
             timed = warning(
                 "place-inferred",
-                f"neither the files of {standing.path} nor its name say how far the training was: "
-                f"by the times of files it stands {place}",
+                f"neither the files of {standing.path} nor its name state a step: by the times of "
+                f"its files it is placed {place}",
                 file=standing.path,
             )
             notes[standing.path] = (timed,)
@@ -251,7 +253,7 @@ def _newest_first(paths: Iterable[str]) -> dict[str, Notices]:
 
 
 def _in_folders(run: str) -> list[Candidate]:
-    """Those that are a folder or a file each, of the level next to the run that has any."""
+    """The checkpoints that are folders or files, from the first level below the run with any."""
     level = [run]
     for _ in range(DEPTH):
         inside = {folder: _names(folder) for folder in level}
@@ -273,9 +275,9 @@ def _in_folders(run: str) -> list[Candidate]:
 
 
 def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
-    """The paths of those that are checkpoints, or whose names are like that of one.
+    """The paths of checkpoints in a folder, and of names like them that differ only in numbers.
 
-    Of names that are alike only as many are looked into as it takes to find one.
+    Of similar names, folders are examined only until one is found to be a checkpoint.
     """
     by_shape = by_key((_shape(name), name) for name in names)
     alike_names: list[str] = []
@@ -286,7 +288,7 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
-    """The newest first, after the one that a link or a file of the run names as the last."""
+    """The checkpoints, the newest first. The one that a link or a file names as last precedes."""
     notes = _newest_first(paths)
     links = {
         os.path.join(folder, sources.beside(os.path.join(folder, link)) or link)
@@ -307,7 +309,7 @@ def _ordered(paths: Iterable[str]) -> list[Candidate]:
 
 
 def _is_tracked(path: str) -> bool:
-    """Whether the run's file for it has the number in the name of a checkpoint."""
+    """Whether the run's file `latest_checkpointed_iteration.txt` has this checkpoint's number."""
     tracker, number = os.path.join(os.path.dirname(path), TRACKER), in_name(path)
     if number is None or not sources.is_file(tracker) or sources.size(tracker) > MOST:
         return False
@@ -317,7 +319,7 @@ def _is_tracked(path: str) -> bool:
 
 
 def _lacking(paths: Iterable[str]) -> dict[str, list[Notice]]:
-    """What one checkpoint lacks beside its engine's files, and all of two others or more have."""
+    """Warnings for a trainer's file that one checkpoint lacks and all (two or more) others have."""
     roles = {path: roles_beside(path) for path in paths}
     counts = Counter(role for own in roles.values() for role in own)
     common = {role for role, count in counts.items() if count == len(roles) - 1 >= 2}
@@ -350,15 +352,15 @@ def _refuse_several(run: str, runs: list[str]) -> None:
 
 
 def _paths(inside: dict[str, list[str]]) -> list[str]:
-    """The folders among the names of a level."""
+    """The paths of the folders in a level."""
     paths = (os.path.join(folder, name) for folder, names in inside.items() for name in names)
     return [path for path in paths if sources.is_folder(path)]
 
 
 def _names(folder: str) -> list[str]:
-    """The folders of a folder, and the files that may be a checkpoint; not hidden ones.
+    """The names of folders in a folder, and of files that may be checkpoints.
 
-    Nor a link to one of the others: it is a second name.
+    Hidden names are left out, and links to a name beside them.
     """
     if sources.is_denied(folder):
         return []
@@ -386,13 +388,13 @@ def _shape(name: str) -> str:
 
 
 def _is_saved(path: str) -> bool:
-    """Whether there is a checkpoint, or weights that a trainer has saved alone."""
+    """Whether the path is a checkpoint, or weights that a trainer saved without an optimizer."""
     return _is_one(path) or formats.are_weights_alone(path) or bool(formats.inside_numbered(path))
 
 
 def _is_one(path: str, neutral: bool = False) -> bool:
-    """Whether a format finds a checkpoint; zckpt's own, which no engine loads, if `neutral`."""
+    """Whether a format recognizes the path. Universal checkpoints count only if `neutral`."""
     try:
         return any(f.detect(path) for f in FORMATS if neutral or not f.is_neutral)
     except (ZckptError, OSError):
-        return True  # its files say what is wrong when they are read
+        return True  # reading the files later raises the error

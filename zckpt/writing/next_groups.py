@@ -60,8 +60,9 @@ def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifes
         )
     if asked and format.is_neutral and named.state.get(MEGATRON):
         message = (
-            f"{asked[0]} changes no groups in a later target of Megatron-Core: that takes those of "
-            "the run itself, and --group-defaults replaces them there"
+            f"{asked[0]} will have no effect if you convert this target to Megatron-Core later: "
+            "that conversion takes the groups of the Megatron-Core run, and --group-defaults "
+            "changes them"
         )
         line = warning("option-without-effect", message, subject=asked[0])
         named = named.replace(warnings=(*named.notices.warnings, line))
@@ -248,14 +249,14 @@ class _RunsGroups:
             scheduled = rate if base == base_before else base * (rate / base_before)
             if scheduled != number_of(group["lr"]):
                 message = (
-                    f"lr of group {number} is {scheduled:g}: the run's initial_lr ({base:g}) at "
-                    "the place to which the source's scheduler has come"
+                    f"lr of group {number} is {scheduled:g}: the run's initial_lr ({base:g}), "
+                    "changed by the schedule as in the source"
                 )
                 self.warnings.append(warning("value-assumed", message, subject="lr"))
             return {**group, "lr": of_form("lr", group["lr"], scheduled)}
         message = (
-            f"the first update of group {number} has the run's lr ({_shown(group['lr'])}), and the "
-            f"scheduler sets the next ones; to begin with another one: --set-group {number}:lr=..."
+            f"the first update of group {number} uses the run's lr ({_shown(group['lr'])}), and "
+            f"the scheduler sets later ones; to begin with another: --set-group {number}:lr=..."
         )
         self.warnings.append(warning("value-assumed", message, subject="lr"))
         return group

@@ -189,7 +189,7 @@ class Keeping(Struct, frozen=True):
             hint = f"to write it, if you trust its class: {allow}; or {hint}"
         raise UnsupportedState(
             "state-unsupported",
-            f"the target cannot have {listed(list(keys))} of the optimizer's groups ({OBJECTS})",
+            f"the target cannot store {listed(list(keys))} of the optimizer's groups ({OBJECTS})",
             hint=hint,
         )
 
@@ -228,10 +228,10 @@ class Keeping(Struct, frozen=True):
         return [
             warning(
                 "program-must-set",
-                f"the keys of {listed(paths, 4)} are texts of numbers: "
-                "torch.distributed.checkpoint makes texts of all keys. A program that looks for "
-                "numbers, as MultiStepLR among its milestones, finds none: make numbers of them "
-                "before it loads them",
+                f"the keys of {listed(paths, 4)} may have been numbers: "
+                "torch.distributed.checkpoint turns all keys into texts. Turn them back into "
+                "numbers before the program loads them: MultiStepLR, for example, finds no "
+                "milestone under a text",
                 subject=paths[0],
             )
         ]
@@ -258,7 +258,7 @@ class Keeping(Struct, frozen=True):
             hint = "to begin with fresh states: --weights-only"
         raise UnsupportedState(
             "state-unsupported",
-            f"the target cannot have the optimizer's {'; '.join(sentences)}",
+            f"the target cannot store the optimizer's {'; '.join(sentences)}",
             hint=hint,
         )
 
@@ -276,9 +276,9 @@ def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice
     return [
         warning(
             "not-exact",
-            "the optimizer's step stands in its groups. With each update, the target's engine "
-            f"adds {after.times} to it, the source's {before.times}: what the optimizer computes "
-            "of it goes on otherwise, and so do the losses",
+            "the optimizer stores its step in the groups. Each update adds "
+            f"{after.times} to it in the target's engine, but {before.times} in the source's: so "
+            "updates and losses will differ",
         )
     ]
 

@@ -61,7 +61,7 @@ def test_fsdp_to_deepspeed(sources: Path, tmp_path: Path) -> None:
         else:
             assert state == {"last_batch_iteration": UPDATES - 1}
             assert [line["code"] for line in said] == ["value-assumed"]
-            assert f"the ds_config's {name} is that of 4 updates" in texts(said)[0]
+            assert f"the ds_config's {name} is set to 4 updates" in texts(said)[0]
         assert zckpt.verify(run, source)["equal"]
     goes_on(sources, tmp_path)
     # and the judge can tell: a schedule that is one update behind has other rates

@@ -298,7 +298,7 @@ def test_batches_of_the_next_run(tmp_path: Path) -> None:
     assert any(word in line for line in texts(report["warnings"]))
     for dp, sp, times in ((8, None, "1/2 of"), (8, 4, "1 times"), (3, None, "2/3 of")):
         (line,) = batch(zckpt.read(run), {"dp": dp, "sp": sp}, ())
-        assert f"must be {times} what they were" in line.message
+        assert f"to {times} the old number" in line.message
 
 
 def test_gradients_of_another_stage(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_parts_are_joined(items: Path, tmp_path: Path) -> None:
     report = zckpt.convert(items, tmp_path / "universal")
     assert_holds(tmp_path / "universal", torch.load(DATA / "oracle.pt", weights_only=False))
     assert texts(report["left_out"]) == [
-        "dataloader.rank: ranks hold different ones, rank 0's is taken",
+        "dataloader.rank: the values differ between ranks; rank 0's are used",
         "metadata.pkl: where the parts of the source's ranks are",
     ]
     for words in ({}, {"against": tmp_path / "universal"}):

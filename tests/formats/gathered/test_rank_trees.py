@@ -408,9 +408,9 @@ def test_what_is_not_sharded_is_rank_0s(tmp_path: Path) -> None:
         files[rank] = saved.file(tmp_path / f"extra_rank_{rank}.pt", value)
     merged = merge(files)
     assert texts(taken_of_rank_0(merged.different)) == [
-        "rng.cpu: ranks hold different ones, rank 0's is taken",
-        "rng.python.1: ranks hold different ones, rank 0's is taken",
-        "counter: ranks hold different ones, rank 0's is taken",
+        "rng.cpu: the values differ between ranks; rank 0's are used",
+        "rng.python.1: the values differ between ranks; rank 0's are used",
+        "counter: the values differ between ranks; rank 0's are used",
     ]
     assert merged.tree["counter"] == 0
     assert torch.equal(values_of(merged.tree["rng"]["cpu"]), WHOLE)
@@ -440,7 +440,7 @@ def test_schedulers_that_differ_are_of_several_saves(
     merged = merge(files, step_policy="max")
     first, second = texts(taken_of_rank_0(merged.different))
     assert first.startswith(place[0])
-    assert second == "rng: ranks hold different ones, rank 0's is taken"
+    assert second == "rng: the values differ between ranks; rank 0's are used"
 
 
 class TestOneRanksPart:

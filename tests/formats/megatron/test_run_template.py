@@ -295,7 +295,7 @@ class TestOddStates:
 
         edit(other / "optim.pt", change)
         error = TestRefusals.refused(other, run, tmp_path / "new")
-        assert str(error).startswith(f"the target cannot have the optimizer's {key} of embedding.")
+        assert str(error).startswith(f"the target cannot store the optimizer's {key} of embedding.")
         assert f"--drop-state {key}" in error.hint
         options: dict[str, Any] = {"to": "megatron", "like": str(run), "drop_state": [str(key)]}
         package.convert(other, tmp_path / "new", **options)

@@ -311,7 +311,9 @@ def test_zero_takes_one_group_of_adagrad(tmp_path: Path) -> None:
     """The engine makes torch's class anew with one group, and dies when it loads two."""
     run = saved(tmp_path / "run", (ADAGRAD, ("sum",), STEP), (ADAGRAD, ("sum",), STEP))
     for stage in (1, 2, 3):
-        with pytest.raises(errors.UnsupportedCheckpoint, match="one group of torch's Adagrad"):
+        with pytest.raises(
+            errors.UnsupportedCheckpoint, match="one group only for torch's Adagrad"
+        ):
             zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2, stage=stage)
     assert not (tmp_path / "zero").exists()
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

@@ -497,7 +497,7 @@ def test_second_model_in_folders(tmp_path: Path, zckpt: Program) -> None:
     said = zckpt("inspect", lost, "--json").document
     assert said["roots"] == {"model": [], "model_1": ["optimizer_1"]}
     assert texts(said["problems"]) == [
-        "optimizer_1 is there, and optimizer_0 is not: it may be lost"
+        "optimizer_1 exists, but optimizer_0 does not: it may be lost"
     ]
     refused = zckpt("convert", lost, tmp_path / "ds", "--to", "deepspeed", "--root", "model")
     assert (
@@ -613,7 +613,7 @@ def test_an_optimizer_belongs_to_its_model_whatever_is_lost(
     again = ("convert", two_models, tmp_path / "again", "--to", "gathered")
     assert zckpt(*again, "--dialect", "safetensors").code == 0
     assert "taken for" not in zckpt("inspect", tmp_path / "again").err
-    lost = f"{two_models}/optimizer_1.bin is there, and optimizer.bin is not: it may be lost"
+    lost = f"{two_models}/optimizer_1.bin exists, but optimizer.bin does not: it may be lost"
     assert lost in texts(said["problems"])
     assert lost in zckpt("verify", two_models).err
     changed = Path(shutil.copytree(two_models, tmp_path / "changed"))
@@ -629,7 +629,7 @@ def test_an_optimizer_belongs_to_its_model_whatever_is_lost(
 def test_a_lost_first_model_is_named(tmp_path: Path, zckpt: Program) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "model_1.safetensors")
     said = zckpt("inspect", tmp_path)
-    assert "model_1.safetensors is there, and model.safetensors is not: it may be" in said.err
+    assert "model_1.safetensors exists, but model.safetensors does not: it may be" in said.err
 
 
 def test_files_that_no_reader_takes_are_compared(tmp_path: Path, zckpt: Program) -> None:

@@ -161,7 +161,7 @@ class TestBuffers:
         words = (ddp / "weights_and_seen", tmp_path / "new", *target, "--weights-only")
         ended = zckpt("convert", *words, "--buffers", "se*")
         assert ended.code == 0, ended.err
-        assert "seen: ranks hold different ones, rank 0's is taken" in ended.out
+        assert "seen: the values differ between ranks; rank 0's are used" in ended.out
 
     def test_in_python(self, ddp: Path, tmp_path: Path) -> None:
         run = ddp / "weights_and_seen"

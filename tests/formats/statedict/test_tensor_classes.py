@@ -72,7 +72,7 @@ def test_pieces_of_fsdp2_are_named_and_not_read(tmp_path: Path, zckpt: Program) 
         command, *options = words
         refused = zckpt(command, source, tmp_path / "t", "--dp", 3, *options)
         assert refused.code == 1
-        assert "the target cannot have the optimizer's exp_avg and exp_avg_sq of" in refused.err
+        assert "the target cannot store the optimizer's exp_avg and exp_avg_sq of" in refused.err
         assert f"(tensors of the class {CLASS}, saved in pieces)" in refused.err
         assert not (tmp_path / "t").exists()
 

@@ -120,14 +120,14 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
         )
     if cut is None:
         if len({entry.shape for entry in entries}) > 1:
-            message = f"{root}: the copies of {name} have other shapes"
+            message = f"{root}: the replicas of {name} have different shapes"
             raise InconsistentCheckpoint("ranks-disagree", message)
         return [entries[0], *(replace(each, axis=each.axis or table.word) for each in entries[1:])]
     for rank, (of_rank, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
         if ({entry.numel for entry in of_rank} or {0}) != {prod(shape)}:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{root}: {table.word} {rank} lacks {name}, or has it in another size",
+                f"{root}: {table.word} {rank} lacks {name}, or has another number of its elements",
                 file=root,
                 subject=name,
             )
@@ -216,15 +216,15 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
         if -1 in places:
             raise InconsistentCheckpoint(
                 "ranks-disagree",
-                f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
-                "ranks",
+                f"the hyper-parameters of groups in {_file_of(manifest)} differ from those of "
+                "other model ranks",
             )
         if places != [len(every) - 1 - n for n in _places(own_groups[::-1], every[::-1])][::-1]:
             raise UnsupportedCheckpoint(
                 "grid-unsupported",
                 f"{manifest.root}: a stage of the pipeline has {len(own_groups)} of "
-                f"{len(groups)} groups, and their hyper-parameters do not tell which",
-                hint="give each group of the optimizer other hyper-parameters, such as a name",
+                f"{len(groups)} groups, and their hyper-parameters do not show which ones",
+                hint="make the groups of the optimizer differ in a hyper-parameter, such as a name",
                 file=manifest.root,
             )
         parameters = {

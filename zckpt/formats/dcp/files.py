@@ -162,7 +162,7 @@ def missing(folders: Sequence[str]) -> list[Notice]:
     return [
         warning(
             "missing-file",
-            f"{stem}_{max(numbers_of_stem)} is there, and {stem}_{number} is not: it may be lost",
+            f"{stem}_{max(numbers_of_stem)} exists, but {stem}_{number} does not: it may be lost",
             subject=f"{stem}_{number}",
         )
         for stem, numbers_of_stem in numbers.items()

@@ -180,9 +180,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         return [
             warning(
                 "program-must-set",
-                f"{folder}/ has files of {counted(number, 'rank')}: a run of "
-                f"{counted(dp, 'rank')} asks for its own, so "
-                f"{'add those' if dp > number else 'some are not read'}",
+                f"{folder}/ has files of {counted(number, 'rank')}, but a run of "
+                f"{counted(dp, 'rank')} reads one for each: "
+                f"{'add the missing ones' if dp > number else 'the others are not read'}",
                 file=folder,
             )
             for folder, number in trainers.ranks_of(self.source.files.siblings).items()

@@ -159,8 +159,8 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
         if option.name not in OF_RANKS and not (is_known and fits):
             raise WrongOption(
                 "option-not-applicable",
-                f"{option.flag} does not apply to {source.root}: each of several model ranks is "
-                "written by itself",
+                f"{option.flag} does not apply to {source.root}, whose model ranks are written one "
+                "by one",
                 hint=f"give --tp {grid.tp} too: then files of layers are written anew"
                 if is_known and grid.staged
                 else "`zckpt convert --to universal` takes the whole model",

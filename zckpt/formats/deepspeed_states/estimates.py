@@ -49,8 +49,8 @@ def warnings(estimates: Estimates) -> list[Notice]:
     values = next(group[keys[0]] for group in estimates if keys[0] in group)
     shown = ", ".join(brief(v.value if isinstance(v, Scalar) else v) for v in values[:3])
     message = (
-        f"{listed(keys)}: each of the {len(values)} ranks has estimated its own ({keys[0]}: {shown}"
-        f"{', ...' if len(values) > 3 else ''}), and no other number of ranks can have these"
+        f"{listed(keys)}: each of the {len(values)} ranks has its own estimate ({keys[0]}: {shown}"
+        f"{', ...' if len(values) > 3 else ''}), so the number of ranks cannot be changed"
     )
     return [warning("state-unsupported", message, subject=keys[0])]
 
@@ -61,7 +61,7 @@ def stated_estimates(source: Manifest) -> Estimates:
     if not all(_is_of_ranks(row.value, source.dp) for row in rows):
         raise CorruptCheckpoint(
             "file-damaged",
-            f"{source.root}: optimizer.{BY_RANK} has not the values of ranks",
+            f"{source.root}: optimizer.{BY_RANK} does not have a number for each rank",
             file=source.root,
         )
     return source.states.by_rank(len(source.groups or ()))
@@ -89,8 +89,8 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
     keys = sorted({str(key) for group in estimates for key in group})
     raise UnsupportedCheckpoint(
         "state-unsupported",
-        f"{source.root}: the optimizer's {listed(keys)} differ between ranks, because each has "
-        "estimated its own; another engine, number of ranks or stage cannot have them",
+        f"{source.root}: the optimizer's {listed(keys)} differ between ranks, because each rank "
+        "has its own estimate; another engine, number of ranks or stage cannot store them",
         hint=f"write it with --to deepspeed --dp {source.dp} --stage {stage_of_source}, or add "
         "--weights-only",
         file=source.root,

@@ -164,7 +164,7 @@ def _refuse_groups_of_adagrad(
     if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
-            "DeepSpeed's ZeRO takes one group of torch's Adagrad, and the source has "
+            "DeepSpeed's ZeRO supports one group only for torch's Adagrad, but the source has "
             f"{len(groups)}",
             hint="--stage 0 keeps the groups; or write --weights-only",
         )
@@ -183,8 +183,8 @@ def _refuse_given(source: Manifest, options: Options) -> None:
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
             raise WrongOption(
                 "option-not-applicable",
-                f"--group-defaults gives {', '.join(twice)}, which the source has",
-                hint="leave these out; to replace what the source has: "
+                f"--group-defaults sets {', '.join(twice)}, which the source states already",
+                hint="leave these out; to replace the source's values: "
                 f"--set-group {','.join(f'{key}=...' for key in twice)}",
             )
 

@@ -266,7 +266,7 @@ def _buffer_warnings(differing: Sequence[str]) -> list[Notice]:
 def _trainer_warnings(around: str | None) -> list[Notice]:
     if around is None:
         return []
-    message = f"to take the Trainer's files along too, give {around}"
+    message = f"the Trainer's files are not included; to include them, give {around}"
     return [warning("file-omitted", message, file=around)]
 
 
@@ -299,16 +299,16 @@ def _config_warnings(ranks: EngineStates) -> list[Notice]:
         return [warning("weights-differ-by-design", QUANTIZED.message)]
     if has_zenflow(ranks.config):
         message = (
-            "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "
-            "and moments are older than the weights of the module. DeepSpeed resumes from the "
-            "older masters too; `verify` lists these weights"
+            "ZenFlow updates selected columns with a second Adam: in these columns, masters and "
+            "moments are older than the weights of the module. DeepSpeed also resumes from the "
+            "older masters. `verify` lists these weights"
         )
         return [warning("weights-differ-by-design", message)]
     if ranks.config_path is None:
         return []
     message = (
-        f"the save names its ds_config ({ranks.config_path}) without what it says: give it with "
-        "--ds-config where you write for DeepSpeed"
+        f"the files name the ds_config ({ranks.config_path}) but do not contain it: when you write "
+        "for DeepSpeed, give it with --ds-config"
     )
     return [warning("option-needed", message, subject="--ds-config", file=ranks.config_path)]
 
@@ -339,8 +339,8 @@ def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | No
         message = "an elastic checkpoint: it holds no hyper-parameters"
         return [warning("hyperparameter-missing", message)]
     message = (
-        "an elastic checkpoint: its hyper-parameters are what ds_config and the scheduler say; "
-        "settings of single groups were never saved"
+        "an elastic checkpoint stores no settings of single groups: the hyper-parameters are taken "
+        "from the ds_config and the scheduler"
     )
     return [warning("value-assumed", message)]
 

@@ -89,9 +89,9 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
     warnings = []
     if engine.sp > 1 and origin.sp and (origin.zero_stage == 3) != engine.partitioned:
         message = (
-            f"where {engine.sp} ranks share a sequence, DeepSpeed (0.19.8) makes gradients of "
-            f"stages 1 and 2 {engine.sp} times as large as those of stage 3: the moments are of "
-            "the others until the first updates have passed"
+            f"if {engine.sp} ranks share a sequence, gradients of stages 1 and 2 (DeepSpeed "
+            f"0.19.8) are {engine.sp} times as large as those of stage 3: the moments need some "
+            "updates to adapt"
         )
         warnings.append(warning("not-exact", message, subject="--stage"))
     if not engine.has_older_names:

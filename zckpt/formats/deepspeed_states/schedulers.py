@@ -74,9 +74,9 @@ def decide(source: Manifest, name: str | None) -> Decided:
         "none" if state is None else f"one of {before}" if before else "one of another kind"
     )
     message = (
-        f"the state of the ds_config's {name} is that of {count} updates ({COUNTER} = "
-        f"{count - 1}), since the source has {what_source_has}: the next update uses the "
-        "learning rate of its groups, and all later ones the scheduler's"
+        f"the source has {what_source_has}, so the state of the ds_config's {name} is set to "
+        f"{count} updates ({COUNTER} = {count - 1}): the next update uses the learning rate of "
+        "the source's groups, and all later ones that of the scheduler"
     )
     notice = warning("value-assumed", message, subject="lr_scheduler")
     return Decided({COUNTER: count - 1}, (notice,))
@@ -134,7 +134,7 @@ def _lacking(source: Manifest, key: str, scheduler: str, subject: str) -> Notice
     lacks = f"no {key} in the state of its scheduler" if state else "no scheduler"
     return warning(
         "program-does-not-fit",
-        f"the checkpoint has {lacks}, and {scheduler} loads that",
+        f"the checkpoint has {lacks}, but {scheduler} would load it",
         subject=subject,
         hint=f"use the scheduler of the checkpoint, or let another one begin anew: {WITHOUT}",
     )

@@ -130,8 +130,8 @@ class MergedStates:
         if self.is_whole or not any(top.get("module") for top in self.tops):
             return []
         message = (
-            f"the weights in the modules of {len(self.tops)} model-parallel ranks, and frozen "
-            "weights and buffers that differ between ranks: masters are whole, these are not"
+            f"the module weights of {len(self.tops)} model-parallel ranks, and frozen weights and "
+            "buffers that differ between ranks: only masters are stored as complete tensors"
         )
         return [note("state-unsupported", message)]
 

@@ -105,7 +105,7 @@ class StateDictFiles(Struct, eq=False):
             first = _without_number(os.path.basename(last))
             missing = {*range(max(by_number))} - {*by_number} if first in NUMBERED else ()
             for name in (numbered(first, number) for number in sorted(missing)):
-                message = f"{last} is there, and {name} is not: it may be lost"
+                message = f"{last} exists, but {name} does not: it may be lost"
                 file = os.path.join(os.path.dirname(last), name)
                 warnings.append(warning("missing-file", message, file=file))
         return warnings

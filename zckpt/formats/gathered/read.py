@@ -97,7 +97,7 @@ def _read_located(
     reader = _TreeReader(path, located, reading)
     if files:
         reader.saved.origin = replace(reader.saved.origin, slices=len(files))
-        message = f"{said_of(files)}; shown is {os.path.basename(files[0])}"
+        message = f"{said_of(files)}; only {os.path.basename(files[0])} is shown"
         reader.saved.warnings.append(warning("rank-slices", message, file=files[0]))
     try:
         result = manifest(reader.saved, reading)

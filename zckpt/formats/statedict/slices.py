@@ -38,7 +38,7 @@ def taken_of_rank_0(different: Sequence[Difference]) -> list[Notice]:
     notes = []
     for place, paths in by_key((item.path[:2], item.path) for item in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
-        message = f"{what}: ranks hold different ones, rank 0's is taken"
+        message = f"{what}: the values differ between ranks; rank 0's are used"
         notes.append(note("rank-zero-taken", message, subject=dotted(place)))
     return notes
 

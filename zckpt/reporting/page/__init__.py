@@ -1,19 +1,20 @@
-"""How is a document shown? As one HTML page, or as Markdown with a picture.
+"""Shows a document as one HTML page, or as Markdown with a picture.
 
-    html.py      the page: what is there without a script, and the document for the script
-    charts.py    where the bars of a chart stand
-    curves.py    where the lines of a run's charts stand
+    html.py      the page: the parts that need no script, and the document for the script
+    charts.py    bar charts
+    curves.py    line charts of a run
     markdown.py  twenty lines of Markdown, and the heat map as SVG
-    words.py     numbers and names of a document as a reader can see them
+    words.py     numbers and names of a document, written for a reader
     page.html    the frame of the page; sections/ has one template per section
-    page.css     its style: light, dark, printed
-    figures.js   how a heat map is drawn and walked through
-    tables.js    how a table is filled when it is opened
-    owners.js    who has what: from the whole model to a parameter
-    page.js      what the other figures show, and the start
+    page.css     the style of the page: light, dark, printed
+    figures.js   draws heat maps, and moves through them by keys
+    tables.js    fills a table when it is opened
+    owners.js    shows which rank owns what, from the complete model to a parameter
+    page.js      the other figures, and the start of the script
 
-A section that a document lacks is not shown. Names are hostile: everything is escaped, and the
-page's policy runs nothing but the one script and the one style that are hashed in it.
+A section that a document lacks is omitted. Names in a document are not trusted: everything is
+escaped, and the page's Content-Security-Policy allows only the one script and the one style whose
+hashes it contains.
 """
 
 from .html import render

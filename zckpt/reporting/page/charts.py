@@ -1,4 +1,4 @@
-"""Where do the bars of a chart stand, and what are the signs and colors of all figures?"""
+"""Places the bars of bar charts; the signs and colors of all figures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 LEFT, TOP, BOTTOM, HEIGHT = 64, 20, 26, 132
-"""Pixels beside, above and below the bars, and the height of the highest one."""
-DECADES = 30  # by powers of ten if the largest is so many times the smallest
+"""Pixels: left of, above and below the bars, and the height of the highest bar."""
+DECADES = 30  # the axis is logarithmic if the largest value is so many times the smallest
 
 SIGNS = {
     "checksum": "✕",
@@ -25,13 +25,16 @@ SIGNS = {
     "unreadable": "?",
     "warning": "i",
 }
-"""The sign of each kind of fault, in lines and figures: no color alone carries meaning."""
+"""The sign of each kind of fault, since color alone must not carry meaning."""
 PALETTE = [
     *((46, 30, 59), (65, 61, 123), (55, 101, 158), (52, 143, 167)),
     *((64, 183, 173), (139, 218, 178), (222, 245, 229)),
 ]
-"""Red, green and blue in even steps of lightness: the colors "mako" of seaborn, which the
-color-blind can order too. What is large is dark on a light page, and light on a dark one."""
+"""Red, green and blue in even steps of lightness: seaborn's palette "mako".
+
+Color-blind readers can order these colors too. Large values are dark on a light page, and light on
+a dark page.
+"""
 
 
 class Bar(Struct, frozen=True):
@@ -41,13 +44,13 @@ class Bar(Struct, frozen=True):
     y: float
     width: float
     height: float
-    label: str  # empty if there is no room for it
+    label: str  # "" if there is no room for the label
     says: str
     sign: bool  # whether something is wrong with it
 
 
 class Chart(Struct, frozen=True):
-    """Bars, and the lines across them."""
+    """Bars, and the lines across the chart."""
 
     width: float
     height: float
@@ -66,13 +69,13 @@ def chart(
     ticks: Sequence[str] = (),
     linear: bool = False,
 ) -> Chart:
-    """Bars of these values. `ticks` are the values' texts at the axis' two ends, if known."""
+    """A bar chart of `values`. `ticks` are the texts at both ends of the axis, if given."""
     present = [value for value in values if value]
     high, low = max(present, default=1.0), min(present, default=1.0)
     powers = not linear and high > DECADES * low
     bottom = math.floor(math.log10(low)) if powers else 0
     top = max(math.ceil(math.log10(high)), bottom + 1) if powers else high
-    long = 6.8 * max(map(len, labels), default=0) + 8  # of names, if there are few
+    long = 6.8 * max(map(len, labels), default=0) + 8  # pixels of the longest label
     step = min(max(1000 / max(len(values), 1), 9), max(72, min(long, 160)))
     base = TOP + HEIGHT
 
@@ -109,12 +112,12 @@ def chart(
 
 
 def power_of_ten(exponent: int) -> str:
-    """10⁻³"""
+    """A power of ten with superscript digits: 10⁻³."""
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _apart(labels: Sequence[str], step: float) -> Iterator[str]:
-    """Those labels that have room beside the one before; empty texts for the others."""
+    """The labels, with "" for each label that would overlap the one before."""
     free = -math.inf
     for place, label in enumerate(labels):
         half = 3.4 * len(label)

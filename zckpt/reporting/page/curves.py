@@ -1,4 +1,4 @@
-"""Where do the lines and points of a run's charts stand: the loss beside norms, by the step?"""
+"""Places the lines and points of a run's charts: the loss and norms, by step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Point = tuple[float, float | None]
 
 
 class Dot(Struct, frozen=True):
-    """A checkpoint."""
+    """The point of a checkpoint in a chart."""
 
     x: float
     y: float
@@ -35,7 +35,7 @@ class Dot(Struct, frozen=True):
 
 
 class Curve(Struct, frozen=True):
-    """One chart. `lines` are texts of SVG: points with a line through them."""
+    """One chart. `lines` are the `points` attributes of SVG polylines."""
 
     title: str
     width: int
@@ -50,7 +50,7 @@ class Curve(Struct, frozen=True):
 
 
 def curves(run: Mapping[str, Any]) -> list[Curve]:
-    """The loss, norms of weights, updates and moments; only those with two values or more."""
+    """The charts of loss, weights, updates and moments that have two values or more."""
     points, labels = run["checkpoints"], words.run_labels(run)
     by_step = words.is_by_step(run)
     places = [float(point["step"]) if by_step else float(n) for n, point in enumerate(points)]
@@ -66,7 +66,7 @@ def curves(run: Mapping[str, Any]) -> list[Curve]:
 
 
 class Axis(Struct, frozen=True):
-    """Where checkpoints stand on the axis that all charts share."""
+    """The horizontal axis, which all charts share."""
 
     labels: Sequence[str]
     places: Sequence[float]
@@ -74,7 +74,7 @@ class Axis(Struct, frozen=True):
     last: float
 
     def across(self, at: float) -> float:
-        """The pixel of a place."""
+        """The x coordinate, in pixels, of a position on the axis."""
         part = (at - self.first) / (self.last - self.first) if self.last > self.first else 0.5
         return round(LEFT + (WIDTH - LEFT - RIGHT) * part, 2)
 
@@ -132,7 +132,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
-    """The line in parts: it ends where a value is not finite."""
+    """The line, split at values that are not finite."""
     parts: list[list[tuple[float, float]]] = [[]]
     for x, y in line:
         if y is None:
@@ -143,7 +143,7 @@ def _parts(line: Iterable[Point]) -> list[list[tuple[float, float]]]:
 
 
 def _apart(labels: Iterable[tuple[float, str]]) -> Iterable[tuple[float, str]]:
-    """Those that have room beside the one before."""
+    """The labels that do not overlap the one before."""
     free = -math.inf
     for x, label in labels:
         half = 3.4 * len(label)

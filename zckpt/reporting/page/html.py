@@ -1,4 +1,4 @@
-"""How does a document become one HTML page that needs nothing else?"""
+"""Renders a document as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .curves import curves
 
 FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page
-FEW = 12  # lines that are seen without a click, where they are no faults
+FEW = 12  # lines that are visible without a click, except faults, which all are
 SCRIPTS = ("figures.js", "tables.js", "owners.js", "page.js")
 SECTIONS = {
     "run": "checkpoints",
@@ -27,11 +27,14 @@ SECTIONS = {
     "steps": "",
     "against": "",
 }
-"""In their order; a section is shown if it has what is named."""
+"""The sections in their order. A section is shown if it has the named key ("": if it exists)."""
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The whole page of a document, or of those sections that it has; raises MissingExtra."""
+    """The page of a document, with the sections that the document has.
+
+    Raises MissingExtra without jinja2.
+    """
     try:
         from jinja2 import Environment, FileSystemLoader
         from markupsafe import Markup
@@ -94,11 +97,11 @@ SHOWN_IN = {
     "stale": ("masters", "numbers"),
     "step": ("steps",),
 }
-"""In which sections one sees what a fault is about, by its kind."""
+"""The sections that show a fault, by the kind of the fault."""
 
 
 def _target(document: Mapping[str, Any], fault: Mapping[str, Any]) -> str:
-    """The section that a fault leads to; empty for none."""
+    """The section to which a fault links; "" for none."""
     sections = SHOWN_IN.get(fault["kind"], ())
     there = (name for name in sections if _has(document.get(name), SECTIONS[name]))
     return next(there, "")
@@ -109,7 +112,7 @@ def _has(section: Mapping[str, Any] | None, part: str) -> bool:
 
 
 def packed(document: Mapping[str, Any]) -> str:
-    """The document as the page's script unpacks it: base64 of gzip of JSON."""
+    """The document for the page's script: base64 of gzip of JSON."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 4, mtime=0)).decode()
 
@@ -119,21 +122,21 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a Content-Security-Policy names a text between two tags."""
+    """The hash of a style or script, as a Content-Security-Policy states it."""
     import hashlib
 
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _listed(value: Any) -> str:
-    """A hyper-parameter's value, without what arithmetic left behind its twelfth digit."""
+    """The value of a hyper-parameter; a float is rounded to twelve digits."""
     if isinstance(value, float):
         return f"{value:.12g}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
 
 
 def _names(document: Mapping[str, Any]) -> Any:
-    """The name of a tensor by its index; a dash for none."""
+    """A function from the index of a tensor to its name; a dash for None."""
     names = (document.get("tensors") or {}).get("name") or []
     return lambda index: (
         names[index] if isinstance(index, int) and index < len(names) else words.NONE
@@ -141,7 +144,7 @@ def _names(document: Mapping[str, Any]) -> Any:
 
 
 def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
-    """The charts of bars that need no script."""
+    """The bar charts, which need no script."""
     charts: dict[str, Chart] = {}
     if run := document.get("run"):
         points = run["checkpoints"]

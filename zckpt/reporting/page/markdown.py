@@ -1,4 +1,4 @@
-"""How does a document become twenty lines of Markdown, and a picture for where no HTML is shown?"""
+"""Renders a document as twenty lines of Markdown with a picture, for sites that show no HTML."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...core.grouping import neighbors
 from . import words
 from .charts import DECADES, PALETTE, SIGNS
 
-LINES = 3  # of faults: the page has them all
-ROWS, COLUMNS = 64, 40  # of the picture: beyond, neighbors become one cell with the largest value
-TALL, WIDE = 20, 26  # pixels of a cell
+LINES = 3  # lines for faults; the HTML page has all faults
+ROWS, COLUMNS = 64, 40  # cells of the picture; if there are more, neighbors are joined
+TALL, WIDE = 20, 26  # pixels: height and width of a cell
 LEVELS = 16  # colors
 TEXT = "font-family='ui-sans-serif,-apple-system,Segoe UI,Arial,sans-serif'"
-LEFT_OUT = ("weights", "versions", "optimizer")  # of the table: so much has room
+LEFT_OUT = ("weights", "versions", "optimizer")  # facts for which the table has no room
 SHARED = {
     "training": ("loss", "learning rate", "epoch", "global batch"),
     "written by": ("ranks",),
     "saved": ("size",),
     "checksums": ("digest",),
 }
-"""Lines of the table with further facts, which have none of their own there."""
+"""Lines of the table, with the facts that are appended to each."""
 
 
 def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") -> tuple[str, str]:
-    """Markdown that shows the picture beside it, and the picture: SVG, for light and dark pages."""
+    """The Markdown, and the SVG picture to which it links, for light and dark pages."""
     path = _plain(document["path"])
     name = " of ".join(filter(None, words.title(document)))
     faults = sorted(document.get("faults") or [], key=lambda fault: bool(fault.get("checkpoint")))
@@ -63,7 +63,7 @@ def render_markdown(document: Mapping[str, Any], picture: str = "report.svg") ->
 
 
 def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the table has: some facts share a line."""
+    """The lines of the table; some facts share a line."""
     facts = dict(words.facts(document))
     rows: dict[str, str] = {}
     owner = {key: line for line, others in SHARED.items() for key in (line, *others)}
@@ -82,7 +82,7 @@ def _sign(fault: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str, most: int = 200) -> str:
-    """A text in which Markdown sees no sign of its own."""
+    """A text with Markdown's special characters escaped, cut to `most` characters."""
     text = words.cut(words.shown(text), most)
     return re.sub(r"[\\`*\[\]<>|~&$@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
@@ -92,7 +92,7 @@ def _xml(text: str, most: int = 34) -> str:
 
 
 def _picture(document: Mapping[str, Any], name: str) -> Iterator[str]:
-    """The lines of the SVG: a card with the name, what was judged, and the heat map."""
+    """The lines of the SVG: a card with the name, the verdict, and the heat map."""
     numbers = document.get("numbers") or {}
     measures = numbers.get("measures") or [{"title": "", "cells": []}]
     marked = _marked(document)
@@ -151,7 +151,7 @@ def _head(document: Mapping[str, Any], name: str, width: int, height: int) -> It
 
 
 def _scale(title: str, low: float, high: float, powers: bool, y: int) -> Iterator[str]:
-    """What the colors mean."""
+    """The legend of the colors."""
     start = 86 + 6 * len(words.cut(title, 34))
     yield f"<text x='20' y='{y + 10}'>{_xml(title)}</text>"
     yield f"<text x='{start - 6}' y='{y + 10}' text-anchor='end'>{words.short(low)}</text>"
@@ -163,7 +163,7 @@ def _scale(title: str, low: float, high: float, powers: bool, y: int) -> Iterato
 
 
 def _long(names: list[str], each: float) -> int:
-    """Pixels of the longest name, at so many a character."""
+    """The width in pixels of the longest name."""
     return round(each * max((len(words.cut(name, 34)) for name in names), default=0))
 
 
@@ -200,7 +200,7 @@ def _fitting(
 
 
 def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
-    """How many neighbors become one, and the names of these."""
+    """The number of neighbors that are joined to one cell, and the names after joining."""
     parts = neighbors(names, most)
     size = len(parts[0]) if parts else 1
     return size, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in parts]

@@ -1,4 +1,4 @@
-"""How are a document's numbers and names written for a reader?"""
+"""Writes the numbers and names of a document for a reader."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...errors import sized
 UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
-"""Controls, characters without a width, those that turn the direction of text, half surrogates."""
+"""Control characters, zero-width characters, marks of text direction, and lone surrogates."""
 NONE = "\N{EN DASH}"
 
 
 def shown(value: Any) -> Any:
-    """A text in which nothing is hidden: what a reader could not see is written as its number."""
+    """A text in which invisible characters are written as their numbers."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value
 
 
 def cut(name: str, most: int) -> str:
-    """A name of at most so many characters: its beginning and its end."""
+    """A name cut in its middle to at most `most` characters."""
     if len(name) <= most:
         return name
     tail = (most - 1) // 2
@@ -32,7 +32,7 @@ def cut(name: str, most: int) -> str:
 
 
 def short(value: Any) -> str:
-    """A number with the digits that tell something; what is no number stays."""
+    """A number with four digits; a dash for None; other values as text."""
     if value is None:
         return NONE
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -43,17 +43,17 @@ def short(value: Any) -> str:
 
 
 def number(value: int | None) -> str:
-    """An integer: 2,345."""
+    """An integer with separators: 2,345; a dash for None."""
     return f"{value:,}" if isinstance(value, int) else NONE
 
 
 def size(value: int | None) -> str:
-    """Bytes: 1.49 GB."""
+    """A number of bytes: 1.49 GB; a dash for None."""
     return sized(value) if isinstance(value, int) else NONE
 
 
 def rounded(value: int) -> str:
-    """A count for a headline: 6.74 billion; its digits if they are few."""
+    """A count for a headline: 6.74 billion; all digits below a million."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if value >= size:
             return f"{value / size:.3g} {word}"
@@ -61,16 +61,16 @@ def rounded(value: int) -> str:
 
 
 def sizes(line: Mapping[str, Any]) -> str:
-    """The sizes of the grid: dp 2, tp 4; those of one rank are left out if others are larger."""
+    """The sizes of the grid: dp 2, tp 4. Sizes of 1 are omitted if another one is larger."""
     all_sizes = line.get("sizes") or {}
     larger = {key: value for key, value in all_sizes.items() if value != 1} or all_sizes
     return ", ".join(f"{key} {value}" for key, value in larger.items())
 
 
 def title(document: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a checkpoint as people know it, and that of its run; empty if it is not known.
+    """The name of a checkpoint that users know, and the name of its run, or "" if unknown.
 
-    `checkpoint-500` and `run5`, also where the path is `run5/checkpoint-500/global_step500`.
+    `checkpoint-500` and `run5`, also if the path is `run5/checkpoint-500/global_step500`.
     """
     path, line = str(document["path"]), document.get("line") or {}
     name = (document.get("about") or {}).get("name")
@@ -87,30 +87,30 @@ def layer(document: Mapping[str, Any], row: str) -> str:
 
 
 def alone(message: str, kind: str) -> str:
-    """A sentence about a fault without the kind, which stands beside it."""
+    """The message of a fault without its kind, which is printed beside it."""
     return message.removeprefix(f"{kind}: ")
 
 
 def is_by_step(run: Mapping[str, Any]) -> bool:
-    """Whether the steps of a run's checkpoints are known, and differ."""
+    """Whether all checkpoints of a run have known and different steps."""
     steps = [point["step"] for point in run["checkpoints"]]
     return None not in steps and len({*steps}) == len(steps)
 
 
 def run_labels(run: Mapping[str, Any]) -> list[str]:
-    """Short names of checkpoints: the steps, or their own names where steps are equal."""
+    """Short names of checkpoints: the steps, or the full names if steps are equal or unknown."""
     points = run["checkpoints"]
     return [short(point["step"]) if is_by_step(run) else point["name"] for point in points]
 
 
 def of_this(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The faults of the checkpoint that is shown; those of others stand at these."""
+    """The faults of the checkpoint that is shown, without faults of older checkpoints."""
     faults = document.get("faults") or []
     return [line for line in faults if not (document.get("run") and line.get("checkpoint"))]
 
 
 def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Faults of others that no row of the run's table has: a missing one, warnings."""
+    """Faults of older checkpoints that the run's table does not show, such as a missing one."""
     run = document.get("run")
     names = {point["name"] for point in run["checkpoints"] if point.get("faults")} if run else {}
     return [
@@ -121,7 +121,7 @@ def of_run(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the first section says: name and value; what is not known is left out."""
+    """The facts of the first section, as names and values. Unknown facts are omitted."""
     line, about = document.get("line") or {}, document.get("about") or {}
     engine = line.get("engine") or line.get("format")
     versions = ", ".join(
@@ -158,10 +158,10 @@ def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def learning_rate(document: Mapping[str, Any]) -> str | None:
-    """The rate of the trainer's log; that of the optimizer too, if it is another one.
+    """The learning rate in the trainer's log, and the optimizer's if it differs.
 
-    The Trainer logs the rate of the step that was made (transformers 5.24), while the groups of the
-    optimizer have that of the next one.
+    The Trainer logs the rate of the last step (transformers 5.24). The groups of the optimizer have
+    the rate of the next step.
     """
     logged = (document.get("about") or {}).get("learning_rate")
     groups = (document.get("steps") or {}).get("groups") or ()
@@ -174,7 +174,7 @@ def learning_rate(document: Mapping[str, Any]) -> str | None:
 
 
 def loss(about: Mapping[str, Any], step: Any) -> str:
-    """The loss that was logged last, at which step, and that of the last evaluation."""
+    """The loss that was logged last, with its step, and the loss of the last evaluation."""
     if about.get("loss") is None:
         return ""
     at = about.get("loss_step")
@@ -188,12 +188,12 @@ def _known(value: Any) -> str | None:
 
 
 def time(saved: Any) -> str:
-    """2026-11-29 10:32 UTC"""
+    """A time in UTC to the minute: 2026-11-29 10:32 UTC."""
     return f"{saved[:10]} {saved[11:16]} UTC" if isinstance(saved, str) else ""
 
 
 def advice(following: Mapping[str, Any]) -> str:
-    """What is lost, what is left and what to do, as one sentence."""
+    """The section `next` as one sentence: what is lost, what is left and what to do."""
     parts = [*(following.get("lost") or []), following.get("left") or ""]
     steps = following.get("do") or []
     parts.append(", or ".join(step["what"] for step in steps if step["command"]))
@@ -202,7 +202,7 @@ def advice(following: Mapping[str, Any]) -> str:
 
 
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Whether a fault is shown: `bad`, `odd` or `good`, and a few words."""
+    """The verdict on a document: `bad`, `odd` or `good`, and a few words."""
     faults = of_this(document)
     wrong = sum(bool(fault["fault"]) for fault in faults)
     if wrong:

@@ -262,7 +262,7 @@ def test_masters_of_the_first_stage_tell_a_tied_layer(tmp_path: Path) -> None:
 def test_shapes_of_the_first_stage_count(tmp_path: Path) -> None:
     layers = {0: {"weight": ONE}, 1: {"w": PLAIN}, 2: {"w": PLAIN}}
     stages = [{A: ONE, "1.w": PLAIN}, {A: PLAIN, "2.w": PLAIN}]
-    with pytest.raises(InconsistentCheckpoint, match=r"copies of .* have other shapes"):
+    with pytest.raises(InconsistentCheckpoint, match=r"replicas of .* have different shapes"):
         joined(tmp_path, stages, layers, {0: "a"})
 
 
