@@ -270,6 +270,7 @@ STANDS = [
         },
     ),
     Stand("docs/megatron.md", "for-0.19", {"run": MEGATRON}),
+    Stand("docs/megatron.md", "for-tp-8", {"run": MEGATRON}),
     Stand(
         "docs/megatron.md",
         "for-ep-4",

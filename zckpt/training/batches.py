@@ -37,8 +37,8 @@ def changes(source: Manifest, ranks: int) -> list[Notice]:
     if total is None or ranks == source.dp:
         return []
     of_trainer = program_of(source.files.siblings) == TRANSFORMERS
-    word = "per_device_train_batch_size" if of_trainer else "the batch size of a rank"
-    product = f"{word} times gradient_accumulation_steps"
+    word = "per_device_train_batch_size" if of_trainer else "the batch size of each rank"
+    product = f"{word} times {'gradient_accumulation_steps' if of_trainer else 'accumulated steps'}"
     batch, rest = divmod(total, ranks)
     message = (
         f"a global batch of {total} cannot be divided among {ranks} ranks: choose another {product}"
