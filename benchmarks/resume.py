@@ -6,6 +6,7 @@
 Each round starts a training of DeepSpeed per way, whose engine is ready before the clock runs:
 
     no copy      zckpt.deepspeed.load_checkpoint, a step
+    names        zckpt.auto_resume with copy=False and verify="files", load_checkpoint, a step
     engine       load_checkpoint of a checkpoint of this size, a step: the lower limit
     auto         zckpt.auto_resume, load_checkpoint, a step
     again        the same, with the copy that an earlier start has written
@@ -17,18 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .measure import ENVIRONMENT, ROOT, ZCKPT, Cost, Job, interleave, ratio, spread
 
-WAYS = ("no copy", "engine", "auto", "again", "by hand", "universal")
+WAYS = ("no copy", "names", "engine", "auto", "again", "by hand", "universal")
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,11 @@ def found(setting: Setting, number: int) -> tuple[str, str | None]:
     from zckpt.resume.auto import auto_resume
 
     source, work = setting.source, setting.work
-    if setting.way in ("auto", "again"):
-        path = auto_resume(source, scratch=work / "auto", tell=lambda lines: None)
+    if setting.way in ("auto", "again", "names"):
+        words: dict[str, Any] = {"scratch": work / "auto", "tell": lambda lines: None}
+        if setting.way == "names":
+            words |= {"copy": False, "verify": "files"}
+        path = auto_resume(source, **words)
         assert path is not None
         return path.report["load_dir"], path.tag
     tag = (source / "latest").read_text().strip()
@@ -121,10 +127,12 @@ def start(setting: Setting) -> None:
     print((setting.work / "seconds").read_text())
 
 
-def jobs(source: Path, work: Path, dp: int, stage: int, size: str) -> list[Job]:
+def jobs(
+    source: Path, work: Path, dp: int, stage: int, size: str, ways: Sequence[str]
+) -> list[Job]:
     """A job for each way; some keep what they wrote in the round that is not counted."""
     result = []
-    for way in WAYS:
+    for way in ways:
         folder = work / way.replace(" ", "-")
         command: list[Any] = [sys.executable, "-m", "benchmarks.resume", source, folder]
         command += ["--dp", dp, "--stage", stage, "--size", size, "--way", way, "--json"]
@@ -134,12 +142,18 @@ def jobs(source: Path, work: Path, dp: int, stage: int, size: str) -> list[Job]:
 
 
 def report(costs: dict[str, list[Cost]]) -> None:
+    print("load average " + ", ".join(f"{one:.1f}" for one in os.getloadavg()))
     for seconds, until in (("seconds", "the first step"), ("with_step", "the end of this step")):
         print(f"from the call to {until}:")
         for way, runs in costs.items():
             took = spread([cost.report[seconds] for cost in runs])
-            text = ratio(runs, costs["auto"], lambda cost, of=seconds: cost.report[of])[1]
-            print(f"    {way:12} {took} s, {text} times that of auto")
+            of_others = (
+                f"{ratio(runs, costs[other], lambda cost, of=seconds: cost.report[of])[1]} times "
+                f"that of {other}"
+                for other in ("engine", "auto")
+                if other in costs and other != way
+            )
+            print(f"    {way:12} " + ", ".join([f"{took} s", *of_others]))
 
 
 def main() -> None:
@@ -152,7 +166,8 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--size", default="124M")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS)
+    parser.add_argument("--way", choices=WAYS, help="a start of this one alone")
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
     source, work = words.source.resolve(), words.work.resolve()
@@ -160,7 +175,11 @@ def main() -> None:
         start(Setting(words.way, source, work, words.dp, words.stage, words.size))
         return
     try:
-        report(interleave(jobs(source, work, words.dp, words.stage, words.size), words.rounds))
+        report(
+            interleave(
+                jobs(source, work, words.dp, words.stage, words.size, words.ways), words.rounds
+            )
+        )
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

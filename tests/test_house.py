@@ -33,8 +33,9 @@ ARROWS = {
     "remote": "core errors",
     "api": "copying core formats judging mending proof proving reading remote training writing",
     "processes": "copying core errors",
-    "resume": "api core errors formats judging processes",
-    "deepspeed": "api copying core errors processes",
+    "loading": "api copying core errors processes",
+    "resume": "api core errors formats judging loading processes",
+    "deepspeed": "errors loading resume",
     "dcp": "core errors files formats judging naming reading remote training",
     "probe": "core errors formats judging naming reading training",
     "display": "core errors",
@@ -106,7 +107,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 130
+    assert len(drawn) <= 135
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:
@@ -119,7 +120,7 @@ def test_floors(arrows: dict[str, set[str]]) -> None:
     floors: dict[str, int] = {}
     for name in TopologicalSorter(arrows).static_order():
         floors[name] = 1 + max((floors[below] for below in arrows.get(name, ())), default=0)
-    assert max(floors.values()) <= 12
+    assert max(floors.values()) <= 13
 
 
 def test_no_circle_of_files() -> None:
@@ -285,7 +286,7 @@ def test_code_names_no_engine(folder: str) -> None:
 # slow, large (hashlib loads OpenSSL: 3.5 MiB), or not needed for every report
 LATE = {"torch", "numpy", "h5py", "ml_dtypes", "rich", "hashlib"}
 OF_TORCH = (
-    *(("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "deepspeed")),
+    *(("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "deepspeed"), ("zckpt", "loading")),
     ("zckpt", "proof", "allgather"),
 )
 

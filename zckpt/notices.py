@@ -261,6 +261,12 @@ TOPICS: dict[str, dict[str, Code]] = {
             "The checkpoint was removed or renamed, or the file was cut short.",
             "Choose one with `--tag`.",
         ),
+        "names-alone": Code(
+            (REFUSAL,),
+            "The directory has the names of a checkpoint and no data.",
+            "It was made by `zckpt.auto_resume(RUN, copy=False)` for the loader of DeepSpeed.",
+            "Give the checkpoint that the message names.",
+        ),
         "several-checkpoints": Code(
             (REFUSAL,),
             "The path holds several checkpoints, and none is chosen.",
@@ -707,6 +713,12 @@ TOPICS: dict[str, dict[str, Code]] = {
         ),
     },
     "Resuming": {
+        "load-unsupported": Code(
+            (OPTION,),
+            "This engine does not load the checkpoint without a copy.",
+            "Its version was not tested, or its ranks share a model, experts or sequences.",
+            "Let the checkpoint be written, as the hint says.",
+        ),
         "batch-size-changes": Code(
             (),
             "The global batch changes with the number of ranks.",

@@ -21,6 +21,7 @@ from .core.checkpoint.unlisted import unlisted
 from .core.passes.resources import uncollected
 from .core.storage import sources
 from .core.storage.inventory import known
+from .core.storage.names_alone import refuse_names
 from .core.storage.times import odd_times
 from .core.storage.unfinished import refuse_unfinished
 from .errors import (
@@ -94,6 +95,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished([path])
+    refuse_names(path)
     recognized = formats.find(path, reading.format, reading.tag, reading.root)
     format = recognized.format
     if recognized.inside and (reading.root or "").partition("=")[0] == recognized.inside:

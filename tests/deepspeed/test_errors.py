@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import torch
 
 import zckpt
 from zckpt.core.passes.layout import Shell
-from zckpt.deepspeed import loading, names
+from zckpt.loading import support, temporary
 
 from ..conftest import fork
 from ..engines import client, deepspeed
@@ -31,8 +32,6 @@ def failures(
     name: str, source: Path, folder: Path, *, ranks: int = 3, version: str = "", **load: Any
 ) -> list[dict[str, Any]]:
     """What each rank says, and what is left, of an engine of the case at another size."""
-    import dataclasses
-
     (folder / "tmp").mkdir(parents=True)
     case = dataclasses.replace(CASES[name], dp=ranks)
     arguments = case, source.resolve(), folder.resolve(), load, version
@@ -138,7 +137,7 @@ class TestAnEngine:
     def test_another_version_is_refused(self, trained: Trained, tmp_path: Path) -> None:
         run = trained(CASES["z2_dp2_bf16"]) / "run"
         for each in failures("z2_dp2_bf16", run, tmp_path / "out", ranks=2, version="0.20.0"):
-            assert each["code"] == "target-unsupported"
+            assert each["code"] == "load-unsupported"
             assert "0.20.0" in each["message"]
             assert "zckpt.auto_resume" in each["hint"]
             assert each["is_untouched"]
@@ -158,7 +157,28 @@ class TestAnEngine:
         run = trained(CASES["z3_dp2_bf16"]) / "run"
         words = {"load_optimizer_states": False}
         for each in failures("z3_dp2_bf16", run, tmp_path / "out", ranks=1, **words):
-            assert each["code"] == "target-unsupported"
+            assert each["code"] == "load-unsupported"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", [pytest.param(MODEL, marks=pytest.mark.first), "_optim_states.pt"])
+def test_a_kill_leaves_the_temporary_directory_alone(
+    name: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, ranks, above = CASES["z2_dp2_bf16"], 3, tmp_path / "tmp"
+    run = trained(case) / "run"
+    before = {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
+    above.mkdir()
+    arguments = dataclasses.replace(case, dp=ranks), run.resolve(), above.resolve(), name
+    with pytest.raises(deepspeed.EngineError):
+        deepspeed.submit("rank", "killed", ranks, arguments, tmp_path)
+    left = [*above.iterdir()]
+    assert left
+    assert all(path.name.startswith(temporary.PREFIX) for path in left)
+    assert {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")} == before
+    monkeypatch.setattr(tempfile, "tempdir", str(above))
+    with temporary.directory() as folder:  # of the next start
+        assert [str(path) for path in above.iterdir()] == [folder]
 
 
 @pytest.mark.parametrize(
@@ -172,9 +192,9 @@ class TestAnEngine:
 )
 def test_files_of_other_engines_are_refused(name: str) -> None:
     plain = ["latest", "mp_rank_00_model_states.pt", f"t/{OPTIMIZER}"]
-    loading.refuse_files("SRC", [*plain, "zero_pp_rank_11_mp_rank_00_model_states.pt"])
+    support.refuse_files("SRC", [*plain, "zero_pp_rank_11_mp_rank_00_model_states.pt"])
     with pytest.raises(zckpt.ZckptError, match=name):
-        loading.refuse_files("SRC", [*plain, f"tag/{name}"])
+        support.refuse_files("SRC", [*plain, f"tag/{name}"])
 
 
 class TestTheTemporaryDirectory:
@@ -185,20 +205,20 @@ class TestTheTemporaryDirectory:
 
     def test_it_is_removed_after_an_error(self, above: Path) -> None:
         shells = [Shell("tag/file", 1 << 40, ((1, b"x"),)), Shell("../file", 1, ())]
-        with pytest.raises(zckpt.ZckptError), names.directory() as folder:
-            names.lay(folder, shells)
+        with pytest.raises(zckpt.ZckptError), temporary.directory() as folder:
+            temporary.lay(folder, shells)
         assert [*above.iterdir()] == []
 
     def test_the_next_start_removes_that_of_a_killed_process(self, above: Path) -> None:
         child = fork()
         if not child:
-            with names.directory() as folder:
-                names.lay(folder, [Shell.of("latest", b"tag")])
+            with temporary.directory() as folder:
+                temporary.lay(folder, [Shell.of("latest", b"tag")])
                 os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
         (left,) = above.iterdir()
         assert (left / "latest").is_file()
-        with names.directory() as folder:
+        with temporary.directory() as folder:
             assert [str(path) for path in above.iterdir()] == [folder]
-            with names.directory():  # that of a living process stays
+            with temporary.directory():  # that of a living process stays
                 assert os.path.isdir(folder)

@@ -133,3 +133,32 @@ def test_stage_0(name: str, stage: int, trained: Trained, tmp_path: Path) -> Non
         assert each["client_state"].pop("ds_config")["zero_optimization"]
     assert_same_state(copied, loaded, weights=True)
     assert copied["losses"] == loaded["losses"]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("name", "sizes", "version"),
+    [
+        pytest.param("z2_dp2_bf16", {"dp": 3}, "0.20.0", marks=pytest.mark.first),
+        ("z3_dp2_bf16", {"dp": 1}, "0.20.0"),
+        ("z1_dp4_sp2_fp32", {"dp": 2, "sp": 2}, ""),
+        ("z2_dp2_bf16", {"dp": 2}, "0.20.0"),
+    ],
+)
+def test_where_it_is_refused_a_copy_may_be_written(
+    name: str, sizes: dict[str, int], version: str, trained: Trained, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    source = trained(case) / "run"
+    zckpt.reshard(source, tmp_path / "out", dp=sizes["dp"])
+    copied = deepspeed.resume(case, tmp_path / "out", tmp_path / "copied", **sizes)
+    scratch = tmp_path / "scratch"
+    load = {"without_copy": True, "fallback": "copy", "scratch": scratch, "verify": "files"}
+    load |= {"version": version} if version else {}
+    loaded = deepspeed.resume(case, source, tmp_path / "loaded", **sizes, load=load)
+    for each in (copied, loaded):  # the ds_config of the engine, or the source's
+        each["client_state"].pop("ds_config", None)
+    assert_same_state(copied, loaded, weights=True)
+    assert copied["losses"] == loaded["losses"]
+    names = [path.name for path in scratch.glob("*/*")]
+    assert any("-dp" in each for each in names) == (sizes["dp"] != case.dp)

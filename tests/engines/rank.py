@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -71,14 +73,21 @@ def resume(
     load: dict[str, Any],
     losses: int,
 ) -> None:
-    """Loads `directory` into a freshly initialized engine, writes what it then holds."""
+    """Loads `directory` into a freshly initialized engine, writes what it then holds.
+
+    `load` may have the `version` that DeepSpeed calls itself, a `url` that is loaded in place of
+    the directory, and the `environment` in which that is found.
+    """
     join(rank, case.dp, store)
+    os.environ.update(load.pop("environment", {}))
+    deepspeed.__version__ = load.pop("version", deepspeed.__version__)
+    source = load.pop("url", directory)
     engine = build_engine(case, case.seed + 1000)
     if load.pop("without_copy", False):
         import zckpt.deepspeed
 
         own = engine.checkpoint_engine
-        loaded, client_state = zckpt.deepspeed.load_checkpoint(engine, directory, **load)
+        loaded, client_state = zckpt.deepspeed.load_checkpoint(engine, source, **load)
         assert engine.checkpoint_engine is own
     else:
         loaded, client_state = engine.load_checkpoint(str(directory), **load)
@@ -232,3 +241,20 @@ def refused(
             "left": sorted(path.name for path in (output / "tmp").iterdir()),
         }
         (output / f"{rank}.json").write_text(json.dumps(found))
+
+
+def killed(rank: int, store: Path, case: Case, directory: Path, temporary: Path, name: str) -> None:
+    """Loads `directory` without a copy, and dies while a file of this name is filled."""
+    from zckpt.deepspeed import load_checkpoint
+    from zckpt.loading.filled import FilledFile
+
+    def die(file: FilledFile, *about: Any) -> None:
+        if file.path.endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        fill(file, *about)
+
+    join(rank, case.dp, store)
+    engine = build_engine(case, case.seed + 1000)
+    fill, FilledFile._fill = FilledFile._fill, die  # type: ignore[method-assign]
+    tempfile.tempdir = str(temporary)
+    load_checkpoint(engine, directory)

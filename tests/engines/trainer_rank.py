@@ -34,6 +34,7 @@ class Job:
     dp: int
     directory: str | None  # resume from here
     output: str
+    copy: bool | None = None  # as zckpt.auto_resume takes it; None if it is not asked
     state: dict[str, Any] | None = None
     saved: str = ""
     losses: list[float] = field(default_factory=list)
@@ -45,6 +46,18 @@ class Job:
     @property
     def run(self) -> Path:
         return Path(self.root) / "run"
+
+    def path(self) -> Any:
+        """What the trainer is told to resume from."""
+        if self.copy is None or not self.directory:
+            return self.directory
+        import zckpt
+
+        words: dict[str, Any] = {"copy": self.copy, "scratch": self.root}
+        path = zckpt.auto_resume(self.directory, tell=lambda lines: None, **words)
+        assert path is not None
+        assert path.report["names"] == ("-names" in path) == (not self.copy)
+        return path
 
     def record(self, engine: Any) -> None:
         """What a DeepSpeed engine holds."""
@@ -121,8 +134,13 @@ def hf_trainer(job: Job) -> None:
     )
     model, data = models.build_llama(job.seed)
     model.model.layers[0].mlp.requires_grad_(False)
+    if job.trainer == "hf_trainer_lora":
+        import peft
+
+        about = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, about)
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Recorder()])
-    trainer.train(resume_from_checkpoint=job.directory)
+    trainer.train(resume_from_checkpoint=job.path())
 
 
 def accelerate(job: Job) -> None:
@@ -148,7 +166,7 @@ def accelerate(job: Job) -> None:
             job.add(loss)
 
     if job.directory:
-        accelerator.load_state(job.directory)
+        accelerator.load_state(job.path())
     else:
         train(0, SAVED_AT)
         job.saved = str(job.run / "state")
@@ -205,11 +223,12 @@ def lightning(job: Job) -> None:
         use_distributed_sampler=False,
     )
     steps: Any = torch.utils.data.DataLoader(range(SAVED_AT + LOSSES))
-    trainer.fit(Module(), steps, ckpt_path=job.directory, weights_only=False)
+    trainer.fit(Module(), steps, ckpt_path=job.path(), weights_only=False)
 
 
 TRAINERS = {
     "hf_trainer": hf_trainer,
+    "hf_trainer_lora": hf_trainer,
     "accelerate": accelerate,
     "lightning": lightning,
     **fsdp_trainers.TRAINERS,

@@ -4,6 +4,8 @@
     accelerate   Accelerator.save_state       <state>/pytorch_model/, random_states_0.pkl, ...
     lightning    lightning DeepSpeedStrategy  <x.ckpt>/checkpoint/
 
+    *_lora       the Trainer with PEFT: adapters in place of model.safetensors
+
     *_fsdp       the same with FSDP2      pytorch_model_fsdp_0/, optimizer_0/; Lightning: x.ckpt/
     *_fsdp_full  whole state dicts        pytorch_model_fsdp.bin, optimizer.bin; Lightning: x.ckpt
     *_fsdp1      with FSDP1               accelerate 1.15 loads no moments of it: it asks what an
@@ -33,9 +35,15 @@ from .deepspeed import ENVIRONMENT, EngineError
 
 TIMEOUT = 300.0  # seconds for one run, imports included
 TRAINERS = ("hf_trainer", "accelerate", "lightning")
+LORA = "hf_trainer_lora"
 FSDP = ("fsdp", "fsdp_full", "fsdp1", "fsdp_ranks")  # not all trainers have all
 LIGHTNING = ("lightning_ddp", "lightning_deepspeed")
-EVERY = (*TRAINERS, *LIGHTNING, *(f"{trainer}_{kind}" for trainer in TRAINERS for kind in FSDP))
+EVERY = (
+    *TRAINERS,
+    LORA,
+    *LIGHTNING,
+    *(f"{trainer}_{kind}" for trainer in TRAINERS for kind in FSDP),
+)
 ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 
@@ -67,15 +75,25 @@ def train(trainer: str, root: Path, stage: int, dp: int) -> Path:
     return Path(run(trainer, root, stage, dp, None)["directory"])
 
 
-def resume(trainer: str, directory: Path, root: Path, stage: int, dp: int) -> dict[str, Any]:
+def resume(
+    trainer: str, directory: Path, root: Path, stage: int, dp: int, copy: bool | None = None
+) -> dict[str, Any]:
     """What the trainer's engine holds after resuming from `directory`, and the next 5 losses.
 
-    `directory` is what `train` returned, or one laid out like it for `dp` ranks.
+    `directory` is what `train` returned, or one laid out like it for `dp` ranks. With `copy` the
+    ranks ask `zckpt.auto_resume` for the path, which makes it fit in `root`.
     """
-    return run(trainer, root, stage, dp, directory)
+    return run(trainer, root, stage, dp, directory, copy)
 
 
-def run(trainer: str, root: Path, stage: int, dp: int, directory: Path | None) -> dict[str, Any]:
+def run(
+    trainer: str,
+    root: Path,
+    stage: int,
+    dp: int,
+    directory: Path | None,
+    copy: bool | None = None,
+) -> dict[str, Any]:
     root.mkdir(parents=True, exist_ok=True)
     output = root.resolve() / ("resumed.pt" if directory else "oracle.pt")
     arguments = {
@@ -85,10 +103,11 @@ def run(trainer: str, root: Path, stage: int, dp: int, directory: Path | None) -
         "dp": dp,
         "directory": str(directory.resolve()) if directory else None,
         "output": str(output),
+        "copy": copy,
     }
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("LOCAL_RANK", None)
-    if trainer in ("hf_trainer", "accelerate"):
+    if trainer in ("hf_trainer", LORA, "accelerate"):
         environment.update(ACCELERATE)
     process = subprocess.run(
         [sys.executable, "-m", f"{__package__}.trainer_rank", json.dumps(arguments)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import zckpt
 import zckpt as package
 
-from ..conftest import EXAMPLE, Result
+from ..conftest import EXAMPLE, Result, needs
+from ..engines import deepspeed
+from ..engines.cases import CASES
+from ..formats.deepspeed.test_reshard import assert_same_state
 from ..test_resume import files
 from .conftest import Bucket
 from .sources import TRAINER
@@ -160,3 +164,19 @@ def test_files_of_options_may_be_urls(
     assert package.read(tmp_path / "run").source["zero_stage"] == 3
     missing = zckpt("reshard", EXAMPLE, tmp_path / "x", "--ds-config", bucket.url("no.json"))
     assert (missing.code, bucket.url("no.json") in missing.err) == (2, True), missing.err
+
+
+@pytest.mark.engines
+def test_an_engine_of_another_size_loads_a_url(bucket: Bucket, tmp_path: Path) -> None:
+    needs("deepspeed")
+    case = CASES["z3_dp2_bf16"]
+    run = deepspeed.train(case, tmp_path / "trained")
+    url = bucket.upload(run, "runs/run")
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    load = {"without_copy": True, "url": url, "environment": environment}
+    zckpt.reshard(run, tmp_path / "out", dp=3)
+    copied = deepspeed.resume(case, tmp_path / "out", tmp_path / "copied", dp=3)
+    loaded = deepspeed.resume(case, run, tmp_path / "loaded", dp=3, load=load)
+    copied["client_state"].pop("ds_config"), loaded["client_state"].pop("ds_config")
+    assert_same_state(copied, loaded, weights=True)
+    assert copied["losses"] == loaded["losses"]

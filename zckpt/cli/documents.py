@@ -384,6 +384,8 @@ class AutoResume(Document, kw_only=True):
     ranks_before: int | None
     unopened: int | UnsetType = UNSET
     obstacles: list[Notice]
+    names: bool
+    """Whether the path has the names of files alone, as without a copy."""
     written: bool
     bytes: int
     seconds: float

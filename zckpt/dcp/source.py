@@ -24,6 +24,7 @@ from ..core.checkpoint.inert import Scalar, TensorName
 from ..core.checkpoint.manifest import Manifest
 from ..core.storage import sources
 from ..core.storage.byte_sources import Fingerprint
+from ..core.storage.names_alone import refuse_names
 from ..core.storage.unfinished import refuse_unfinished
 from ..errors import (
     CorruptCheckpoint,
@@ -89,6 +90,7 @@ class Source(Struct, eq=False, dict=True):
         self.numbers = [name for group in self.groups for name in group]
         steps.check_policy(self.reading.step_policy)
         refuse_unfinished([self.path])
+        refuse_names(self.path)
         self.stored = self._stored()
         files = self.manifest.files.paths if self.stored is None else self.stored.files
         self._fingerprints = {name: Fingerprint.of(os.stat(name)) for name in files}

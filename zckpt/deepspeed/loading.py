@@ -1,55 +1,17 @@
-"""How does an engine load a checkpoint of another size, of which it finds no file?
-
-1. each rank reads the metadata of the source, and lays out the target's shells for itself
-2. rank 0 reads what `reshard` reads before its first byte; an error ends the load in all ranks
-3. the engine loads from the shells' directory; each file that it asks for is filled in memory
-4. when all ranks have a file, they know whether the source's bytes are those that were saved
-
-Until the second file, or the second time that the engine asks for the model's, it has only looked:
-an error leaves it as it was.
-"""
+"""A program loads a checkpoint into its engine; where that takes a copy, it may allow one."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Literal
 
-from msgspec import Struct
+from ..errors import IncompleteCheckpoint, WrongOption, again
+from ..loading.load import load, plain
+from ..loading.support import UNSUPPORTED
+from ..resume.auto import auto_resume
 
-from .. import api
-from ..copying.assembling import Assembler
-from ..core.checkpoint.manifest import Manifest
-from ..core.passes import plan
-from ..core.passes.layout import Layout
-from ..core.passes.pieces import ElementReader
-from ..core.passes.resources import uncollected
-from ..core.passes.streaming import chunk_size, reading
-from ..core.storage.checksum import crc32
-from ..core.storage.records import mark_of
-from ..core.storage.sources import unchanged
-from ..errors import WrongOption, ZckptError, literal, log
-from ..processes.launcher import Launch, joined
-from ..processes.ranks import Ranks, Told, received, sent
-from ..processes.sharing import Processes
-from . import names
-from .agreeing import Agreement
-from .filled import FilledFile
-
-LOG = logging.getLogger("zckpt")
-TESTED = ("0.19.8",)
-"""The versions of DeepSpeed whose loading zckpt knows: which files it asks for, and when."""
-MEMORY = 64 << 20  # bytes, for buffers
-PLAIN = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_00_(model|optim)_states\.pt|latest")
-"""The files of an engine whose ranks share no model."""
-MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
-TOUCHED = (
-    "this engine has loaded a part of the checkpoint: do not train on with it, end this program"
-)
+FORMAT = "deepspeed"
 
 
 def load_checkpoint(
@@ -63,6 +25,8 @@ def load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
     *,
     verify: Literal["records", "files"] = "records",
+    fallback: Literal["copy"] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     **words: Any,
 ) -> tuple[str | None, Any]:
     """Loads the checkpoint at `source` into a DeepSpeed engine of any size, and writes no tensor.
@@ -74,6 +38,9 @@ def load_checkpoint(
 
         verify      "records" checks the checksums that the files state; "files" reads no byte for
                     that alone
+        fallback    "copy": for an engine that zckpt refuses, it writes the checkpoint as
+                    `zckpt.auto_resume` does, and the engine's own loader loads that
+        scratch     a directory for this copy, as for `zckpt.auto_resume`
         words       `accept_weights`, `drop_state`, `step_policy`, `param_names`, `rename` and
                     others: as for `zckpt.reshard`, or `zckpt.convert` to deepspeed
 
@@ -83,9 +50,9 @@ def load_checkpoint(
     """
     if verify not in ("records", "files"):
         raise WrongOption("option-invalid", f"verify {verify!r} is neither 'records' nor 'files'")
+    if fallback not in (None, "copy"):
+        raise WrongOption("option-invalid", f"fallback {fallback!r} is neither 'copy' nor None")
     source = os.fspath(source)
-    refuse_engine(engine, source, load_optimizer_states)
-    words = words_for(engine, words)
     given: dict[str, Any] = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
@@ -93,255 +60,23 @@ def load_checkpoint(
         "load_module_only": load_module_only,
         "custom_load_fn": custom_load_fn,
     }
-    launch = joined() or Launch(0, 1)
-    own: Exception | None = None
-    told: Told | None = None
-    result: tuple[str | None, Any] = None, None
     try:
-        with ExitStack() as stack:
-            processes = stack.enter_context(Processes(launch)) if launch.size > 1 else None
-            stack.enter_context(api.telling())
-            load = Load(Ranks(processes), stack, engine, verify == "files", given)
-            try:
-                result = load.run(source, tag, words)
-            except Told as error:  # all ranks have it, and leave the block together
-                told = error
-            except Exception as error:
-                own = error
-                raise
-    except ZckptError as error:  # others have failed first, and this rank may have its own error
-        if own is None or own is error:
+        return load(engine, source, tag, given, is_sparing=verify == "files", **words)
+    except WrongOption as error:
+        if error.code != UNSUPPORTED:
             raise
-        raise own from None
-    if told is not None:
-        with api.telling():
-            raise told.error
+        if fallback is None:
+            raise error.with_way('or add fallback="copy"') from None
+        refusal = error
+    run = os.path.join(source, tag) if tag else source
+    words = {"ds_config": words.pop("config", plain(engine.config)), **words}
+    words = {"stage": engine.zero_optimization_stage(), **words}
+    copy = auto_resume(run, verify=verify, scratch=scratch, **words)
+    if copy is None or copy.report["format"] != FORMAT:
+        raise refusal
+    for aside in copy.report["left_aside"]:  # another checkpoint of the run was not asked for
+        raise again(IncompleteCheckpoint, aside["reason"])
+    result: tuple[str | None, Any] = engine.load_checkpoint(
+        copy.report["load_dir"], tag=copy.tag, **given
+    )
     return result
-
-
-def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
-    """What `reshard` would be asked for this engine; raises WrongOption for another size."""
-    wanted = {"dp": engine.dp_world_size, "stage": engine.zero_optimization_stage()}
-    for name, size in wanted.items():
-        if words.get(name) not in (None, size):
-            raise WrongOption(
-                "options-conflict",
-                f"{name}={words[name]!r} does not match this engine, which has {name} {size}",
-                hint=f"leave {name} out: the engine's is used",
-            )
-    return {"config": _plain(engine.config), **words, **wanted}
-
-
-def _plain(value: Any) -> Any:
-    """A ds_config as JSON has it; a program may have put other objects into its own."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None:
-    """Raises WrongOption for an engine of which it was not shown that it loads what it is given."""
-    import deepspeed
-
-    version = deepspeed.__version__
-    if version.partition("+")[0] not in TESTED:
-        raise _unsupported(source, f"DeepSpeed {version} was not tested: {', '.join(TESTED)} was")
-    stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
-    reasons = {
-        "it trains a pipeline": getattr(engine, "is_pipe_parallel", False),
-        "its ranks share tensors": engine.mp_world_size > 1,
-        "it has experts": engine.has_moe_layers,
-        "its ranks share sequences": engine.sequence_parallel_size > 1,
-        "it offloads the optimizer to NVMe": engine.zero_nvme_offload_optimizer(),
-        "its ds_config asks for a universal checkpoint": engine.load_universal_checkpoint(),
-        "its ds_config asks for elastic files": bool(stage) and engine.zero_elastic_checkpoint(),
-        "its ds_config sets pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
-        "stage 3 loads no optimizer": stage == 3 and not load_optimizer_states,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            what = f"zckpt cannot hand a checkpoint to this engine yet: {reason}"
-            raise _unsupported(source, what)
-
-
-def _unsupported(source: str, message: str) -> WrongOption:
-    line = f"engine.load_checkpoint(zckpt.auto_resume({literal(source)}))"
-    return WrongOption("target-unsupported", message, hint=f"let it be written first: {line}")
-
-
-def refuse_files(source: str, paths: Iterable[str]) -> None:
-    """Raises WrongOption for files of other engines: of layers, of experts, of tensor ranks."""
-    for path in paths:
-        if not PLAIN.fullmatch(os.path.basename(path)):
-            what = f"{source} is a checkpoint of ranks that share a model"
-            raise _unsupported(source, f"{what}, and this engine has no {os.path.basename(path)}")
-
-
-class Files(Struct, frozen=True, eq=False):
-    """The target's files: their shells below a directory, and what fills them."""
-
-    pairs: list[plan.Pair]
-    pieces_of: Callable[[str], list[plan.TargetPiece]]
-    records: dict[str, dict[int, int]]
-    """The storages of each file: lengths by offset."""
-
-    @classmethod
-    def of(cls, source: Manifest, shells: Manifest, layout: Layout) -> Files:
-        pairs = plan.join(source, shells, layout.from_masters)
-        records: dict[str, dict[int, int]] = {path: {} for path in shells.files.paths}
-        for record in shells.files.records:
-            extent = record.extent
-            records.setdefault(extent.file, {})[extent.offset] = extent.length
-        return cls(pairs, plan.files(pairs)[1], records)
-
-
-class Load(Struct, eq=False, dict=True):
-    """One load, in one rank. `given` are the arguments of the engine's own loader."""
-
-    ranks: Ranks
-    stack: ExitStack
-    engine: Any
-    is_sparing: bool
-    given: dict[str, Any]
-
-    def run(self, path: str, tag: str | None, words: dict[str, Any]) -> tuple[str | None, Any]:
-        folder = self.stack.enter_context(names.directory())
-        where = self.stack.enter_context(api.local(path))
-        error: Exception | None = None
-        try:
-            with uncollected():
-                self._prepare(where, folder, {**words, "tag": tag})
-        except (ZckptError, OSError) as problem:
-            error = problem
-        self._agree_on(error)
-        self.stack.enter_context(unchanged(self.source.files.fingerprints))
-        return self._loaded(folder)
-
-    def _prepare(self, where: str, folder: str, words: dict[str, Any]) -> None:
-        """Everything that is known before a tensor is read."""
-        decision, how = api.decided(where, "deepspeed", **words)
-        self.check = partial(api.check_beforehand, decision, how)
-        layout, self.where = decision.layout, decision.manifest.root
-        self.source = layout.source or decision.source
-        names.lay(folder, layout.shells())
-        self.files = Files.of(self.source, api.shells_of(decision)(folder), layout)
-        refuse_files(self.where, self.files.records)
-        self.lines = [*layout.omitted, *layout.warnings]
-
-    def _agree_on(self, error: Exception | None) -> None:
-        """All ranks have the same files, and rank 0 finds nothing wrong with the source."""
-        mark = None if error else _mark(self.source.files.records, self.files.records)
-        values = self.ranks.gathered([sent(error), mark])
-
-        def decide() -> None:
-            for number, (failure, other) in enumerate(values):
-                if failure is not None:
-                    raise received(failure)
-                if other != mark:
-                    raise WrongOption(
-                        "processes-disagree",
-                        f"rank 0 and rank {number} do not see the same checkpoint, or have other "
-                        "options",
-                        hint="all processes must see the same files, and give the same arguments",
-                    )
-            log(LOG, [*self.lines, *self.check()])
-
-        self.ranks.told(decide)
-
-    def _loaded(self, folder: str) -> tuple[str | None, Any]:
-        agreement = Agreement(self.ranks, self.source, self.files.pairs, self.is_sparing)
-        chunk = chunk_size(self.source.dp, 1, MEMORY)
-        (reader,) = self.stack.enter_context(reading([agreement.checker], chunk))
-        own = self.engine.checkpoint_engine
-        loading = LoadingEngine(own, folder, self, agreement, reader, chunk)
-        self.engine.checkpoint_engine = loading
-        try:
-            loaded, client_state = self.engine.load_checkpoint(folder, **self.given)
-            if not loading.is_concluded:
-                loading.agree(None, is_last=True)
-        finally:
-            self.engine.checkpoint_engine = own
-        return (api.translated(self.where) if loaded else None), client_state
-
-    @property
-    def stage(self) -> int:
-        return int(self.engine.zero_optimization_stage())
-
-    @property
-    def reads_optimizer(self) -> bool:
-        """Whether the engine asks for a file of the optimizer after that of the model."""
-        wants = self.given["load_optimizer_states"] and not self.given["load_module_only"]
-        return bool(self.stage and wants)
-
-
-class LoadingEngine:
-    """DeepSpeed's checkpoint engine for one load: files below `folder` are filled from the source.
-
-    Everything else is asked of the engine's own.
-    """
-
-    def __init__(
-        self,
-        own: Any,
-        folder: str,
-        load: Load,
-        agreement: Agreement,
-        reader: ElementReader,
-        chunk: int,
-    ) -> None:
-        self._own, self._folder = own, os.path.join(folder, "")
-        self._load, self._agreement = load, agreement
-        self._chunk = chunk
-        self._assembler = Assembler(reader, {}, agreement.checking, frozenset())
-        self._looked: dict[str, Any] = {}
-        self._is_touched = False
-        self.is_concluded = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """What the engine's own gives for a file."""
-        path = os.path.normpath(path)
-        if not path.startswith(self._folder):
-            return self._own.load(path, map_location)
-        if path in self._looked:  # the state dict that it has looked at before is still unchanged
-            self._is_touched = True
-            return self._looked.pop(path)
-        value, error = None, None
-        try:
-            value = self._filled(path, map_location)
-        except (ZckptError, OSError) as problem:
-            error = problem
-        is_last = path.endswith(OPTIMIZER) or not self._load.reads_optimizer
-        self.agree(error, is_last)
-        if path.endswith(MODEL):  # SDLoaderBase looks into the first file, and then loads it
-            self._looked[path] = value
-        return value
-
-    def agree(self, error: Exception | None, is_last: bool) -> None:
-        """All ranks have read their file; raises Told in all if one has not, or for damage."""
-        try:
-            is_all = self._load.reads_optimizer or not self._load.stage
-            self._agreement.agree(error, is_last, is_all)
-        except Told as told:
-            if self._is_touched and isinstance(told.error, ZckptError):
-                raise Told(told.error.with_way(TOUCHED)) from None
-            raise
-        self.is_concluded = is_last
-
-    def _filled(self, path: str, map_location: Any) -> Any:
-        files = self._load.files
-        about = files.records.get(path, {}), files.pieces_of(path), self._assembler, self._chunk
-        with FilledFile(path, *about) as file:
-            return file.load(map_location)
-
-
-def _mark(records: Any, files: dict[str, dict[int, int]]) -> int:
-    """A number that differs for another source, and for another target."""
-    crc = mark_of(records)
-    for path, storages in files.items():
-        crc = crc32(f"{os.path.basename(path)} {sorted(storages.items())};".encode(), crc)
-    return crc

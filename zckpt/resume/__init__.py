@@ -5,6 +5,7 @@ fitting.py          the sizes of the next run, and the conversion that makes a c
 check.py            the report of `zckpt check`
 listing.py          the report of `zckpt list`: the state of each checkpoint of a run
 cache.py            resharded checkpoints in RUN/.zckpt: locks, and which ones are removed
+names.py            directories of file names, for a loader that needs no copy
 resuming.py         what all ranks do until they have a path
 auto.py             `auto_resume`: finds the processes of the launch and returns the path
 """

@@ -38,6 +38,7 @@ def auto_resume(
     keep: int = 1,
     ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     single: bool = False,
+    copy: bool = True,
     copying: Copying = DEFAULT_COPYING,
     tell: Tell | None = None,
     begin: Begin | None = None,
@@ -61,6 +62,10 @@ def auto_resume(
                     JSON file
         single      this process works alone, whatever variables a launcher has set, to prepare a
                     job that others run. Then dp defaults to the source's
+        copy        False: for DeepSpeed only empty files with the engine's names are written below
+                    `run`/.zckpt. In this process `engine.load_checkpoint`, and so the program's
+                    trainer, then loads the checkpoint through them;
+                    `zckpt.deepspeed.undo()` takes that back
         copying     a `zckpt.Copying`: the number of threads, and the memory
         tell        is called in rank 0 with the warnings. By default they become Python warnings,
                     unless the logger "zckpt" prints them. The logger gets them in any case, and at
@@ -85,7 +90,7 @@ def auto_resume(
     watch = telling(f"auto-resume {os.fspath(run)}", lambda line: LOG.info("%s", safe(line)))
     with watch if is_told else nullcontext() as pace:
         begin = begin if pace is None else pace.begin
-        about = os.fspath(run), asked, verify, scratch, keep, copying, begin
+        about = os.fspath(run), asked, verify, scratch, keep, copying, begin, copy
         outcome = _outcome(Ranks(), *about) if launch.size == 1 else _outcome_of_all(launch, *about)
     if isinstance(outcome, Exception):
         raise outcome
@@ -110,7 +115,9 @@ def _what_is_resumed(resumed: Resumed | None) -> str:
     if report["ranks_before"]:
         said += f", saved by {counted(report['ranks_before'], 'rank')}"
     sizes = " ".join(f"{name} {size}" for name, size in report["sizes"].items())
-    if report["written"]:
+    if report["names"]:
+        said += f", without a copy for {sizes}: {report['path']}"
+    elif report["written"]:
         said += f", written for {sizes} in {report['seconds']:.1f} s: {report['path']}"
     elif report["obstacles"]:
         said += f", which an earlier start has written for {sizes}: {report['path']}"

@@ -1,6 +1,7 @@
 """The folder of resharded checkpoints: their places, locks, and which ones are removed.
 
     RUN/.zckpt/checkpoint-500-dp16             complete; or SCRATCH/RUN-CRC/checkpoint-500-dp16
+    RUN/.zckpt/checkpoint-500-dp16-names       names of its files, for a run that needs no copy
     RUN/.zckpt/checkpoint-500-dp16.partial     begun: the next start with this size continues it
     RUN/.zckpt/lock                            locked by the one job that writes in the folder
 
@@ -35,7 +36,7 @@ from ..core.storage.folder import JOURNAL, Folder, lock
 from ..errors import TargetExists, UnsupportedCheckpoint
 
 LOCK, PARTIAL = "lock", ".partial"
-NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
+NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-names)?(-\d+)?"
 COMPLETE = re.compile(NAME, re.ASCII)
 BEGUN = re.compile(NAME + r"(\.gone)?\.partial", re.ASCII)
 GONE = f".gone{PARTIAL}"

@@ -21,6 +21,7 @@ from .. import api
 from ..core.comparison.replicas import not_compared
 from ..core.passes.description import VERSION, Report, line_of, said, unopened
 from ..core.passes.resources import Begin, Copying
+from ..core.storage.names_alone import note_of
 from ..errors import (
     IncompleteCheckpoint,
     MissingData,
@@ -41,7 +42,7 @@ from ..formats.numbered import name_of
 from ..judging import verdict
 from ..judging.loads import missing_of, obstacles
 from ..processes.ranks import Ranks, Told
-from . import cache
+from . import cache, names
 from .fitting import Asked, Words, batch, conversion, name_for, sizes_of, to_load
 from .runs import Candidate, alone, candidates, damage, judged
 
@@ -89,6 +90,7 @@ class Resuming(Struct, dict=True):
     keep: int
     copying: Copying
     begin: Begin | None
+    copy: bool = True
 
     def __post_init__(self) -> None:
         self.is_elsewhere = api.is_url(self.run)
@@ -155,7 +157,7 @@ class Resuming(Struct, dict=True):
             plan: Words = self.ranks.told(partial(self._plan, candidate))
             if "reason" in plan:
                 return plan
-            target = plan["target"] if plan.get("is_complete") else None
+            target = plan["target"] if plan.get("is_complete") and self.copy else None
             # rank 0 has found the files of the source
             loaded = os.path.join(target, plan["inside"]) if target else None
             reason = self.ranks.told(partial(self._missing, loaded)) if loaded else None
@@ -187,17 +189,16 @@ class Resuming(Struct, dict=True):
         """
         target = plan["target"]
         if target and not plan["is_complete"]:
-            more = {"gives_way": True, "copying": self.copying, **self._shared}
-            written = api.reshard(
-                candidate.path, target, tag=candidate.tag, **GOING_ON, **plan["words"], **more
-            )
-            finished = self.ranks.told(partial(self._finish, target, written))
+            written = self._written(candidate, plan, self._shared) if self.copy else None
+            finished = self.ranks.told(partial(self._finish, candidate, plan, written))
             if finished is None:
                 return None
             plan |= finished
         if target:
             cache.hold(target)
         loaded = os.path.normpath(os.path.join(target, plan["inside"])) if target else None
+        if loaded and not self.copy:
+            names.serve(loaded, candidate, plan)
         aside = [
             warning(
                 "checkpoint-set-aside",
@@ -218,15 +219,22 @@ class Resuming(Struct, dict=True):
             "checkpoint": candidate.where,
             "load_dir": loaded or candidate.path,
             **plan["about"],
-            "written": plan["is_written"],
-            "bytes": plan["bytes"] if plan["is_written"] else 0,
-            "seconds": plan["seconds"] if plan["is_written"] else 0.0,
+            "written": plan["is_written"] and self.copy,
+            "names": bool(loaded) and not self.copy,
+            "bytes": plan["bytes"] if plan["is_written"] and self.copy else 0,
+            "seconds": plan["seconds"] if plan["is_written"] and self.copy else 0.0,
             "records": self.records,
             "left_aside": [{key: each[key] for key in ("path", "reason")} for each in left],
             "removed": plan["removed"],
             "warnings": lines,
         }
         return Resumed(report["path"], report), lines
+
+    def _written(self, candidate: Candidate, plan: Words, more: Words) -> Words:
+        """Writes the target; the report of `reshard`."""
+        more = {"gives_way": True, "copying": self.copying, **more}
+        words = {**GOING_ON, **plan["words"], **more}
+        return api.reshard(candidate.path, plan["target"], tag=candidate.tag, **words)
 
     # -- rank 0
 
@@ -279,10 +287,13 @@ class Resuming(Struct, dict=True):
             say = to_load(candidate, manifest)
             told = [warning("program-must-set", say)] if say else []
             return plan | {"lines": said([*told, *missing, *batch(manifest, words, ()), *unsure])}
+        if not self.copy:
+            names.refuse_engine(candidate.where, str(manifest.run.origin.format))
         more = conversion(manifest, manifest.format, words).words
         numbered = name_of(manifest)  # the folder name for which the program looks
         plan["inside"], more = numbered, {**more, "as_run": True} if numbered else more
-        place = self._place(candidate, name_for(candidate.name, words), more)
+        name = name_for(candidate.name, words)
+        place = self._place(candidate, name if self.copy else f"{name}-names", more)
         changes = said([*missing, *batch(manifest, words, place["lines"])])
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
@@ -295,9 +306,7 @@ class Resuming(Struct, dict=True):
         while True:
             target = os.path.join(self.folder, name if number == 1 else f"{name}-{number}")
             try:
-                dry = api.reshard(
-                    candidate.path, target, tag=candidate.tag, dry_run=True, **GOING_ON, **words
-                )
+                dry = self._tried(candidate, target, words)
                 is_complete = "already_complete" in dry
                 if is_complete and target not in self.damaged:
                     cache.hold(target)
@@ -322,10 +331,20 @@ class Resuming(Struct, dict=True):
                 )
             return {
                 "target": target,
+                "target_tag": None if self.copy else names.tag_in(candidate.where, dry),
                 "is_complete": is_complete,
                 "bytes": dry["bytes"],
                 "lines": dry["warnings"],
             }
+
+    def _tried(self, candidate: Candidate, target: str, words: Words) -> Words:
+        """What `reshard` would write there."""
+        words = {**GOING_ON, **words, "dry_run": True, "names": self._note(candidate)}
+        return api.reshard(candidate.path, target, tag=candidate.tag, **words)
+
+    def _note(self, candidate: Candidate) -> bytes | None:
+        """The note of a directory of names; None for a copy."""
+        return None if self.copy else note_of(names.absolute(candidate.path), candidate.tag)
 
     def _becomes_alone(self, target: str) -> bool:
         """Waits for the folder's lock; returns False if this job holds it already."""
@@ -358,8 +377,14 @@ class Resuming(Struct, dict=True):
         self._becomes_alone(target)
         self._remove(target)
 
-    def _finish(self, target: str, report: Words) -> Words | None:
-        """Locks a written target and removes old ones; None if it is a target of another job."""
+    def _finish(self, candidate: Candidate, plan: Words, report: Words | None) -> Words | None:
+        """Locks a written target and removes old ones; None if it is a target of another job.
+
+        Without the `report` of a copy, the names are written first.
+        """
+        if report is None:
+            report = self._written(candidate, plan, {"names": self._note(candidate)})
+        target = plan["target"]
         if "is_of_another" in report:
             return None
         cache.hold(target)

@@ -25,6 +25,7 @@ from .. import api, formats
 from ..core.grouping import by_key
 from ..core.passes.description import Report
 from ..core.storage import sources
+from ..core.storage.names_alone import refuse_names
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
@@ -172,6 +173,7 @@ def candidates(run: str) -> list[Candidate]:
     """
     if sources.status(run) is None:
         return []
+    refuse_names(run)
     checkpoints = _by_tag(run)
     there = [each for each in checkpoints if sources.is_folder(each.where)]
     if checkpoints and len(there) <= 1 and formats.is_of_trainer(run):  # its folder is a part

@@ -12,6 +12,7 @@ files that the target's format lays out are then written by `copying.convert`.
     effects.py          which options of the user change nothing
     report.py           the report before the first byte is written
     run_options.py      how a conversion runs, and which functions it calls back
+    names_only.py       what is written of a target whose files a loader fills in memory
     numbered.py         a target in the form of its source's numbered folder
     run_checkpoints.py  several checkpoints of a trainer's run as one target
     models.py           several models of one program as one target

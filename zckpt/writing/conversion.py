@@ -53,6 +53,7 @@ from ..training.options import (
     refuse,
 )
 from . import effects, models, next_groups
+from .names_only import names_only
 from .report import report_on
 from .run_options import Running
 from .state_loss import Keeping, dropped_states, unable_to_step
@@ -219,8 +220,10 @@ def write(
     """
     started = time.monotonic()
     decision = decide(command, manifest, target, to, reading, options, best_in)
-    format, options, layout = decision.format, decision.options, decision.layout
-    source = decision.source
+    format, options, source = decision.format, decision.options, decision.source
+    layout, note = decision.layout, running.names
+    if note is not None:
+        layout = names_only(layout, format, source, note)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = report_on(command, source, target, format, layout, files, options)
@@ -233,14 +236,17 @@ def write(
         report["warnings"] += said(about_words(change(names_of(manifest))))
     report["warnings"] += said(unable_to_step(manifest, options))
     keeping = decision.keeping(report)
-    layout = replace(layout, read_back=keeping.read_back(layout))
+    whole = replace(decision.layout, read_back=keeping.read_back(decision.layout))
+    layout = whole if note is None else layout
     told = {line["subject"] for line in report["warnings"]}
     report["warnings"] += said(
         each for each in effects.unread(manifest, options) if each.subject not in told
     )
     run = _identity(layout.source or manifest, to, reading, options, files)
+    if note is not None:
+        run = replace(run, options={**run.options, "names": note.decode()})
     (sharing := running.sharing).agree_on(run, target)
-    rounding = rounding_of(manifest, options[ACCEPT_WEIGHTS])
+    rounding = None if note is not None else rounding_of(manifest, options[ACCEPT_WEIGHTS])
     if sharing.rank:
         read_shells = layout.read_back or format.read_shells
         about = layout.source or source, target, run, layout, read_shells
@@ -254,15 +260,16 @@ def write(
         if running.dry_run:
             if running.resume and (not running.begins_anew or targets.has_locks_at(target)):
                 targets.refuse_other_begun(target, run)
-            keeping.try_out(layout)
+            keeping.try_out(whole)
             memory = convert.memory_of(source, running.copying)
             free = targets.free_for(target, running.resume)
             report["warnings"] += said(replicas.not_compared(manifest))
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
-        unchecked = _without_copied(manifest, layout, layout.source or source)
-        findings = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], rounding)
-        report["warnings"] += said(findings)
+        if note is None:  # else whoever loads them asks for that
+            unchecked = _without_copied(manifest, layout, layout.source or source)
+            findings = check_tensors(unchecked, reading.replicas, options[ACCEPT_WEIGHTS], rounding)
+            report["warnings"] += said(findings)
         if layout.check is not None:
             report["warnings"] += said(layout.check())
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename

@@ -26,6 +26,7 @@ class Keywords(TypedDict, total=False):
     read_back: bool
     before_rename: Callable[[], None] | None
     sharing: Sharing
+    names: bytes | None
 
 
 class Running(Struct, frozen=True):
@@ -39,9 +40,9 @@ class Running(Struct, frozen=True):
 
     If the source is in a numbered folder, a target `as_run` is the directory around such a folder.
     With `read_back`, uploads to an object store that states no MD5 are read again. `before_rename`
-    is called before the last check. `sharing` says which portions of the target this process
-    writes. `above` is the directory of the target, if that is itself a part of an unfinished
-    target.
+    is called before the last check. With `names`, a note, the target gets only the names of its
+    files (names_only.py). `sharing` says which portions of the target this process writes. `above`
+    is the directory of the target, if that is itself a part of an unfinished target.
     """
 
     copying: Copying = DEFAULT_COPYING
@@ -55,6 +56,7 @@ class Running(Struct, frozen=True):
     read_back: bool = True
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE
+    names: bytes | None = None
     above: Folder | None = None
 
     @property

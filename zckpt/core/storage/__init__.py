@@ -6,6 +6,7 @@ corrections.py    bytes of files that are read with other values
 times.py          finds files that were not written together with the rest of their save
 filenames.py      numbers in the names of files, and names that lead out of a folder
 inventory.py      which files there are, which rank each belongs to, and which are missing
+names_alone.py    directories with the names of a checkpoint's files, and no data
 unfinished.py     whether a target is complete, or still being written or sent to a store
 fileio.py         reads and writes files
 fragments.py      where the elements of a tensor lie: extents, runs, boxes

@@ -1,0 +1,65 @@
+"""Which directories have the names of a checkpoint's files, and no data?
+
+    zckpt-names.json    {"zckpt": "0.1.0", "source": "/runs/out/checkpoint-500", "tag": null}
+
+Programs find there what they look for, and a loader reads the checkpoint at `source` instead. The
+engine's files are empty, so that commands which read a checkpoint refuse such a directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+from ...errors import UnsupportedCheckpoint
+from ..version import __version__
+from . import sources
+
+NAMES = "zckpt-names.json"
+MOST = 1 << 16  # bytes of a note
+
+
+def note_of(source: str, tag: str | None) -> bytes:
+    """The note of a directory with the names of a checkpoint."""
+    note = {"zckpt": __version__, "source": source, "tag": tag}
+    return json.dumps(note, ensure_ascii=False).encode()
+
+
+def source_of(path: str) -> str | None:
+    """The checkpoint whose names a directory has, it or one above it; None for any other."""
+    for folder in _from(os.path.realpath(path)):
+        file = os.path.join(folder, NAMES)
+        if sources.is_file(file):
+            with sources.opened(file) as opened:
+                return _stated(opened.read(MOST))
+    return None
+
+
+def refuse_names(path: str) -> None:
+    """Raises UnsupportedCheckpoint for a directory with names alone, or for what is inside."""
+    if (source := source_of(path)) is not None:
+        raise UnsupportedCheckpoint(
+            "names-alone",
+            f"{path} has the names of a checkpoint and no data, which a program loads from "
+            f"{source or 'elsewhere'}",
+            hint=f"give {source or 'the checkpoint itself'}",
+            file=path,
+        )
+
+
+def _stated(data: bytes) -> str:
+    """The source in a note; empty if it does not say it."""
+    try:
+        note = json.loads(data)
+    except ValueError:
+        return ""
+    source = note.get("source") if isinstance(note, dict) else None
+    return source if isinstance(source, str) else ""
+
+
+def _from(path: str) -> Iterator[str]:
+    """A path, and all folders above it."""
+    yield path
+    while path != (path := os.path.dirname(path)):
+        yield path

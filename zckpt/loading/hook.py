@@ -1,0 +1,77 @@
+"""The engine's own loader takes a directory of names, and loads the checkpoint that it stands for.
+
+`DeepSpeedEngine.load_checkpoint` is replaced in this process when the first directory is given to
+`serve`. For any other path it does what it did. `undo` puts it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+from msgspec import Struct
+
+from ..core.storage.names_alone import refuse_names
+from .load import load
+from .support import refuse_version
+
+
+class Source(Struct, frozen=True):
+    """What is loaded instead of a directory: a checkpoint, and the words of its conversion.
+
+    `target` is the tag for which a program may ask the directory.
+    """
+
+    path: str
+    tag: str | None
+    target: str | None
+    words: dict[str, Any]
+
+
+_served: dict[str, Source] = {}  # by the directory's path without links
+_original: list[Any] = []
+
+
+def serve(directory: str, source: Source) -> None:
+    """From now on, an engine that is given the directory loads `source`.
+
+    Raises WrongOption for a version of DeepSpeed that was not tested.
+    """
+    refuse_version(source.path)
+    _served[os.path.realpath(directory)] = source
+    if not _original:
+        _replace()
+
+
+def undo() -> None:
+    """Gives DeepSpeed's engine its own loader back; directories of names cannot be loaded then."""
+    _served.clear()
+    if _original:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        DeepSpeedEngine.load_checkpoint = _original.pop()
+
+
+def _replace() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine.load_checkpoint
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*arguments: Any, **words: Any) -> Any:
+        given = signature.bind(*arguments, **words).arguments
+        directory = os.fspath(given["load_dir"])
+        source = _served.get(os.path.realpath(directory))
+        if source is None:
+            refuse_names(directory)
+        if source is None or given.get("tag") not in (None, source.target):
+            return original(*arguments, **words)
+        about = given.pop("self"), source.path, source.tag
+        given = {name: given[name] for name in given.keys() - {"load_dir", "tag"}}
+        return load(*about, given, **source.words)
+
+    _original.append(original)
+    DeepSpeedEngine.load_checkpoint = load_checkpoint

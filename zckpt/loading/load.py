@@ -1,0 +1,289 @@
+"""How does an engine load a checkpoint of another size, of which it finds no file?
+
+1. each rank reads the metadata of the source, and lays out the target's shells for itself
+2. rank 0 reads what `reshard` reads before its first byte; an error ends the load in all ranks
+3. the engine loads from the shells' directory; each file that it asks for is filled in memory
+4. when all ranks have a file, they know whether the source's bytes are those that were saved
+
+Until the second file, or the second time that the engine asks for the model's, it has only looked:
+an error leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from .. import api
+from ..copying.assembling import Assembler
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes import plan
+from ..core.passes.layout import Layout
+from ..core.passes.pieces import ElementReader
+from ..core.passes.resources import uncollected
+from ..core.passes.streaming import chunk_size, reading
+from ..core.storage.checksum import crc32
+from ..core.storage.records import mark_of
+from ..core.storage.sources import unchanged
+from ..errors import WrongOption, ZckptError, log
+from ..processes.launcher import Launch, joined
+from ..processes.ranks import Ranks, Told, received, sent
+from ..processes.sharing import Processes
+from . import temporary
+from .agreeing import Agreement
+from .filled import FilledFile
+from .support import refuse_engine, refuse_files
+
+LOG = logging.getLogger("zckpt")
+ARGUMENTS: dict[str, Any] = {
+    "load_module_strict": True,
+    "load_optimizer_states": True,
+    "load_lr_scheduler_states": True,
+    "load_module_only": False,
+    "custom_load_fn": None,
+}
+"""What the engine's own loader takes beside a path and a tag, with its defaults (0.19.8)."""
+MEMORY = 64 << 20  # bytes, for buffers
+MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
+TOUCHED = (
+    "this engine has loaded a part of the checkpoint: do not train on with it, end this program"
+)
+
+
+def load(
+    engine: Any,
+    source: str,
+    tag: str | None,
+    given: dict[str, Any],
+    *,
+    is_sparing: bool = False,
+    **words: Any,
+) -> tuple[str | None, Any]:
+    """Loads the checkpoint at `source` into an engine; `given` are arguments of its own loader.
+
+    If it `is_sparing`, no byte is read for a checksum alone. `words` are those of `zckpt.reshard`.
+    Raises in all ranks what `zckpt.deepspeed.load_checkpoint` raises.
+    """
+    given = ARGUMENTS | given
+    refuse_engine(engine, source, given["load_optimizer_states"])
+    words = words_for(engine, words)
+    launch = joined() or Launch(0, 1)
+    own: Exception | None = None
+    told: Told | None = None
+    result: tuple[str | None, Any] = None, None
+    try:
+        with ExitStack() as stack:
+            processes = stack.enter_context(Processes(launch)) if launch.size > 1 else None
+            stack.enter_context(api.telling())
+            one = Load(Ranks(processes), stack, engine, is_sparing, given)
+            try:
+                result = one.run(source, tag, words)
+            except Told as error:  # all ranks have it, and leave the block together
+                told = error
+            except Exception as error:
+                own = error
+                raise
+    except ZckptError as error:  # others have failed first, and this rank may have its own error
+        if own is None or own is error:
+            raise
+        raise own from None
+    if told is not None:
+        with api.telling():
+            raise told.error
+    return result
+
+
+def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
+    """What `reshard` would be asked for this engine; raises WrongOption for another size."""
+    wanted = {"dp": engine.dp_world_size, "stage": engine.zero_optimization_stage()}
+    for name, size in wanted.items():
+        if words.get(name) not in (None, size):
+            raise WrongOption(
+                "options-conflict",
+                f"{name}={words[name]!r} is asked for, and this engine has {name} {size}",
+                hint=f"leave {name} out: it is the engine's",
+            )
+    return {"config": plain(engine.config), **words, **wanted}
+
+
+def plain(value: Any) -> Any:
+    """A ds_config as JSON has it; a program may have put other objects into its own."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+class Files(Struct, frozen=True, eq=False):
+    """The target's files: their shells below a directory, and what fills them."""
+
+    pairs: list[plan.Pair]
+    pieces_of: Callable[[str], list[plan.TargetPiece]]
+    records: dict[str, dict[int, int]]
+    """The storages of each file: lengths by offset."""
+
+    @classmethod
+    def of(cls, source: Manifest, shells: Manifest, layout: Layout) -> Files:
+        pairs = plan.join(source, shells, layout.from_masters)
+        records: dict[str, dict[int, int]] = {path: {} for path in shells.files.paths}
+        for record in shells.files.records:
+            extent = record.extent
+            records.setdefault(extent.file, {})[extent.offset] = extent.length
+        return cls(pairs, plan.files(pairs)[1], records)
+
+
+class Load(Struct, eq=False, dict=True):
+    """One load, in one rank. `given` are the arguments of the engine's own loader."""
+
+    ranks: Ranks
+    stack: ExitStack
+    engine: Any
+    is_sparing: bool
+    given: dict[str, Any]
+
+    def run(self, path: str, tag: str | None, words: dict[str, Any]) -> tuple[str | None, Any]:
+        folder = self.stack.enter_context(temporary.directory())
+        where = self.stack.enter_context(api.local(path))
+        error: Exception | None = None
+        try:
+            with uncollected():
+                self._prepare(where, folder, {**words, "tag": tag})
+        except (ZckptError, OSError) as problem:
+            error = problem
+        self._agree_on(error)
+        self.stack.enter_context(unchanged(self.source.files.fingerprints))
+        return self._loaded(folder)
+
+    def _prepare(self, where: str, folder: str, words: dict[str, Any]) -> None:
+        """Everything that is known before a tensor is read."""
+        decision, how = api.decided(where, "deepspeed", **words)
+        self.check = partial(api.check_beforehand, decision, how)
+        layout, self.where = decision.layout, decision.manifest.root
+        self.source = layout.source or decision.source
+        temporary.lay(folder, layout.shells())
+        self.files = Files.of(self.source, api.shells_of(decision)(folder), layout)
+        refuse_files(self.where, self.files.records)
+        self.lines = [*layout.omitted, *layout.warnings]
+
+    def _agree_on(self, error: Exception | None) -> None:
+        """All ranks have the same files, and rank 0 finds nothing wrong with the source."""
+        mark = None if error else _mark(self.source.files.records, self.files.records)
+        values = self.ranks.gathered([sent(error), mark])
+
+        def decide() -> None:
+            for number, (failure, other) in enumerate(values):
+                if failure is not None:
+                    raise received(failure)
+                if other != mark:
+                    raise WrongOption(
+                        "processes-disagree",
+                        f"rank 0 and rank {number} do not see the same checkpoint, or have other "
+                        "options",
+                        hint="all processes must see the same files, and give the same arguments",
+                    )
+            log(LOG, [*self.lines, *self.check()])
+
+        self.ranks.told(decide)
+
+    def _loaded(self, folder: str) -> tuple[str | None, Any]:
+        agreement = Agreement(self.ranks, self.source, self.files.pairs, self.is_sparing)
+        chunk = chunk_size(self.source.dp, 1, MEMORY)
+        (reader,) = self.stack.enter_context(reading([agreement.checker], chunk))
+        own = self.engine.checkpoint_engine
+        loading = LoadingEngine(own, folder, self, agreement, reader, chunk)
+        self.engine.checkpoint_engine = loading
+        try:
+            loaded, client_state = self.engine.load_checkpoint(folder, **self.given)
+            if not loading.is_concluded:
+                loading.agree(None, is_last=True)
+        finally:
+            self.engine.checkpoint_engine = own
+        return (api.translated(self.where) if loaded else None), client_state
+
+    @property
+    def stage(self) -> int:
+        return int(self.engine.zero_optimization_stage())
+
+    @property
+    def reads_optimizer(self) -> bool:
+        """Whether the engine asks for a file of the optimizer after that of the model."""
+        wants = self.given["load_optimizer_states"] and not self.given["load_module_only"]
+        return bool(self.stage and wants)
+
+
+class LoadingEngine:
+    """DeepSpeed's checkpoint engine for one load: files below `folder` are filled from the source.
+
+    Everything else is asked of the engine's own.
+    """
+
+    def __init__(
+        self,
+        own: Any,
+        folder: str,
+        load: Load,
+        agreement: Agreement,
+        reader: ElementReader,
+        chunk: int,
+    ) -> None:
+        self._own, self._folder = own, os.path.join(folder, "")
+        self._load, self._agreement = load, agreement
+        self._chunk = chunk
+        self._assembler = Assembler(reader, {}, agreement.checking, frozenset())
+        self._looked: dict[str, Any] = {}
+        self._is_touched = False
+        self.is_concluded = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What the engine's own gives for a file."""
+        path = os.path.normpath(path)
+        if not path.startswith(self._folder):
+            return self._own.load(path, map_location)
+        if path in self._looked:  # the state dict that it has looked at before is still unchanged
+            self._is_touched = True
+            return self._looked.pop(path)
+        value, error = None, None
+        try:
+            value = self._filled(path, map_location)
+        except (ZckptError, OSError) as problem:
+            error = problem
+        is_last = path.endswith(OPTIMIZER) or not self._load.reads_optimizer
+        self.agree(error, is_last)
+        if path.endswith(MODEL):  # SDLoaderBase looks into the first file, and then loads it
+            self._looked[path] = value
+        return value
+
+    def agree(self, error: Exception | None, is_last: bool) -> None:
+        """All ranks have read their file; raises Told in all if one has not, or for damage."""
+        try:
+            is_all = self._load.reads_optimizer or not self._load.stage
+            self._agreement.agree(error, is_last, is_all)
+        except Told as told:
+            if self._is_touched and isinstance(told.error, ZckptError):
+                raise Told(told.error.with_way(TOUCHED)) from None
+            raise
+        self.is_concluded = is_last
+
+    def _filled(self, path: str, map_location: Any) -> Any:
+        files = self._load.files
+        about = files.records.get(path, {}), files.pieces_of(path), self._assembler, self._chunk
+        with FilledFile(path, *about) as file:
+            return file.load(map_location)
+
+
+def _mark(records: Any, files: dict[str, dict[int, int]]) -> int:
+    """A number that differs for another source, and for another target."""
+    crc = mark_of(records)
+    for path, storages in files.items():
+        crc = crc32(f"{os.path.basename(path)} {sorted(storages.items())};".encode(), crc)
+    return crc

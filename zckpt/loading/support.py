@@ -1,0 +1,66 @@
+"""Which engines load what zckpt hands to them? Others are refused before they are touched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import WrongOption, literal
+
+TESTED = ("0.19.8",)
+"""The versions of DeepSpeed whose loading zckpt knows: which files it asks for, and when."""
+STATES = "_states.pt"
+"""How the names of all files of an engine's ranks end."""
+PLAIN = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_00_(model|optim)_states\.pt")
+"""The files of an engine whose ranks share no model."""
+UNSUPPORTED = "load-unsupported"
+"""The code of an engine, or of files, that need a copy."""
+
+
+def refuse_version(source: str) -> None:
+    """Raises WrongOption for a version of DeepSpeed that was not tested."""
+    import deepspeed
+
+    version = deepspeed.__version__
+    if version.partition("+")[0] not in TESTED:
+        raise unsupported(source, f"DeepSpeed {version} was not tested: {', '.join(TESTED)} was")
+
+
+def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None:
+    """Raises WrongOption for an engine of which it was not shown that it loads what it is given."""
+    refuse_version(source)
+    stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
+    reasons = {
+        "it trains a pipeline": hasattr(engine, "is_pipe_parallel"),
+        "its ranks share tensors": engine.mp_world_size > 1,
+        "it has experts": engine.has_moe_layers,
+        "its ranks share sequences": engine.sequence_parallel_size > 1,
+        "it offloads the optimizer to NVMe": engine.zero_nvme_offload_optimizer(),
+        "its ds_config asks for a universal checkpoint": engine.load_universal_checkpoint(),
+        "its ds_config asks for elastic files": bool(stage) and engine.zero_elastic_checkpoint(),
+        "its ds_config sets pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
+        "stage 3 loads no optimizer": stage == 3 and not load_optimizer_states,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            what = f"zckpt cannot hand a checkpoint to this engine yet: {reason}"
+            raise unsupported(source, what)
+
+
+def unsupported(source: str, message: str) -> WrongOption:
+    """The error of what the engine's own loader may load, if the checkpoint is written for it."""
+    lines = (
+        f"path = zckpt.auto_resume({literal(source)})",
+        'engine.load_checkpoint(path.report["load_dir"], tag=path.tag)',
+    )
+    return WrongOption(UNSUPPORTED, message, hint=f"let it be written first: {'; '.join(lines)}")
+
+
+def refuse_files(source: str, paths: Iterable[str]) -> None:
+    """Raises WrongOption for files of other engines: of layers, of experts, of tensor ranks."""
+    for name in map(os.path.basename, paths):
+        if name.endswith(STATES) and not PLAIN.fullmatch(name):
+            what = f"{source} is a checkpoint of ranks that share a model"
+            raise unsupported(source, f"{what}, and this engine has no {name}")

@@ -1,0 +1,56 @@
+"""How does a run go on without a copy? The path has the names of the files that are not written.
+
+The engine's own loader, which is given that path, loads the source instead (`zckpt/loading/`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .. import api
+from ..errors import MissingExtra, WrongOption
+from .runs import Candidate
+
+ENGINE = "deepspeed"
+HINT = "leave out copy=False: it is written for this size then"
+
+
+def refuse_engine(source: str, engine: str) -> None:
+    """Raises WrongOption for a checkpoint of another engine, or another version of the engine."""
+    if engine != ENGINE:
+        message = f"{source}: the engine of {engine} loads no checkpoint without a copy"
+        raise WrongOption("load-unsupported", message, hint=HINT, file=source)
+    try:
+        import deepspeed  # noqa: F401
+
+        from ..loading.support import refuse_version
+    except ImportError as error:
+        message = "copy=False needs torch and deepspeed, of which one is not installed"
+        raise MissingExtra("extra-missing", message, hint=HINT) from error
+    refuse_version(source)
+
+
+def tag_in(source: str, report: Mapping[str, Any]) -> str:
+    """The tag of a target by its files; raises WrongOption for those that no loader is given."""
+    from ..loading.support import STATES, refuse_files
+
+    files: list[str] = report["files"]
+    refuse_files(source, files)
+    file = next(name for name in files if name.endswith(STATES))
+    return os.path.basename(os.path.dirname(file))
+
+
+def absolute(path: str) -> str:
+    """A path for other directories and processes; a URL as it is."""
+    return path if api.is_url(path) else os.path.abspath(path)
+
+
+def serve(directory: str, candidate: Candidate, plan: Mapping[str, Any]) -> None:
+    """From now on, the engine's loader takes the directory; raises WrongOption if it cannot."""
+    from ..loading import hook
+
+    words = {name: word for name, word in plan["words"].items() if name != "as_run"}
+    path = absolute(candidate.path)
+    hook.serve(directory, hook.Source(path, candidate.tag, plan["target_tag"], words))

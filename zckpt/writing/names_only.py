@@ -1,0 +1,52 @@
+"""What of a target is written if a program's loader fills its files in memory?
+
+Its names: the files of the engine's ranks are empty, and a note says whose names these are. Files
+beside them are complete, except for weights, which no program of such an engine loads from there
+(`training/needs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ..core.checkpoint.manifest import Files, Manifest
+from ..core.passes.layout import Layout, Shell
+from ..core.storage.inventory import known
+from ..core.storage.names_alone import NAMES
+from ..errors import note
+from ..formats.format import Format
+from ..training.needs import ROLES, WEIGHTS
+
+
+def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
+    """The files of a target without data, and the note `document` beside them."""
+    omitted = [name for name, _ in layout.siblings if _has_weights(name)]
+
+    def shells() -> Iterator[Shell]:
+        yield Shell.of(NAMES, document)
+        for shell in layout.shells():
+            is_of_rank = known(format.roles, shell.name) is not None
+            yield Shell(shell.name, 0, ()) if is_of_rank else shell
+
+    def read_back(folder: str) -> Manifest:
+        return Manifest(folder, source.format, source.run, {}, {}, files=Files())
+
+    return replace(
+        layout,
+        shells=shells,
+        siblings=[pair for pair in layout.siblings if pair[0] not in omitted],
+        omitted=[
+            *layout.omitted,
+            *(note("file-omitted", f"{name}: weights", subject=name) for name in omitted),
+        ],
+        read_back=read_back,
+        has_digests=False,
+        check=None,
+    )
+
+
+def _has_weights(name: str) -> bool:
+    named = known(ROLES, name)
+    return named is not None and named.role is WEIGHTS and not name.endswith(".json")
