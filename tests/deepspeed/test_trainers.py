@@ -31,8 +31,8 @@ def saved(once: Once) -> Saved:
     ("trainer", "stage", "dp"),
     [
         pytest.param("hf_trainer", 2, 3, marks=pytest.mark.first),
-        pytest.param("accelerate", 3, 1, marks=pytest.mark.first),
-        pytest.param("lightning", 2, 1, marks=pytest.mark.first),
+        ("accelerate", 3, 1),
+        ("lightning", 2, 1),
         (trainers.LORA, 2, 3),
         (trainers.LORA, 3, 1),
         ("hf_trainer", 3, 1),
