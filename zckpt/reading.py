@@ -83,11 +83,12 @@ def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) ->
     planned = replace(reading, opens_items=reading.masters_from_weights)
     manifest = _read(path, planned, alone)
     try:
-        for record in manifest.files.records:
-            _ = record.crc
+        with sources.watching(reading.nameless) as watch:
+            for record in manifest.files.records:
+                _ = record.crc
     except UnsupportedCheckpoint:
         return _read(path, replace(reading, opens_items=True), alone)
-    return manifest
+    return manifest.replace(beside=(*manifest.files.beside, *(watch.beside or ())))
 
 
 def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
@@ -100,7 +101,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
     format = recognized.format
     if recognized.inside and (reading.root or "").partition("=")[0] == recognized.inside:
         reading = replace(reading, root=None)
-    with sources.watching() as watch, following(reading.follow_links):
+    with sources.watching(reading.nameless) as watch, following(reading.follow_links):
         manifest = format.functions.read(recognized.path, reading)
         if recognized.inside:
             manifest = with_files_around(manifest, path, recognized.inside, recognized.left_out)
@@ -119,6 +120,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
     manifest = manifest.replace(
         fingerprints=fingerprints,
         objects=frozenset(watch.objects),
+        beside=tuple(watch.beside or ()),
         links=tuple(links_out(watch.first, manifest.notices.omitted, path)),
     )
     manifest = renamed(with_updates(manifest), reading.rename)

@@ -232,6 +232,7 @@ def test_pickles_and_headers(example: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "mended") == contents(EXAMPLE)
     assert (place["tensor"], place["element"], place["tensors"]) == (None, None, [])
     flip(example / OPTIMIZER, (example / OPTIMIZER).stat().st_size - 20, 2)
+    flip(example / OPTIMIZER, (example / OPTIMIZER).stat().st_size - 19, 2)
     with pytest.raises(ZckptError) as refused:
         package.mend(example, tmp_path / "again")
     assert refused.value.code in ("file-damaged", "file-cut-short")
@@ -247,6 +248,27 @@ def test_the_checksum_itself(example: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "mended") == contents(EXAMPLE)
     assert (place["by"], place["witness"]) == ("witness", "the checksum beside the data")
     assert place["offset"] == member.entry + 16
+
+
+@pytest.mark.parametrize("source", [EXAMPLE, DATA / "fsdp2-2.13.0-w2"], ids=["zero-2", "dcp"])
+def test_a_part_that_no_reader_needs(source: Path, tmp_path: Path) -> None:
+    """A zip's version and its random id: torch.load refuses some of their values."""
+    damaged = shutil.copytree(source, tmp_path / "damaged")
+    path = max(damaged.rglob("*.distcp"), default=damaged / OPTIMIZER)
+    members = [each for each in members_of(str(path)) if "/data" not in each.name]
+    for name in ("version", ".format_version", ".data/serialization_id"):
+        own = [each for each in members if each.name.partition("/")[2] == name]
+        for member in {own[0].offset: own[0], own[-1].offset: own[-1]}.values():
+            flip(path, member.offset, 2)
+            report = package.verify(damaged)
+            assert not report["equal"]
+            (line,) = report["problems"]
+            assert line["flipped"] == {"byte": member.offset, "bit": 2}
+            package.mend(damaged, tmp_path / "mended")
+            assert contents(tmp_path / "mended") == contents(source)
+            shutil.rmtree(tmp_path / "mended")
+            flip(path, member.offset, 2)
+    assert package.verify(damaged)["equal"]
 
 
 def test_a_lost_file(example: Path, tmp_path: Path, zckpt: Callable[..., Result]) -> None:

@@ -147,6 +147,31 @@ def test_before_it_is_typed(example: Path, tmp_path: Path, zckpt: Callable[..., 
     ended = zckpt("mend", example, tmp_path / "mended", *both)
     assert (ended.code, ended.err) == (0, "")
     assert shown.out in ended.out
+    last = ended.out.splitlines()[-1]
+    assert last.startswith("made up (--rebuild): parts of ")
+    assert "are not the values that were lost, but others in their place: embedding" in last
+
+
+def test_verify_and_report_name_it(example: Path, zckpt: Callable[..., Result]) -> None:
+    """With what it gives; nothing is named for stage 3, where no option makes it up."""
+    command = f"zckpt mend {example} DST --rebuild masters --rebuild moments=zero"
+    gives = "make up what is lost (masters that are the 16-bit weights and zeros as moments)"
+    assert "next:" not in zckpt("verify", example).out
+    remove(example, LOST)
+    verified = zckpt("verify", example)
+    assert verified.code == 3
+    assert f"next: {gives}: {command}\n" in verified.out
+    document = zckpt("report", example, "--json").document
+    command = command.replace(str(example), str(example / "global_step7"))
+    assert {"what": gives, "command": command, "makes_up": True} in document["next"]["do"]
+
+
+def test_nothing_is_named_for_stage_3(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    run = shutil.copytree(ROOT / "tests/data/zckpt-0.1-z3_dp3", tmp_path / "run")
+    remove(run, OPTIMIZER)
+    shown = zckpt("verify", run)
+    assert shown.code == 3
+    assert "--rebuild" not in shown.out + shown.err
 
 
 def test_two_lost_files(example: Path, tmp_path: Path) -> None:
@@ -212,3 +237,62 @@ def test_nothing_is_lost(example: Path, tmp_path: Path) -> None:
     report = package.mend(example, tmp_path / "mended", rebuild=BOTH, dry_run=True)
     (line,) = report["warnings"]
     assert (line["code"], line["subject"]) == ("option-without-effect", "--rebuild")
+
+
+Z3 = ROOT / "tests/data/zckpt-0.1-z3_dp3"
+FROZEN = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Path:
+    """A run of stage 3 that lost a model file, in which a part of the frozen weights was."""
+    run = shutil.copytree(Z3, tmp_path / "run")
+    remove(run, FROZEN)
+    return run
+
+
+def test_frozen_weights_of_an_older_one(frozen: Path, tmp_path: Path) -> None:
+    """They are the same, and all other ranks have the same buffers: everything is exact."""
+    with pytest.raises(IncompleteCheckpoint):
+        package.mend(frozen, tmp_path / "mended")
+    report = package.mend(frozen, tmp_path / "mended", older=Z3)
+    assert {line["state"] for line in report["lost"]} == {"elsewhere"}
+    compared = package.verify(tmp_path / "mended", Z3)
+    assert compared["equal"]
+    assert not compared["notes"]
+    listed = json.loads(next((tmp_path / "mended").rglob(MENDED)).read_text())["mended"]
+    assert {each["by"] for each in listed} == {"witness"}
+    assert {each["tensor"] for each in listed} > {"bottleneck.weight/param"}
+    (said,) = package.verify(tmp_path / "mended")["warnings"]
+    assert "exactly" in said["message"]
+
+
+def test_a_damaged_older_one(frozen: Path, tmp_path: Path) -> None:
+    older = shutil.copytree(Z3, tmp_path / "older")
+    entry = package.read(older).entries["bottleneck.weight", "param"]
+    extent = next(own.extent for own in entry.fragments if own.extent.file.endswith(FROZEN))
+    flip(Path(extent.file), extent.offset + 1, 3)
+    with pytest.raises(CorruptCheckpoint, match="do not have the CRC-32"):
+        package.mend(frozen, tmp_path / "mended", older=older)
+    assert not (tmp_path / "mended").exists()
+
+
+def test_buffers_that_differ_between_ranks(frozen: Path, tmp_path: Path) -> None:
+    """Nobody knows what the lost rank had."""
+    (path,) = frozen.rglob(FROZEN.replace("rank_1", "rank_2"))
+    state = torch.load(path, weights_only=False)
+    state["module"]["center.mean"] += 1
+    torch.save(state, path)
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        package.mend(frozen, tmp_path / "mended", older=Z3)
+    assert "nothing says what this rank had of center.mean/param" in caught.value.hint
+    assert not (tmp_path / "mended").exists()
+
+
+def test_frozen_weights_beside_a_flipped_bit(frozen: Path, tmp_path: Path) -> None:
+    (path,) = frozen.rglob(FROZEN.replace("rank_1", "rank_0"))
+    entry = package.read(Z3).entries["center.mean", "param"]
+    flip(path, next(iter(entry.fragments)).extent.offset, 3)
+    with pytest.raises((CorruptCheckpoint, IncompleteCheckpoint)):
+        package.mend(frozen, tmp_path / "mended", older=Z3)
+    assert not (tmp_path / "mended").exists()

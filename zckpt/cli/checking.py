@@ -135,8 +135,10 @@ def verify(
         if report is None or report["rank"]:  # rank 0 reports the findings of all ranks
             return {}, 0
         if report["problems"] and against is None:
+            from ..reporting.next_steps import made_up
             from ..resume.runs import instead_of
 
+            report["rebuild"] = made_up(path, words.get("tag"))
             report["instead"] = instead_of(path, words.get("tag"))
         return report, 0 if report["equal"] else 3
 

@@ -239,6 +239,31 @@ class LostPart(Notice):
     tensors: list[OfTensor]
 
 
+class Part(Struct):
+    """A file of an interrupted save; `size` is null if it is missing."""
+
+    file: str
+    role: str
+    state: str
+    size: int | None
+
+
+class Interrupted(Struct):
+    """The newest checkpoint of a run, if it is not whole.
+
+    `older` is the newest whole one. `alike` of the `tensors` have the same type and shape there;
+    `frozen` are weights among them that no training changes. All are null if they are not known.
+    """
+
+    name: str
+    path: str
+    files: list[Part]
+    older: str | None
+    tensors: int | None
+    alike: int | None
+    frozen: list[str]
+
+
 class Mend(Document, kw_only=True):
     """`zckpt mend`; `problems` list other missing files that the loader needs"""
 
@@ -262,6 +287,7 @@ class Mend(Document, kw_only=True):
     already_complete: bool | UnsetType = UNSET
     free: int | UnsetType = UNSET
     instead: str | UnsetType | None = UNSET
+    interrupted: Interrupted | UnsetType | None = UNSET
     sent: int | UnsetType = UNSET
     read_back: int | UnsetType = UNSET
 
@@ -309,6 +335,8 @@ class Verify(Comparison, kw_only=True):
     warnings: list[Notice] | UnsetType = UNSET
     instead: str | UnsetType | None = UNSET
     """If this checkpoint is not complete: the newest complete one of the same run."""
+    rebuild: Json | UnsetType | None = UNSET
+    """The `--rebuild` that makes up all lost values, and its command; null if nothing does."""
     held: Json | UnsetType = UNSET
     names_of_reader: list[str] | UnsetType = UNSET
 
@@ -455,6 +483,7 @@ class List(Document, kw_only=True):
     run: str
     sizes: dict[str, int]
     checkpoints: list[Listed]
+    interrupted: Interrupted | None
     seconds: float
 
 

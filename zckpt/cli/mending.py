@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,8 +75,9 @@ def mend(
     only with --accept-chance.
 
     mend lists what lost files contained, and what of it other files still have. It rewrites a file
-    that is the same on all other ranks, such as the model files of stage 3. For a lost optimizer
-    file of stage 1 or 2, --rebuild makes up masters and moments: the losses change.
+    that is the same on all other ranks, such as the model files of stage 3; frozen weights in such
+    a file come from --older. For a lost optimizer file of stage 1 or 2, --rebuild makes up masters
+    and moments: the losses change.
 
     DST has the files of SRC, and zckpt-mended.json, the list of what was restored. zckpt copies the
     list into every checkpoint made from DST. SRC is never changed.
@@ -83,6 +85,7 @@ def mend(
     Exit code 3: --dry-run found damage.
     """
     from .. import api
+    from ..resume.interrupted import interrupted
     from ..resume.runs import instead_of
 
     def tell(places: Sequence[dict[str, Any]]) -> None:
@@ -110,5 +113,10 @@ def mend(
             raise error.with_way(f"go on from {instead}, {WHOLE}") from error
     if report["problems"]:
         report["instead"] = instead_of(source, words.get("tag"))
+    if report["problems"] or dry_run:
+        save = interrupted(source, words.get("tag"))
+        own = report["source"].get("tag"), os.path.basename(os.path.abspath(source))
+        is_mended = not report["problems"] and save is not None and save["name"] in own
+        report["interrupted"] = None if is_mended else save
     display.answer(report, as_json, quiet, display.mended)
     return 3 if dry_run and (report["places"] or report["lost"] or report["problems"]) else 0

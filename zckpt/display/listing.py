@@ -8,11 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from ..core.grouping import by_key
-from ..errors import counted, safe, sized
+from ..errors import counted, listed, safe, sized
 from .tables import table
 from .terminal import RED, YELLOW, first_of, painted, spoken, warn
 
 Row = dict[str, Any]
+MOST = 4  # names in a sentence
 STYLES = {
     "damaged": "bold red",
     "mixed": "bold red",
@@ -50,9 +51,31 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
     for row in rows:
         for line in row["unread"] if row not in wrong else ():
             print(f"{safe(row['name'])}: {spoken(line)}")
+    interrupted(report["interrupted"])
     _print_obstacles(rows, sizes)
     _print_count(rows, len(wrong))
     _warn(rows)
+
+
+def interrupted(report: Row | None) -> None:
+    """Which files of an interrupted save are complete, and what of an older checkpoint fits."""
+    if report is None:
+        return
+    by_state = by_key((each["state"], each["file"]) for each in report["files"])
+    complete = len(by_state.pop("ok", ()))
+    wrong = "; ".join(f"{state}: {listed(files, MOST)}" for state, files in by_state.items())
+    files = counted(len(report["files"]), "file")
+    print(f"{safe(report['name'])}: {complete} of {files} are complete" + (wrong and f"; {wrong}"))
+    if report["older"] is None:
+        print("  no other checkpoint of the run is whole")
+        return
+    fits = f"  {safe(report['older'])} is the newest whole one"
+    if report["tensors"] is not None:
+        fits += f": {report['alike']} of {counted(report['tensors'], 'tensor')} have the same name,"
+        fits += " type and shape there"
+    if report["frozen"]:
+        fits += f"; the weights of {listed(report['frozen'], MOST)} are frozen, and fit"
+    print(fits)
 
 
 def state_of(row: Row) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import counted, safe, sized
+from ..errors import counted, listed, safe, sized
+from . import listing
 from .terminal import checked, spoken, warn
 
 MOST = 20  # places of each kind
+MOST_NAMES = 4  # in a sentence
 HEADS = {
     "restored": "can be restored exactly",
     "accepted": "is taken as its checksum alone says (--accept-chance)",
@@ -49,6 +51,7 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
     if report["dry_run"]:
         if not (report["places"] or report["lost"] or report["problems"]):
             print(f"nothing is damaged in {source}")
+        listing.interrupted(report.get("interrupted"))
         if instead := report.get("instead"):
             print(f"next: go on from {safe(instead)}, which is whole by its metadata")
         return
@@ -66,3 +69,9 @@ def mended(report: dict[str, Any], quiet: bool) -> None:
         print(f"left out: {spoken(line)}")
     if report["next"]:
         print(f"next: {safe(report['next'])}")
+    rebuilt = (line["tensors"] for line in report["lost"] if line["state"] == "rebuilt")
+    if names := [each["tensor"] for tensors in rebuilt for each in tensors]:
+        print(
+            f"made up (--rebuild): parts of {counted(len(names), 'tensor')} are not the values "
+            f"that were lost, but others in their place: {listed(names, MOST_NAMES)}"
+        )

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from ..core.checkpoint.dtypes import SIZES
 from ..core.storage import sources
 from ..core.storage.byte_sources import Fingerprint
+from ..core.storage.checksum import crc32
 from ..core.storage.fragments import Extent, Record
 from ..core.storage.inventory import missing_file
 from ..core.storage.sequences import Joined, Made
@@ -353,6 +354,8 @@ class _Outline(Struct, frozen=True):
     Another item with the same bytes describes its data in the same way, except for the CRC-32,
     which is at `crc_at` in the directory. `data` and `behind` are where the data begin and end.
     `head` and `tail` are the bytes before and after the data, with zeros in the `gaps`.
+    `identity` is where the item's random id begins and ends, and where its CRC-32 is; None in files
+    of zckpt.
     """
 
     data: int
@@ -361,11 +364,12 @@ class _Outline(Struct, frozen=True):
     tail: bytes
     gaps: tuple[tuple[int, int], ...]
     crc_at: int
+    identity: tuple[int, int, int] | None
 
     @classmethod
     def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
         """The outline of an item that was opened, and of its data."""
-        start, gaps, crc_at = item.offset, list[tuple[int, int]](), 0
+        start, gaps, crc_at, identity = item.offset, list[tuple[int, int]](), 0, None
         for name, member in read_directory(file, item).items():
             stop = member.offset + member.length
             is_data = member.offset == data.offset
@@ -380,8 +384,9 @@ class _Outline(Struct, frozen=True):
                 crc_at = member.entry + 16 - start
             else:
                 gaps.append((member.offset - start, stop - start))
+                identity = (*gaps[-1], member.entry + 16 - start)
         begin, behind = data.offset - start, data.offset + data.length - start
-        outline = cls(begin, behind, b"", b"", tuple(gaps), crc_at)
+        outline = cls(begin, behind, b"", b"", tuple(gaps), crc_at, identity)
         head, tail = outline.bytes_of(file, item.offset, item.length)
         return replace(outline, head=outline.blank(head, 0), tail=outline.blank(tail, behind))
 
@@ -406,8 +411,15 @@ class _Outline(Struct, frozen=True):
         head, tail = self.bytes_of(file, location.offset, location.length)
         if self.blank(head, 0) != self.head or self.blank(tail, self.behind) != self.tail:
             return None
-        place = self.crc_at - self.behind
-        return int.from_bytes(tail[place : place + 4], "little")
+        if self.identity is not None:
+            begin, stop, stated = (place - self.behind for place in self.identity)
+            if crc32(tail[begin:stop]) != _number(tail, stated):
+                return None
+        return _number(tail, self.crc_at - self.behind)
+
+
+def _number(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4], "little")
 
 
 class _Planned(Struct, eq=False):

@@ -336,11 +336,14 @@ class TorchFile:
                 file=self.path,
             )
         start, data = f"{folder}data/", self.records
+        beside = list[Record]()
         for name, member in members.items():
+            record = Record(Extent(self.path, member.offset, member.length), member.crc)
             if name.startswith(start):
-                data[name.removeprefix(start)] = Record(
-                    Extent(self.path, member.offset, member.length), member.crc
-                )
+                data[name.removeprefix(start)] = record
+            elif member not in (order, pickle_member) and member.crc is not None:
+                beside.append(record)
+        sources.note_beside(beside)
         loaded = self._parsed(_member(file, pickle_member, self.path), pickle_member.crc, parsed)
         sources.note_objects(loaded.names)  # `peek` may have parsed it before the reader started
         return loaded

@@ -4,6 +4,8 @@
     explaining.py   which bytes were there before: one damaged record at a time
     witnesses.py    other bytes that confirm an explanation, or that contradict it
     containers.py   checksums of a zip that its reader checks before anything is known
+    zips.py         which bit was flipped in what a zip says of its members
+    stated.py       checksums of descriptions and headers, which readers need first
     losses.py       what lost files had, and what of it is left elsewhere
     alike.py        lost files whose bytes all other ranks have
     rebuilding.py   what may take the place of lost values, if the user types it

@@ -1,8 +1,8 @@
 """What is damaged in a checkpoint, and what did it have there before?
 
 The readers and the judge say which file is damaged, and a comparison of all bytes, as `verify` does
-it, says which records are. A file whose pickle is damaged cannot be read at all: so its members are
-checked first, and it is read again with the corrections that explain them.
+it, says which records are. A file whose pickle or structure is damaged cannot be read at all: so
+these are checked first, and it is read again with the corrections that explain them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.passes.resources import Begin, Copying
 from ..core.storage import sources
 from ..core.storage.corrections import Correction, corrected
 from ..core.storage.fileio import crc_of
-from ..core.storage.fragments import Record
+from ..core.storage.fragments import Extent, Record
 from ..core.storage.records import Damage
 from ..errors import (
     CorruptCheckpoint,
@@ -35,12 +35,14 @@ from ..errors import (
 from ..formats.reading import Reading
 from ..judging import verdict
 from ..judging.verdict import Verdict
-from ..proof.damage import contents_of
+from ..proof.damage import beside, contents_of
 from ..proof.pairs import own_matches
 from ..reading import read
 from .containers import damage_in, stated_twice
 from .explaining import Place, explained
+from .stated import place_in
 from .witnesses import Contents, Witnesses
+from .zips import flipped_in
 
 REFUSED = (
     CorruptCheckpoint,
@@ -99,10 +101,10 @@ def diagnose(
             found = list[Place]()
             for files in blamed:
                 found = found or [
-                    _in_container(damage)
+                    place
                     for file in dict.fromkeys(filter(os.path.isfile, files))
-                    for damage in damage_in(file)
-                    if damage.record.extent not in known
+                    for place in _in_file(file)
+                    if place.extent not in known
                 ]
             early += found
             corrections = corrections_of(found)
@@ -121,6 +123,7 @@ def diagnose(
         witnesses = Witnesses(manifest, older)
         early = [_again(place, contents[place.extent], witnesses) for place in early]
         places = [*_of_records(manifest, outcome, witnesses)]
+        places += map(_in_container, beside(manifest))
         if any(place.is_of_checksum for place in places):  # which the manifest has read
             stack.enter_context(corrected(corrections_of(places)))
             judged = verdict.of(read(path, reading))
@@ -142,6 +145,25 @@ def _below(path: str) -> list[str]:
     """All files of the folder at a path, or beside the file there."""
     folder = path if sources.is_folder(path) else os.path.dirname(path)
     return [entry.path for entry in sources.walk(folder) if entry.is_file(follow_symlinks=False)]
+
+
+def _in_file(path: str) -> list[Place]:
+    """What is damaged in a file of which nothing else is known: its structure, else its members."""
+    structure = [*map(_of_structure, flipped_in(path))]
+    if (stated := place_in(path)) is not None:
+        structure.append(stated)
+    return structure or [*map(_in_container, damage_in(path))]
+
+
+def _of_structure(correction: Correction) -> Place:
+    """A flipped bit of what a zip says of its members."""
+    extent = Extent(correction.file, correction.offset, len(correction.before))
+    damage = Damage(Record(extent, None), 0)
+    return Place(damage, (), 0.0, (), None, (correction,), "witness", TWICE)
+
+
+TWICE = "a second place in the zip"
+"""Who confirms a bit of a zip's structure."""
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:

@@ -44,6 +44,7 @@ class Loss(Struct, frozen=True):
     count: int
     state: State
     why: str
+    other: Entry | None = None  # that has the same elements
 
 
 class Losses(Struct, frozen=True):
@@ -59,16 +60,25 @@ class Losses(Struct, frozen=True):
     lines: Sequence[Report] = ()
     lost: Sequence[Loss] = ()
     remade: Sequence[Mended] = ()
+    differing: Sequence[str] = ()
+    """Tensors of which a lost file had a copy that nobody knows."""
 
     @property
     def can_be_made_up(self) -> bool:
-        """Whether all that is lost, if anything is, could be made up."""
-        return bool(self.lost) and all(each.state == "made-up" for each in self.lost)
+        """Whether all that is lost, if anything is, could be made up, or is left in one tensor."""
+        return bool(self.lost) and all(
+            each.state == "made-up" or each.other is not None for each in self.lost
+        )
 
     @property
     def slots(self) -> set[str]:
-        """The slots of all tensors of which something is lost."""
-        return {each.entry.slot for each in self.lost}
+        """The slots of all tensors of which something would have to be made up."""
+        return {each.entry.slot for each in self.lost if each.state == "made-up"}
+
+    @property
+    def others(self) -> dict[Key, tuple[Entry, str]]:
+        """By lost tensor, the one that has the same elements, and why it has."""
+        return {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
         """The same, if what is lost is made up as these records say."""
@@ -83,6 +93,9 @@ class Losses(Struct, frozen=True):
 
         Then `lacking` is what the user would have to type.
         """
+        if self.can_be_made_up and self.differing:
+            names = listed(self.differing, MOST)
+            return error.with_way(f"nothing says what this rank had of {names}: ranks differ in it")
         if self.can_be_made_up and lacking:
             typed = " ".join(f"--rebuild {each}" for each in lacking)
             return error.with_way(f"`{typed}` makes up what is lost, see --dry-run")
@@ -169,7 +182,8 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
                 files = {fragment.extent.file for fragment in entry.fragments}
                 lost = tuple(sorted(files & found.lost.keys()))
                 state, why = _left(manifest, entry, is_left)
-                yield Loss(entry, lost, entry.numel - rest.numel, state, why)
+                other = _same(manifest, entry, found.lost, older) if state == "elsewhere" else None
+                yield Loss(entry, lost, entry.numel - rest.numel, state, why, other)
 
 
 Left = Callable[[Key], str | None]
@@ -197,6 +211,19 @@ def _whole(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> 
         return "they are frozen, and the older checkpoint has them"
 
     return is_left
+
+
+def _same(
+    manifest: Manifest, entry: Entry, lost: dict[str, str], older: Manifest | None
+) -> Entry | None:
+    """The tensor that has the elements which another one lost, as `_left` says that one has."""
+    copies = [copy for copy in manifest.replicas if copy.key == entry.key]
+    own = next((copy for copy in copies if _is_whole(copy, lost)), None)
+    if own is not None:
+        return own
+    parameter = manifest.parameters.get(entry.parameter)
+    is_frozen = parameter is not None and not parameter.trainable
+    return older.entries.get(entry.key) if older is not None and is_frozen else None
 
 
 def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:

@@ -46,7 +46,7 @@ from .alike import alike, has_links, remade
 from .diagnosis import Diagnosis, corrections_of, diagnose
 from .explaining import CHANCE, LOST, Place
 from .losses import Losses, losses_of, whatever_is_there
-from .rebuilding import Rebuilding
+from .rebuilding import Rebuilding, differing_copies
 from .rebuilding import rebuild as rebuilt
 
 UNUSED = "option-without-effect"
@@ -89,7 +89,9 @@ def mend(
             is_all = bool(known) and known.keys() == found.lost.keys()
             made = None
             if losses.can_be_made_up and not lacking and not is_hidden:
-                made = rebuilt(found, found.lost.keys() - known.keys(), rebuilding)
+                losses = replace(losses, differing=differing_copies(found))
+                taken = replace(rebuilding, others=losses.others)
+                made = rebuilt(found, found.lost.keys() - known.keys(), taken)
             if made is not None:
                 losses = losses.made_up([*(own.mended for own in known.values()), *made])
                 is_all = True
@@ -228,10 +230,10 @@ def _refuse(
     lost = [place for place in needed if place.by is None]
     if lost:
         raise _listed("not-mendable", f"{source} cannot be mended", lost, LOST)
-    if places and any(each.by == "made-up" for each in losses.remade):
+    if places and (losses.others or any(each.by == "made-up" for each in losses.remade)):
         raise CorruptCheckpoint(  # weights may be damaged that masters were made of
             "not-mendable",
-            f"{source} cannot be mended: values are made up only beside files without damage, and "
+            f"{source} cannot be mended: files are made only beside files without damage, and "
             f"{os.path.basename(places[0].extent.file)} has some",
             hint=LOST,
             file=places[0].extent.file,

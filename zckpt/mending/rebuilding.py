@@ -1,5 +1,6 @@
 """Which values may take the place of those that no file has? Only what the user types is made up.
 
+frozen      weights of an older checkpoint, and buffers of all other ranks: they are the same
 masters     the 16-bit weights, widened: they differ from the lost ones by less than a rounding
 moments     zeros, or those of an older checkpoint
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from tempfile import TemporaryDirectory
 
 from msgspec import Struct
@@ -19,18 +21,20 @@ from msgspec import Struct
 from .. import formats
 from ..core.checkpoint.cast import cast
 from ..core.checkpoint.dtypes import SIZES
-from ..core.checkpoint.entries import Entry
+from ..core.checkpoint.entries import Entry, Key
 from ..core.checkpoint.manifest import Manifest
 from ..core.checkpoint.mended import Mended
 from ..core.passes.layout import Shell
 from ..core.passes.pieces import ElementReader, ReadRequest
 from ..core.passes.streaming import reading
-from ..core.storage.fileio import crc_of, write_all
+from ..core.storage.fileio import Reader, crc_of, write_all
 from ..core.storage.fragments import Extent, Fragment
 from ..core.storage.records import RecordChecker
 from ..errors import MissingData, WrongOption, ZckptError, listed
 from ..files.torchshell import state_checksums
 from ..judging.damaged_source import Found, kept
+from .alike import FEWEST
+from .losses import losses_of
 
 MASTERS, ZERO, OLDER = "masters", "moments=zero", "moments=older"
 CHOICES = (MASTERS, ZERO, OLDER)
@@ -42,12 +46,14 @@ SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 class Rebuilding(Struct, frozen=True):
     """What may be made up: masters from weights, and moments as zeros or as the `older` has them.
 
-    `moments` is None if they may not.
+    `moments` is None if they may not. `others` are tensors that have the same elements as lost
+    ones, and why.
     """
 
     masters: bool = False
     moments: str | None = None
     older: Manifest | None = None
+    others: Mapping[Key, tuple[Entry, str]] = {}
 
     @classmethod
     def of(cls, typed: Sequence[str], older: Manifest | None) -> Rebuilding:
@@ -82,6 +88,10 @@ class Rebuilding(Struct, frozen=True):
 
         Raises MissingData if the older checkpoint has no such tensor.
         """
+        if entry.key in self.others:
+            return self.others[entry.key][0]
+        if entry.slot == "param":
+            return source.entries[entry.key]
         if entry.slot == "master":
             return source.entries[entry.parameter, "param"]
         if self.moments != OLDER or self.older is None:
@@ -99,6 +109,10 @@ class Rebuilding(Struct, frozen=True):
 
     def how(self, entry: Entry, source: Manifest) -> str:
         """What the elements are taken from, for the record."""
+        if entry.key in self.others:
+            return self.others[entry.key][1]
+        if entry.slot == "param":
+            return "the copies of all other ranks"
         other = self.source(entry, source)
         if other is None:
             return "zeros"
@@ -107,21 +121,32 @@ class Rebuilding(Struct, frozen=True):
         return f"as they are in the older {self.older.where if self.older else ''}"
 
 
+def options_for(found: Found) -> list[str]:
+    """What `--rebuild` takes so that all that was lost is made up; nothing if that cannot be.
+
+    Reads no tensor.
+    """
+    losses = losses_of(found, None, {})
+    return Rebuilding().lacking(losses.slots) if losses.can_be_made_up else []
+
+
 def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> list[Mended] | None:
     """Writes the lost files at `paths` into the folder of links; gives the records of it.
 
     None if the format's writer would not write these files with the same elements, or if each rank
-    has states of its own. Raises
-    MissingData as `Rebuilding.source`.
+    has states of its own. Raises MissingData as `Rebuilding.source`, and CorruptCheckpoint if the
+    older checkpoint is damaged there.
     """
     source, format = found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
         return None
     names = {os.path.basename(path): path for path in paths}
     weights = [source.entries.get((each, "param")) for each in source.parameters]
-    if any(kept(each, found.lost)[0] is not each for each in weights if each is not None):
+    lost = [each for each in weights if each and kept(each, found.lost)[0] is not each]
+    if any(each.key not in rebuilding.others for each in lost) or differing_copies(found):
         return None
-    records = []
+    records, older = [], rebuilding.older
+    of_older = {*map(id, older.entries.values())} if older is not None else set[int]()
     with TemporaryDirectory(prefix="zckpt-") as folder:
         try:
             if (layout := format.lay_out_again(source)) is None:
@@ -137,18 +162,22 @@ def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> lis
             parts = [*_parts(shells, made[name])]
             if _places(parts) != _places(_parts(source, path)):
                 return None
+            if older is not None:
+                taken = [rebuilding.source(entry, source) for entry, _ in parts]
+                _refuse_damaged(older, [each for each in taken if each and id(each) in of_older])
             _fill(made[name], shells, source, parts, rebuilding)
             below = os.path.relpath(found.real(path), found.path)
             for entry, own in parts:
                 how = rebuilding.how(entry, source)
+                is_same = entry.slot == "param" or entry.key in rebuilding.others
                 extent = own.extent
                 records.append(
                     Mended(
                         below,
                         extent.offset,
                         extent.length,
-                        "made-up",
-                        1.0,
+                        "witness" if is_same else "made-up",
+                        0.0 if is_same else 1.0,
                         tensor=entry.name,
                         witness=how,
                     )
@@ -158,6 +187,37 @@ def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> lis
             shutil.move(made[name], path)
             os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns))
     return records
+
+
+def differing_copies(found: Found) -> list[str]:
+    """The tensors of which a lost file had a copy that is unknown: those of other ranks differ.
+
+    So do running means. If all other ranks, at least two, have the same, the lost one had it too.
+    """
+    names = []
+    for manifest in found.known.each:
+        lost = [copy for copy in manifest.replicas if kept(copy, found.lost)[0] is not copy]
+        for key in dict.fromkeys(copy.key for copy in lost):
+            every = [manifest.entries[key], *(own for own in manifest.replicas if own.key == key)]
+            left = [own for own in every if kept(own, found.lost)[0] is own]
+            if len(left) < FEWEST or len(set(map(_crc, left))) > 1:
+                names.append(left[0].name if left else every[0].name)
+    return names
+
+
+def _crc(entry: Entry) -> int:
+    runs = [*entry.fragments.runs(0, entry.numel, SIZES[entry.dtype])]
+    return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
+
+
+def _refuse_damaged(older: Manifest, entries: Iterable[Entry]) -> None:
+    """Raises CorruptCheckpoint if a record is damaged from which elements would be taken."""
+    checker = RecordChecker(older.files.records)
+    for entry in entries:
+        for fragment in entry.fragments:
+            checker.require(fragment.extent)
+    with closing(Reader()) as reader:
+        checker.finish(reader)
 
 
 Part = tuple[Entry, Fragment]
@@ -175,8 +235,8 @@ def _lay(shells: Iterable[Shell], folder: str) -> None:
 
 
 def _parts(manifest: Manifest, file: str) -> Iterator[Part]:
-    """What a file has of each tensor, in runs of elements."""
-    for entry in manifest.entries.values():
+    """What a file has of each tensor, and of each copy, in runs of elements."""
+    for entry in (*manifest.entries.values(), *manifest.replicas):
         for run in entry.fragments.runs(0, entry.numel, SIZES[entry.dtype]):
             if run.extent.file == file:
                 yield entry, run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import pairwise
 from math import prod
 
@@ -19,8 +20,9 @@ from ..core.comparison.compare import ComparisonOutcome, Result
 from ..core.grouping import by_key
 from ..core.passes.description import Report, line_of
 from ..core.storage.checksum import flipped_bit
+from ..core.storage.fileio import Reader
 from ..core.storage.fragments import Extent, Fragment, Fragments, Runs, boxes_of
-from ..core.storage.records import Damage
+from ..core.storage.records import Damage, RecordChecker
 from ..errors import CorruptCheckpoint, Notice, listed, note, problem
 
 PADDING = ", in padding: harmless, no tensor lies there"
@@ -104,6 +106,17 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
     padding = bool(contents) and extent.offset > 0  # the record of a complete file begins at 0
     line |= {"tensors": [], "harmless": padding}
     return said(what + (PADDING if padding else ", outside every tensor"))
+
+
+def beside(manifest: Manifest) -> list[Damage]:
+    """Damaged records that no tensor needs and no reader: a zip's version, and its random id.
+
+    torch.load (2.13) refuses a file in which some of their bits are flipped.
+    """
+    checker = RecordChecker(manifest.files.beside, collect=True)
+    with closing(Reader()) as reader:
+        checker.finish(reader, everything=True)
+    return [*checker.damage.values()]
 
 
 def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[Notice]:

@@ -52,6 +52,7 @@ def verify_alone(
     problems = [
         *said(damage.overlapping(manifest)),
         *damage.unused(manifest),
+        *(damage.meaning(manifest, wrong, []) for wrong in damage.beside(manifest)),
         *said(lost),
         *report["problems"],
     ]

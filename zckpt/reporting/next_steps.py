@@ -14,11 +14,12 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .. import api
 from ..core.checkpoint.entries import Entry
 from ..core.passes.description import Report
 from ..errors import ZckptError, joined, listed
 from ..judging import about
-from ..judging.damaged_source import Found, kept
+from ..judging.damaged_source import Found, kept, what_is_there
 from ..resume.runs import Candidate, candidates, folder_of, judged
 
 DAMAGED = ("checksum", "NaN", "infinite")
@@ -68,11 +69,38 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
     missing = [os.path.basename(checkpoint.real(each)) for each in checkpoint.lost]
     if missing:
         steps.append(_step(f"put {listed(missing, MOST)} back, if there is a copy", None))
+    if (step := rebuilding(checkpoint, path)) is not None:
+        steps.append(step)
     if not wrong and checkpoint.judged.alone:
         left = ALONE
     return report | {"lost": lost, "left": left, "do": steps}
 
 
+def made_up(path: str, tag: str | None) -> Report | None:
+    """As `rebuilding`, of the checkpoint at a path; reads no tensor."""
+    with suppress(ZckptError, OSError), what_is_there(path, {"tag": tag}, api.read) as found:
+        return rebuilding(found, path, tag)
+    return None
+
+
+def rebuilding(found: Found, path: str, tag: str | None = None) -> Report | None:
+    """The command that makes up what lost files had, and what it gives; None if there is none."""
+    options = api.rebuild_options(found)
+    if not options:
+        return None
+    given = joined([GIVES[each] for each in options])
+    flags = " ".join(
+        [*([f"--tag {quote(tag)}"] if tag else ()), *(f"--rebuild {o}" for o in options)]
+    )
+    step = _step(f"make up what is lost ({given})", f"zckpt mend {quote(path)} DST {flags}")
+    return step | {"makes_up": True}
+
+
+GIVES = {
+    "masters": "masters that are the 16-bit weights",
+    "moments=zero": "zeros as moments",
+}
+"""What `--rebuild` gives, for a sentence."""
 COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes on from them"
 
 

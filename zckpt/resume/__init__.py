@@ -4,6 +4,7 @@ runs.py             finds the checkpoints of a run, the newest first
 fitting.py          the sizes of the next run, and the conversion that makes a checkpoint fit
 check.py            the report of `zckpt check`
 listing.py          the report of `zckpt list`: the state of each checkpoint of a run
+interrupted.py      the complete files of an interrupted save, and what of an older one fits
 cache.py            resharded checkpoints in RUN/.zckpt: locks, and which ones are removed
 names.py            directories of file names, for a loader that needs no copy
 resuming.py         what all ranks do until they have a path

@@ -32,6 +32,7 @@ from ..errors import (
 from ..judging.loads import obstacles
 from ..judging.verdict import BROKEN, step_of
 from .fitting import Asked
+from .interrupted import interrupted
 from .runs import LACKS, Candidate, alone, candidates, damage, judged, no_checkpoint
 
 if sys.version_info >= (3, 11):
@@ -93,12 +94,14 @@ def list_checkpoints(
         rows.append(row)
     if not rows:
         raise NotACheckpoint("no-checkpoint", f"{run} has no checkpoint", file=run)
+    is_whole = all(row["whole"] for row in rows)
     return {
         "zckpt": VERSION,
         "command": "list",
         "run": run,
         "sizes": given,
         "checkpoints": rows,
+        "interrupted": None if is_whole else interrupted(run, None, reading),
         "seconds": round(time.monotonic() - started, 3),
     }
 

@@ -132,14 +132,14 @@ def instead_of(path: str, tag: str | None = None) -> str | None:
     `path` is a checkpoint or a run. In a run, the other ones are all but `tag` or the newest.
     """
     with suppress(ZckptError, OSError):
-        for candidate in _others(path, tag):
+        for candidate in others(path, tag):
             with suppress(ZckptError, OSError):
                 if not judged(candidate, {}).obstacles:
                     return candidate.where
     return None
 
 
-def _others(path: str, tag: str | None) -> list[Candidate]:
+def others(path: str, tag: str | None) -> list[Candidate]:
     """The other checkpoints of a run, the newest first. Their names differ only in numbers."""
     checkpoints = candidates(path)
     if tag is not None:

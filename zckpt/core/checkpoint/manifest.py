@@ -208,6 +208,11 @@ class Files(Struct, frozen=True):
     """Weights in siblings. A target gets them unchanged, and masters are compared with them."""
     records: Sequence[Record] = ()
     """Extents whose checksum a file states."""
+    beside: tuple[Record, ...] = ()
+    """Further records of the engine's containers, which no reader needs: the version of a zip.
+
+    Empty for a manifest that was not made by `reading.read`, and unless `Reading.nameless`.
+    """
     unused: tuple[Extent, ...] = ()
     """Extents of the checkpoint's own files that nothing in the files describes."""
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)

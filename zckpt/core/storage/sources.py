@@ -27,6 +27,7 @@ from msgspec import Struct, field
 from ...errors import CorruptCheckpoint, SourceChanged, ZckptError
 from . import byte_sources
 from .byte_sources import Fingerprint
+from .fragments import Record
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,12 +56,14 @@ class Watch(Struct, eq=False):
     """The first fingerprint of every file that was opened or measured, by path.
 
     `changed` are the files that had another fingerprint later. `objects` are the classes and
-    functions that are named in the texts of pickles.
+    functions that are named in the texts of pickles. `beside` are records of containers that no
+    reader needs, unless it is None.
     """
 
     first: dict[str, Fingerprint] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     objects: set[str] = field(default_factory=set)
+    beside: dict[Record, None] | None = None
 
     def note(self, path: str, status: os.stat_result) -> None:
         fingerprint = Fingerprint.of(status)
@@ -84,14 +87,17 @@ _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
+def watching(keeps_records: bool = False) -> Iterator[Watch]:
     """Notes every file that is opened or measured inside the block, in this thread.
 
     A checkpoint's structure is read in one thread, so a context variable is enough. Threads that
     read tensors open the files again, with the fingerprints of the manifest (`Files.fingerprints`).
     If the block raises an error, and one of the files changed meanwhile, SourceChanged is raised.
+
+    With `keeps_records`, records that no reader needs are noted too: of 100,000 files these are
+    many.
     """
-    watch = Watch()
+    watch = Watch(beside={} if keeps_records else None)
     token = _watch.set(watch)
     try:
         yield watch
@@ -226,6 +232,13 @@ def note_objects(names: Iterable[str]) -> None:
     watch = _watch.get()
     if watch is not None:
         watch.objects.update(names)
+
+
+def note_beside(records: Iterable[Record]) -> None:
+    """Notes records that the reader does not need, for a `watching` that keeps them."""
+    watch = _watch.get()
+    if watch is not None and watch.beside is not None:
+        watch.beside.update(dict.fromkeys(records))
 
 
 def close(file: int) -> None:

@@ -3,6 +3,7 @@
 files.py      finds the checkpoint's files; the version that is written
 read.py       reads manifest.json, and finds tensors in the safetensors files
 agreement.py  checks that the parts of manifest.json agree
+flipped.py    finds the bit of a damaged manifest.json that was flipped
 write.py      writes the files for `convert --to universal`
 functions.py  the table of this format's functions
 """

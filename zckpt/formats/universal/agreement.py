@@ -24,9 +24,14 @@ def checksum(document: Mapping[str, Any]) -> str:
     It is computed from the JSON with sorted keys, without spaces, in ASCII, so every program can
     compute it from the parsed document.
     """
+    return f"{crc32(canonical(document)):08x}"
+
+
+def canonical(document: Mapping[str, Any]) -> bytes:
+    """The bytes of which a manifest states the CRC-32."""
     rest = {key: value for key, value in document.items() if key != "crc32"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return f"{crc32(text.encode('ascii')):08x}"
+    return text.encode("ascii")
 
 
 def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:

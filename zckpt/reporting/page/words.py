@@ -193,10 +193,14 @@ def time(saved: Any) -> str:
 
 
 def advice(following: Mapping[str, Any]) -> str:
-    """The section `next` as one sentence: what is lost, what is left and what to do."""
+    """The section `next` as one sentence: what is lost, what is left and what to do.
+
+    Steps that make up values are left out.
+    """
     parts = [*(following.get("lost") or []), following.get("left") or ""]
     steps = following.get("do") or []
-    parts.append(", or ".join(step["what"] for step in steps if step["command"]))
+    exact = (step["what"] for step in steps if step["command"] and not step.get("makes_up"))
+    parts.append(", or ".join(exact))
     text = "; ".join(filter(None, parts))
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 

@@ -1,0 +1,111 @@
+"""Which bit of manifest.json was flipped?
+
+The manifest states the CRC-32 of its contents (`agreement.checksum`), not of its bytes. So a bit is
+flipped back and the text is parsed again: the bit that gives the stated CRC-32 was flipped. Where
+to try is known: near the place at which the text stops to be JSON, at the bit of the contents that
+explains the CRC-32, at a name that nothing else in the text has, or in the CRC-32 itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ...core.storage.checksum import crc32, flipped_bits
+from .agreement import canonical, checksum
+
+BEFORE, BEHIND = 400, 8  # bytes around the place at which the text stops to be JSON
+LIMIT = 1 << 29  # bytes that are parsed, all tries together
+WORD = re.compile(rb"[^\"/,:\s]+")
+MARK = re.compile(rb'["\[\],:{}]')  # beside which the text may have spaces
+KEY = re.compile(rb'"([^"\n]{1,40})":')
+AROUND = 6  # bytes on each side by which a place of the contents is found in the text
+
+Bit = tuple[int, int]
+"""A byte of the text, and a bit of it."""
+
+
+def flipped(text: bytes) -> list[Bit]:
+    """The single bits with which a damaged manifest has the CRC-32 that it states.
+
+    Nothing if none is found; it may be in a place that would take too long to find.
+    """
+    left = LIMIT
+    found: list[Bit] = []
+    for place, bit in dict.fromkeys(_candidates(text)):
+        if (left := left - len(text)) < 0:
+            return []
+        changed = bytearray(text)
+        changed[place] ^= 1 << bit
+        document = _parsed(bytes(changed))
+        if isinstance(document, dict) and document.get("crc32") == checksum(document):
+            found.append((place, bit))
+    return found
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _candidates(text: bytes) -> Iterator[Bit]:
+    try:
+        document = json.loads(text)
+    except UnicodeDecodeError as error:
+        yield from _bits(text, error.start - BEHIND, error.end + BEHIND)
+        return
+    except json.JSONDecodeError as error:
+        place = len(error.doc[: error.pos].encode())
+        yield from _bits(text, place - BEFORE, place + BEHIND)
+        return
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(document, dict):
+        return
+    for match in re.finditer(rb'"crc32": ?"?([0-9a-z]{8})', text[-64:]):
+        start = max(0, len(text) - 64) + match.start()
+        yield from _bits(text, start, start + len(match[0]))
+    yield from _in_contents(text, document)
+    yield from _in_names(text)
+
+
+def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
+    for place in range(max(0, start), min(len(text), stop)):
+        for bit in range(8):
+            yield place, bit
+
+
+def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
+    """Places of the text whose surroundings are those of the bit that explains the CRC-32."""
+    stated = document.get("crc32")
+    if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{8}", stated):
+        return
+    contents = canonical(document)
+    for place, bit in flipped_bits(int(stated, 16), crc32(contents), len(contents)):
+        start, stop = max(0, place - AROUND), place + AROUND + 1
+        ends = (match.end() for match in MARK.finditer(contents[start:place]))
+        begin = max(ends, default=0)
+        behind = MARK.search(contents[place + 1 : stop])
+        piece = contents[start + begin : place + 1 + behind.start() if behind else stop]
+        for match in re.finditer(re.escape(piece), text):
+            yield match.start() + place - start - begin, bit
+
+
+def _in_names(text: bytes) -> Iterator[Bit]:
+    """Bits of words that occur once, if another word differs in this bit; all bits of such keys."""
+    words: dict[bytes, list[int]] = {}
+    for match in WORD.finditer(text):
+        words.setdefault(match[0], []).append(match.start())
+    for word, places in words.items():
+        for place, byte in enumerate(word if len(places) == 1 else b""):
+            for bit in range(8):
+                other = word[:place] + bytes([byte ^ 1 << bit]) + word[place + 1 :]
+                if other in words:
+                    yield places[0] + place, bit
+    for match in KEY.finditer(text):
+        if text.count(match[0]) == 1:
+            yield from _bits(text, match.start(1), match.end(1))

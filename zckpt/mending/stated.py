@@ -1,0 +1,114 @@
+"""Which damaged bits of files are explained by a checksum that their readers need first?
+
+    .metadata                the CRC-32 that zckpt writes behind its pickle
+    a header of safetensors  the CRC-32 of the whole file, in manifest.json of the same folder
+    manifest.json            the CRC-32 of its contents, in itself
+
+torch writes none for `.metadata`, and nobody one for safetensors elsewhere: these stay damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from typing import Any
+
+from ..core.checkpoint.mended import By
+from ..core.storage import sources
+from ..core.storage.corrections import corrected
+from ..core.storage.fileio import crc_of
+from ..core.storage.fragments import Extent, Record
+from ..core.storage.records import Damage
+from ..errors import ZckptError
+from ..files import safefile
+from ..files.dcpfile import SEAL
+from ..files.dcptable import METADATA
+from ..formats.universal import flipped
+from ..formats.universal.agreement import checksum
+from ..formats.universal.files import MANIFEST
+from .explaining import BELIEVED, Place, chance_of, explained, flipped_back
+from .witnesses import Witnesses
+
+SEALED = 32  # bytes at the end of `.metadata` in which the CRC-32 stands
+MOST = 1 << 30  # bytes of a file that is read whole
+
+
+def place_in(path: str) -> Place | None:
+    """The damage of such a file, and what it had before; None if it has none that is stated."""
+    with suppress(ZckptError, OSError, ValueError):
+        if os.path.basename(path) == MANIFEST:
+            return _in_manifest(path)
+        record = _sealed(path) or _listed(path)
+        if record is not None and (crc := crc_of([record.extent])) != record.crc:
+            place = explained(Damage(record, crc), (), Witnesses(None))
+            return _with_header(place) if path.endswith(".safetensors") else place
+    return None
+
+
+def _text(path: str) -> bytes:
+    with sources.opened(path) as file:
+        text = file.read(MOST + 1)
+    if len(text) > MOST:
+        raise ValueError("it is too long")
+    return text
+
+
+def _sealed(path: str) -> Record | None:
+    """The pickle of `.metadata`, if a CRC-32 stands behind it."""
+    if not path.endswith(METADATA):
+        return None
+    text = _text(path)
+    match = SEAL.search(text, max(0, len(text) - SEALED))
+    return match and Record(Extent(path, 0, match.start()), int(match[1], 16))
+
+
+def _listed(path: str) -> Record | None:
+    """The whole file, if an undamaged manifest beside it lists it."""
+    folder, name = os.path.split(path)
+    manifest = os.path.join(folder, MANIFEST)
+    if not sources.is_file(manifest):
+        return None
+    document: Any = json.loads(_text(manifest))
+    if not isinstance(document, dict) or document.get("crc32") != checksum(document):
+        return None
+    stated = document.get("files", {}).get(name, {})
+    if stated.get("size") != sources.size(path) or "crc32" not in stated:
+        return None
+    return Record(Extent(path, 0, stated["size"]), int(stated["crc32"], 16))
+
+
+def _with_header(place: Place) -> Place:
+    """Of a file whose header cannot be read: the bit with which it can be."""
+    extent = place.extent
+    with suppress(ZckptError):
+        safefile.read(extent.file)
+        return place  # the header is not what is damaged
+    fits = []
+    for byte, bit in place.bits:
+        correction = flipped_back(extent, byte, bit)
+        with suppress(ZckptError), corrected([correction]):
+            safefile.read(extent.file)
+            fits.append(correction)
+    if len(fits) != 1 or place.by == "checksum":
+        return place
+    about = place.damage, place.contents, place.chance, place.bits, place.burst
+    return Place(*about, (fits[0],), "witness", "the header, which can be read then,")
+
+
+def _in_manifest(path: str) -> Place | None:
+    text = _text(path)
+    with suppress(ValueError):
+        document = json.loads(text)
+        if not isinstance(document, dict) or document.get("crc32") in (None, checksum(document)):
+            return None
+    extent = Extent(path, 0, len(text))
+    bits = flipped.flipped(text)
+    chance, damage = chance_of(len(text)), Damage(Record(extent, None), 0)
+    if len(bits) != 1:
+        why = "no single flipped bit explains its checksum, of those that were tried"
+        return Place(damage, (), chance, bits, why=why)
+    by: By = "checksum" if len(text) <= BELIEVED else "chance"
+    correction = flipped_back(extent, *bits[0])
+    why = f"the file has {len(text)} bytes"
+    return Place(damage, (), chance, bits, None, (correction,), by, why=why)

@@ -1,0 +1,103 @@
+"""What is left of a save that was interrupted, and what of an older checkpoint fits?
+
+Nothing is found out here: the verdict says which checkpoint is whole, the inventory which of its
+files are there, and another rank's file stands in for a lost one, so that tensors are known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from .. import api, formats
+from ..core.checkpoint.manifest import Manifest
+from ..core.passes.description import Report
+from ..core.storage.inventory import State
+from ..errors import ZckptError
+from ..judging.damaged_source import Found, what_is_there
+from ..judging.inventory import of_folder, states_in
+from ..judging.verdict import Verdict
+from .runs import Candidate, candidates, judged, others
+
+
+def interrupted(
+    path: str, tag: str | None = None, reading: Mapping[str, Any] | None = None
+) -> Report | None:
+    """The newest checkpoint of a run that is not whole, if none that is newer is; its files.
+
+    `path` is a run, or a checkpoint of one. With a `tag` that one is meant. None if it is whole, or
+    if nothing is wrong that a save leaves. `older` is the newest whole one; `tensors` are those of
+    the interrupted one, `alike` how many of them have the same type and shape in the older one, and
+    `frozen` the weights of these that no training changes.
+    """
+    reading = reading or {}
+    with suppress(ZckptError, OSError):
+        found = candidates(path)
+        order = [standing.path for standing in formats.by_age(each.where for each in found)]
+        for each in sorted(found, key=lambda each: order.index(each.where), reverse=True):
+            if tag is not None and tag not in (each.tag, each.name):
+                continue
+            verdict = judged(each, reading)
+            if not verdict.whole:
+                break
+            return _report(each, verdict, others(path, each.tag), reading)
+    return None
+
+
+def _report(
+    candidate: Candidate, verdict: Verdict, others: list[Candidate], reading: Mapping[str, Any]
+) -> Report:
+    wrong = dict[str, State](states_in(verdict.error) if verdict.error else {})
+    with ExitStack() as stack:
+        found = Found(candidate.path)
+        with suppress(ZckptError, OSError):
+            source = {"tag": candidate.tag, **reading}
+            found = stack.enter_context(what_is_there(candidate.path, source, api.read))
+        lost = {found.real(path) for path in found.lost}
+        wrong |= {path: wrong.get(path, "unreadable") for path in lost if os.path.exists(path)}
+        wrong |= dict.fromkeys((path for path in lost if not os.path.exists(path)), "missing")
+        rows = verdict.rows if verdict.manifest else of_folder(candidate.where, wrong)
+        older = _newest_whole(others, reading)
+        return {
+            "name": candidate.name,
+            "path": candidate.where,
+            "files": [
+                {"file": row.name, "role": row.role, "state": row.state, "size": row.size}
+                for row in rows
+            ],
+            "older": older[0].where if older else None,
+            **_fitting(found.manifest, older[1] if older else None),
+        }
+
+
+def _newest_whole(
+    others: list[Candidate], reading: Mapping[str, Any]
+) -> tuple[Candidate, Manifest] | None:
+    for each in others:
+        with suppress(ZckptError, OSError):
+            verdict = judged(each, reading)
+            if verdict.manifest is not None and not verdict.obstacles:
+                return each, verdict.manifest
+    return None
+
+
+def _fitting(manifest: Manifest | None, older: Manifest | None) -> Report:
+    """What an older checkpoint has of the same names, types and shapes."""
+    if manifest is None or older is None:
+        return {"tensors": None, "alike": None, "frozen": []}
+    alike = [
+        entry
+        for key, entry in manifest.entries.items()
+        if (other := older.entries.get(key)) is not None
+        and (other.dtype, other.shape) == (entry.dtype, entry.shape)
+    ]
+    frozen = [
+        entry.parameter
+        for entry in alike
+        if entry.slot == "param"
+        and (parameter := manifest.parameters.get(entry.parameter)) is not None
+        and not parameter.trainable
+    ]
+    return {"tensors": len(manifest.entries), "alike": len(alike), "frozen": frozen}
