@@ -246,7 +246,7 @@ def _left(manifest: Manifest, entry: Entry, is_left: Left) -> tuple[State, str]:
         return "gone", "no other file has them"
     if entry.slot == "master":
         if param is not None and is_left(weight) and is_widened(param.dtype, entry.dtype):
-            return "made-up", f"their weights of {param.dtype} are left, of which masters are more"
+            return "made-up", f"their {param.dtype} weights are left, but masters have more bits"
         return "gone", "no other file has them"
     if entry.slot not in WEIGHTS and entry.slot != "state" and (is_left(weight) or is_left(master)):
         return "made-up", "no other file has them, but their weights are left"
