@@ -2,6 +2,8 @@
 
 `zckpt schema COMMAND` prints the JSON Schema that msgspec makes of them. A later version may add
 keys: programs that read a document should ignore keys that they do not know.
+
+Over 600 lines: it is one list of records, which are read side by side.
 """
 
 from typing import Any, Literal

@@ -84,7 +84,8 @@ def _tensor(
             "file-damaged", "a pickle builds a tensor from a value that is not a storage"
         )
     if len(shape) > MAX_AXES:
-        raise CorruptCheckpoint("file-damaged", f"a tensor has {len(shape)} axes")
+        message = f"a tensor has {len(shape)} axes, and torch allows {MAX_AXES}"
+        raise CorruptCheckpoint("file-damaged", message)
     if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
         raise UnsupportedCheckpoint(
             "storage-unsupported",

@@ -154,7 +154,10 @@ def regrouped(
     members: Mapping[str, int],
     origins: Sequence[int],
 ) -> Manifest:
-    """The manifest with new groups, copied from those in `origins`, and fitting schedulers."""
+    """The manifest with these groups; `origins` has the old group that each one was copied from.
+
+    Estimates and schedulers' lists follow the old groups' values.
+    """
     parameters = {
         name: replace(parameter, group=members.get(name, parameter.group))
         for name, parameter in manifest.parameters.items()

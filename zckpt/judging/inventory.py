@@ -200,6 +200,6 @@ def _known(name: str) -> Known | None:
 
 
 def folder_of(manifest: Manifest) -> str:
-    """The folder of a program's files; the engine's own folder if there are none."""
+    """The folder of the program's own files, except those in subfolders; else the root."""
     paths = (item.path for item in manifest.files.siblings if os.sep not in item.name)
     return os.path.dirname(next(paths, os.path.join(manifest.root, "")))

@@ -298,7 +298,10 @@ def without_front(manifest: Manifest) -> Manifest:
 
 
 def about_words(names: Mapping[str, str]) -> list[Notice]:
-    """A note about the wrappers' words that names lose; `names` maps old names to new ones."""
+    """A note about wrappers' words, such as `_orig_mod`, that were removed from names.
+
+    `names` maps old names to new ones. Without a change there is no note.
+    """
     changed = {old: new for old, new in names.items() if old != new}
     words: Counter[str] = Counter()
     for old, new in changed.items():

@@ -151,7 +151,10 @@ class Asked(Struct, frozen=True):
 
     @classmethod
     def by(cls, config: Mapping[str, Any]) -> Asked | None:
-        """The weights of the class in config.json; None for an unknown class."""
+        """The weights of the model class that config.json names.
+
+        None if zckpt's table lacks the class, or if it has its own code (`auto_map`).
+        """
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
         about = _table()["models"].get(name) if isinstance(name, str) else None

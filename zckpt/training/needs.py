@@ -145,7 +145,10 @@ OF_RUN = frozenset(
 
 
 def for_weights_alone(manifest: Manifest) -> Manifest:
-    """A source for a target without optimizer: the files of its run are left out, with a note."""
+    """Leaves out the files that only a continued run needs, such as a scheduler's; adds a note.
+
+    For targets of weights alone. `OF_RUN` has the roles of these files.
+    """
     of_run = [
         item
         for item in manifest.files.siblings

@@ -86,7 +86,7 @@ def _known_keys(manifest: Manifest) -> str:
 
 
 def _with_rates(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the rates of the groups in the schedulers' states; warns about other schedulers."""
+    """Sets the groups' rates in schedulers' states; warns of schedulers that may set others."""
     groups = manifest.each[0].groups or ()
 
     def rated(own: Manifest) -> Manifest:

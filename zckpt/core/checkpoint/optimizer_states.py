@@ -174,7 +174,7 @@ def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[S
 def unsupported(
     key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
 ) -> StateRow:
-    """A state that is only compared; `tensors` are those in its inert value."""
+    """A row for a state that is compared but not interpreted; `tensors` are those in `value`."""
     content = json.dumps(to_json(value), sort_keys=True)
     names = tuple(parameters)
     return StateRow(str(key), "unsupported", names, content, reason, tensors=tuple(tensors))

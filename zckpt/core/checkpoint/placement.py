@@ -307,7 +307,8 @@ class Table(Struct, frozen=True):
     """How the ranks of one parallel axis share a model.
 
     A parameter that is not in `cuts` is replicated. `word` is the word for a rank in messages.
-    `merge` needs no `rows`, because the manifests of ranks show what each rank has.
+    `rows` states what each rank has. Only `split` needs it:
+    `merge` sees the same in the manifests of the ranks.
     """
 
     word: str

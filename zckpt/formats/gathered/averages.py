@@ -69,7 +69,10 @@ class Model(Struct, frozen=True):
 def joined(
     tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
 ) -> tuple[dict[Any, Any], list[Notice], Callable[[TreePath], bool]]:
-    """The tree with averages joined or left out, warnings, and a test for the settled paths."""
+    """Joins averages that ranks saved as slices, or leaves them out if they do not fit.
+
+    Returns the tree, warnings, and a test whether a path lies in something joined or left out.
+    """
     tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
     models = [
         Model(path, rank_files, frozenset(names), frozenset(value.keys() - names), MeshCache())

@@ -52,7 +52,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def with_copies(path: str) -> Manifest:
-    """The manifest of files that are to be filled, with ranks' copies of replicated tensors."""
+    """The manifest of files that are laid out but not filled yet.
+
+    Its `replicas` include the copies of replicated tensors that the other ranks hold.
+    """
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
     replicas = [

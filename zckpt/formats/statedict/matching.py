@@ -236,7 +236,7 @@ def _earliest(
 def _why_not(
     orders: Sequence[Order], place: int, position: int, names: Sequence[NamedShape]
 ) -> str:
-    """The reason why no name is left for the parameter at this position of an order."""
+    """The reason why the parameter `orders[place][position]` gets none of the model's names."""
     total = sum(map(len, orders))
     if total > len(names):
         return f"the optimizer knows {total} parameters by number, the model holds {len(names)}"

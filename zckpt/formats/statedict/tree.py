@@ -82,7 +82,7 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
         value_before = container[key] if isinstance(container, list) else container.get(key)
         if following is None and value_before is not None:
             raise CorruptCheckpoint(
-                "file-damaged", f"{METADATA} names two values {'.'.join(map(str, path))}"
+                "file-damaged", f"{METADATA} has two values for {'.'.join(map(str, path))}"
             )
         if following is None:
             container[key] = value

@@ -252,7 +252,7 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """The blocks of boxes; a rank with a shorter part has none at the end."""
+    """The blocks of each rank's box in the segment: fewer or none where the box is shorter."""
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
         yield from lines_of(part, rank, segment.start, stop, segment.at)

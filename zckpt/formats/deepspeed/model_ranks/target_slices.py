@@ -121,7 +121,11 @@ def _candidates(
     universal_info: UniversalInfo | None,
     auto: AutoTP | None,
 ) -> Iterator[Shapes]:
-    """Candidate shapes of the ranks: as the source states for `tp` ranks, or even shares."""
+    """The shapes that the ranks' slices may have, in the order in which they are tried.
+
+    First those that the source states, if for `tp` ranks; then the full shape on every rank; then
+    shares along each axis: AutoTP's, or equal ones without AutoTP.
+    """
     stated_shapes = None if universal_info is None else universal_info.stated_shapes(name)
     if stated_shapes is not None and len(stated_shapes) == tp:
         yield stated_shapes

@@ -181,9 +181,8 @@ class _Items:
     def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]]:
         """The slots of every buffer.
 
-        A key states whether the buffer belongs to the experts' own optimizer, which comes second;
-        the number of the model-parallel rank; the type of the weights; and the number of the
-        buffer.
+        A key says whether the buffer is of the experts' own optimizer (the second of the chained
+        ones), and has `dp_group_idx` (the model-parallel rank), the weights' type and `gbuf_idx`.
         """
         buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]] = {}
         for key, saved in self.table.items.items():
