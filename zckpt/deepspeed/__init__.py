@@ -1,4 +1,4 @@
-"""DeepSpeed's engine loads any checkpoint at any size, and nothing is written.
+"""A DeepSpeed engine loads any checkpoint at any size, without one being written for that size.
 
     zckpt.deepspeed.load_checkpoint(engine, "checkpoint-500")
 

@@ -1,4 +1,4 @@
-"""A program loads a checkpoint into its engine; where that takes a copy, it may allow one."""
+"""Loads a checkpoint into the engine of a program; writes a copy first if needed and allowed."""
 
 from __future__ import annotations
 

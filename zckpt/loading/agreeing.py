@@ -1,8 +1,9 @@
-"""Have all ranks together read what the source's checksums state?
+"""Checks that what all ranks read of the source has the checksums that the source states.
 
-A record of the source may be read in parts by several ranks. Each counts its own, and rank 0
-combines them. Damage ends no read: all ranks first have their file, and then raise the same error.
-A rank that raised alone would leave the others in a collective call of the engine.
+A record of the source may be read in parts by several ranks. Each rank computes checksums of its
+own parts, and rank 0 combines them. Damage ends no read: all ranks first have their file, and then
+raise the same error. If one rank raised alone, the others would wait in a collective call of the
+engine.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from ..processes.ranks import Ranks, received, sent
 
 
 class Agreement:
-    """What all ranks read of `source`; `checker` counts what this one reads.
+    """Combines the checksums of what all ranks read of `source`; `checker` has those of this rank.
 
-    `checking` has the pairs, by identity, whose bytes count. If it `is_sparing`, no checksum is
-    looked at.
+    `checking` has the `id`s of the pairs (a source's tensor and the target's) whose bytes this rank
+    counts. If `is_sparing` is True, no checksum is compared.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Agreement:
     def agree(self, error: Exception | None, is_last: bool, is_all: bool = True) -> None:
         """Raises Told in all ranks if one of them failed, or if a record is damaged.
 
-        After the last file, the little that no rank has read of a record is read too. If the files
-        were all, that holds for records of which no rank can count its part.
+        After the last file (`is_last`), the bytes of a record that no rank has read are read too.
+        If the engine has read files of all kinds (`is_all`), that includes records of which no rank
+        can count its part.
         """
         values = self._ranks.gathered([sent(error), [*self.checker.parts()]])
         self._ranks.told(partial(self._judge, values, is_last, is_all))

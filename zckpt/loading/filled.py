@@ -1,8 +1,9 @@
-"""A file of the target that is in no filesystem: torch.load reads it.
+"""A file-like object that torch.load reads: a file of the target whose tensors are on no disk.
 
 torch.load asks a file for the parts of its zip, and for each storage's bytes into the memory that
-it has just allocated. The parts of the zip come from the shell; the bytes of a storage are
-assembled from the source, in that memory. So no second copy of a tensor exists at any time.
+it has just allocated. The parts of the zip come from the shell, which is a file with holes where
+tensors go; the bytes of a storage are assembled from the source, in that memory. So no second copy
+of a tensor exists at any time.
 
 Turned down: mapping the shell into memory (`torch.load(mmap=True)`) and filling the mapping. The
 page cache would hold as many zeros as the tensors have bytes.
@@ -26,9 +27,10 @@ from ..errors import UnsupportedCheckpoint
 
 
 class FilledFile(io.RawIOBase):
-    """The file at `path`, whose shell lies there; `records` are its storages, lengths by offset.
+    """A file whose shell lies at `path`, and whose storages are filled from the source when read.
 
-    `failure` is the first error of the source: torch has no way to hand it on.
+    `records` has the length in bytes of each storage by its offset in the file. `failure` is the
+    first error of the source, which torch.load does not pass on.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class FilledFile(io.RawIOBase):
         return self._shell
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """No part of the file has a checksum: nobody reads it again."""
+        """Yields nothing: this file gets no checksums, as no program reads it again."""
         return iter(())
 
     def load(self, map_location: Any) -> Any:
-        """What torch.load gives; raises the error that ended it."""
+        """Returns what torch.load makes of this file; raises the error that ended it."""
         try:
             value = torch.load(cast(IO[bytes], self), map_location=map_location, weights_only=False)
         except Exception:
@@ -89,7 +91,7 @@ class FilledFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a storage; for other parts of the file, reads the shell."""
+        """Fills the buffer from the source, if it is for a storage; otherwise reads the shell."""
         view = memoryview(buffer).cast("B")
         start = self._position
         count = max(0, min(len(view), self._size - start))

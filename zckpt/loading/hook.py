@@ -35,7 +35,7 @@ _original: list[Any] = []
 
 
 def serve(directory: str, source: Source) -> None:
-    """From now on, an engine that is given the directory loads `source`.
+    """Makes engines of this process load `source` when they are given `directory`.
 
     Raises WrongOption for a version of DeepSpeed that was not tested.
     """
@@ -46,7 +46,7 @@ def serve(directory: str, source: Source) -> None:
 
 
 def undo() -> None:
-    """Gives DeepSpeed's engine its own loader back; directories of names cannot be loaded then."""
+    """Puts DeepSpeed's own `load_checkpoint` back; it can load no directory of names."""
     _served.clear()
     if _original:
         from deepspeed.runtime.engine import DeepSpeedEngine

@@ -1,12 +1,12 @@
-"""How does an engine load a checkpoint of another size, of which it finds no file?
+"""How does an engine load a checkpoint of another size without files of its size on disk?
 
-1. each rank reads the metadata of the source, and lays out the target's shells for itself
+1. each rank reads the metadata of the source, and writes the target's shells for itself
 2. rank 0 reads what `reshard` reads before its first byte; an error ends the load in all ranks
 3. the engine loads from the shells' directory; each file that it asks for is filled in memory
 4. when all ranks have a file, they know whether the source's bytes are those that were saved
 
-Until the second file, or the second time that the engine asks for the model's, it has only looked:
-an error leaves it as it was.
+The engine changes nothing of itself until it asks for its second file, or a second time for the
+model's: an error before that leaves it as it was.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ARGUMENTS: dict[str, Any] = {
     "load_module_only": False,
     "custom_load_fn": None,
 }
-"""What the engine's own loader takes beside a path and a tag, with its defaults (0.19.8)."""
+"""Arguments of DeepSpeed's `load_checkpoint` beside path and tag, with their defaults (0.19.8)."""
 MEMORY = 64 << 20  # bytes, for buffers
 MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 TOUCHED = (
@@ -65,10 +65,11 @@ def load(
     is_sparing: bool = False,
     **words: Any,
 ) -> tuple[str | None, Any]:
-    """Loads the checkpoint at `source` into an engine; `given` are arguments of its own loader.
+    """Loads the checkpoint at `source` into an engine; returns what `engine.load_checkpoint` does.
 
-    If it `is_sparing`, no byte is read for a checksum alone. `words` are those of `zckpt.reshard`.
-    Raises in all ranks what `zckpt.deepspeed.load_checkpoint` raises.
+    `given` are arguments of the engine's own loader, `words` those of `zckpt.reshard`. If
+    `is_sparing` is True, no byte is read only to compare a checksum. Raises in all ranks what
+    `zckpt.deepspeed.load_checkpoint` raises.
     """
     given = ARGUMENTS | given
     refuse_engine(engine, source, given["load_optimizer_states"])
@@ -100,7 +101,11 @@ def load(
 
 
 def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
-    """What `reshard` would be asked for this engine; raises WrongOption for another size."""
+    """Returns the arguments of `reshard` that give files for this engine.
+
+    These are `words` with the engine's ds_config, number of data ranks and stage. Raises
+    WrongOption if `words` ask for another size or stage.
+    """
     wanted = {"dp": engine.dp_world_size, "stage": engine.zero_optimization_stage()}
     for name, size in wanted.items():
         if words.get(name) not in (None, size):
@@ -113,7 +118,7 @@ def words_for(engine: Any, words: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A ds_config as JSON has it; a program may have put other objects into its own."""
+    """Returns a ds_config with values of JSON alone; other objects become their `str`."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -122,12 +127,12 @@ def plain(value: Any) -> Any:
 
 
 class Files(Struct, frozen=True, eq=False):
-    """The target's files: their shells below a directory, and what fills them."""
+    """The target's files: their shells in a directory, and the source's tensors that fill them."""
 
     pairs: list[plan.Pair]
     pieces_of: Callable[[str], list[plan.TargetPiece]]
     records: dict[str, dict[int, int]]
-    """The storages of each file: lengths by offset."""
+    """By path of a file: the length in bytes of each storage, by its offset in the file."""
 
     @classmethod
     def of(cls, source: Manifest, shells: Manifest, layout: Layout) -> Files:
@@ -140,7 +145,7 @@ class Files(Struct, frozen=True, eq=False):
 
 
 class Load(Struct, eq=False, dict=True):
-    """One load, in one rank. `given` are the arguments of the engine's own loader."""
+    """One load in one rank; `given` are the arguments of the engine's own loader."""
 
     ranks: Ranks
     stack: ExitStack
@@ -162,7 +167,7 @@ class Load(Struct, eq=False, dict=True):
         return self._loaded(folder)
 
     def _prepare(self, where: str, folder: str, words: dict[str, Any]) -> None:
-        """Everything that is known before a tensor is read."""
+        """Lays out the target and writes its shells into `folder`, without having read a tensor."""
         decision, how = api.decided(where, "deepspeed", **words)
         self.check = partial(api.check_beforehand, decision, how)
         layout, self.where = decision.layout, decision.manifest.root
@@ -219,9 +224,9 @@ class Load(Struct, eq=False, dict=True):
 
 
 class LoadingEngine:
-    """DeepSpeed's checkpoint engine for one load: files below `folder` are filled from the source.
+    """DeepSpeed's checkpoint engine for one load: it fills files below `folder` from the source.
 
-    Everything else is asked of the engine's own.
+    All other files, methods and attributes are those of the engine's own (`own`).
     """
 
     def __init__(
@@ -245,7 +250,7 @@ class LoadingEngine:
         return getattr(self._own, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What the engine's own gives for a file."""
+        """Returns the content of a file, as the engine's own `load` does."""
         path = os.path.normpath(path)
         if not path.startswith(self._folder):
             return self._own.load(path, map_location)
@@ -264,7 +269,10 @@ class LoadingEngine:
         return value
 
     def agree(self, error: Exception | None, is_last: bool) -> None:
-        """All ranks have read their file; raises Told in all if one has not, or for damage."""
+        """Waits until all ranks have read their file.
+
+        Raises Told in all of them if one failed, or if the source is damaged.
+        """
         try:
             is_all = self._load.reads_optimizer or not self._load.stage
             self._agreement.agree(error, is_last, is_all)
@@ -282,7 +290,7 @@ class LoadingEngine:
 
 
 def _mark(records: Any, files: dict[str, dict[int, int]]) -> int:
-    """A number that differs for another source, and for another target."""
+    """A checksum that differs for another source and for another target."""
     crc = mark_of(records)
     for path, storages in files.items():
         crc = crc32(f"{os.path.basename(path)} {sorted(storages.items())};".encode(), crc)

@@ -1,4 +1,4 @@
-"""Which engines load what zckpt hands to them? Others are refused before they are touched."""
+"""Which engines can load a checkpoint that zckpt makes in memory? Refuses all others beforehand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import WrongOption, literal
 
 TESTED = ("0.19.8",)
-"""The versions of DeepSpeed whose loading zckpt knows: which files it asks for, and when."""
+"""Versions of DeepSpeed of which it was tested which files they load, and when."""
 STATES = "_states.pt"
-"""How the names of all files of an engine's ranks end."""
+"""The endings of the names of all files that an engine's ranks load."""
 PLAIN = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_00_(model|optim)_states\.pt")
-"""The files of an engine whose ranks share no model."""
+"""The names of the files of an engine in which no ranks share a model."""
 UNSUPPORTED = "load-unsupported"
-"""The code of an engine, or of files, that need a copy."""
+"""The code of the error for an engine, or files, that need a copy on disk."""
 
 
 def refuse_version(source: str) -> None:
@@ -29,7 +29,11 @@ def refuse_version(source: str) -> None:
 
 
 def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None:
-    """Raises WrongOption for an engine of which it was not shown that it loads what it is given."""
+    """Raises WrongOption for an engine that was not shown to load what zckpt makes in memory.
+
+    Such are engines with pipelines, tensor, sequence or expert ranks, or with the optimizer on
+    NVMe.
+    """
     refuse_version(source)
     stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
     reasons = {
@@ -50,7 +54,7 @@ def refuse_engine(engine: Any, source: str, load_optimizer_states: bool) -> None
 
 
 def unsupported(source: str, message: str) -> WrongOption:
-    """The error of what the engine's own loader may load, if the checkpoint is written for it."""
+    """Returns the error for such an engine; its hint is to let `auto_resume` write a copy first."""
     lines = (
         f"path = zckpt.auto_resume({literal(source)})",
         'engine.load_checkpoint(path.report["load_dir"], tag=path.tag)',
@@ -59,7 +63,10 @@ def unsupported(source: str, message: str) -> WrongOption:
 
 
 def refuse_files(source: str, paths: Iterable[str]) -> None:
-    """Raises WrongOption for files of other engines: of layers, of experts, of tensor ranks."""
+    """Raises WrongOption if the files at `paths` are for ranks that share a model.
+
+    Such are files of layers, of experts and of tensor ranks.
+    """
     for name in map(os.path.basename, paths):
         if name.endswith(STATES) and not PLAIN.fullmatch(name):
             what = f"{source} is a checkpoint of ranks that share a model"

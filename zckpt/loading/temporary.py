@@ -1,8 +1,8 @@
-"""Where does the engine find the names of the files that it is going to load?
+"""A temporary directory in which the engine finds the names of the files that it is going to load.
 
-In a temporary directory of this process: `engine.py` looks there which files exist. They are
-shells, with holes where tensors belong. The process locks the directory, so that after a kill the
-next start knows that nobody needs it, and removes it.
+`load.py` gives this directory to the engine, which looks there which files exist. They are shells,
+with holes where tensors belong. The process locks the directory: after a kill, the next process
+finds it without a lock and removes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ PREFIX = "zckpt-names-"
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """A new directory, which is removed in the end; removes those of processes that were killed."""
+    """Creates a directory and yields its path; removes it in the end.
+
+    Also removes such directories of processes that were killed.
+    """
     above = os.path.realpath(tempfile.gettempdir())
     _sweep(above)
     path, file = _locked(above)
@@ -35,7 +38,7 @@ def directory() -> Iterator[str]:
 
 
 def lay(folder: str, shells: Iterable[Shell]) -> None:
-    """Writes shells, whose holes take no space."""
+    """Writes shells into `folder`; their holes take no space."""
     for shell in shells:
         path = path_inside(folder, shell.name, "the source")
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -49,7 +52,10 @@ def lay(folder: str, shells: Iterable[Shell]) -> None:
 
 
 def _locked(above: str) -> tuple[str, int]:
-    """A new directory, and its locked descriptor; a sweep may remove one before it is locked."""
+    """Creates a directory and locks it; returns its path and descriptor.
+
+    Tries again if another process has removed the directory before it was locked.
+    """
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX, dir=above)
         if (file := _own(path)) is not None:
@@ -57,7 +63,7 @@ def _locked(above: str) -> tuple[str, int]:
 
 
 def _sweep(above: str) -> None:
-    """Removes the directories whose processes have ended; others have a lock."""
+    """Removes the directories of processes that have ended: no process has a lock on them."""
     for name in os.listdir(above):
         path = os.path.join(above, name)
         if name.startswith(PREFIX) and (file := _own(path)) is not None:
@@ -66,7 +72,7 @@ def _sweep(above: str) -> None:
 
 
 def _own(path: str) -> int | None:
-    """The descriptor of a directory of this user that this process has locked now."""
+    """Locks a directory of this user, and returns its descriptor; None if that cannot be."""
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with suppress(OSError):

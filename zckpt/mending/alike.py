@@ -1,8 +1,9 @@
-"""Which lost files are those of all other ranks, but for the name that torch.save puts into a zip?
+"""Which lost files can be copied from another rank, because all other ranks have the same file?
 
-In stage 3 each rank has a file of the model without its weights. If those of all other ranks, at
-least of two, are the same, the lost one was too. Not if any element of a tensor lay in it alone:
-then it was a part, and equal parts of others say nothing.
+In stage 3 each rank has a file of the model without its weights. If at least two other ranks have
+theirs, and all of these are the same, the lost one was the same too: only the folder name differs
+that torch.save derives from the file's name and puts into the zip. That does not hold if any
+element of a tensor lay in the lost file alone: then equal files of other ranks say nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ HEADER, ENTRY = 30, 46  # bytes in front of a name, in a member's header and in 
 
 
 class Alike(Struct, frozen=True):
-    """A lost file, by its name below the checkpoint; `other` has its bytes as `renaming` says."""
+    """A lost file, by its `name` below the checkpoint, that is made again from the file `other`.
+
+    `renaming` are the corrections that put the lost file's name into the copied zip; `ranks` is the
+    number of other ranks that have the same file.
+    """
 
     name: str
     other: str
@@ -37,7 +42,7 @@ class Alike(Struct, frozen=True):
     ranks: int
 
     def write(self, path: str) -> None:
-        """Writes the file to `path`, with the times of the other one; raises OSError."""
+        """Writes the lost file to `path`, with the times of `other`; raises OSError."""
         os.unlink(path)  # the link to what stands in
         with (
             corrected(self.renaming),
@@ -51,7 +56,7 @@ class Alike(Struct, frozen=True):
 
     @property
     def mended(self) -> Mended:
-        """The record of it."""
+        """The entry of the list of mended bytes for this file: all its bytes came from `other`."""
         size = sources.size(self.other)
         return Mended(self.name, 0, size, "witness", 0.0, witness=self.witness)
 
@@ -61,21 +66,25 @@ class Alike(Struct, frozen=True):
 
 
 def alike(found: Found) -> dict[str, Alike]:
-    """The lost files that are known, by their paths as the manifest has them."""
+    """The lost files that all other ranks have too, each by its path in the manifest."""
     if found.manifest is None:
         return {}
     return {path: own for path in found.lost if (own := _alike(found, path)) is not None}
 
 
 def has_links(found: Found) -> bool:
-    """Whether links are among the files: in a folder of links, nothing tells them from the rest."""
+    """Whether the checkpoint's folder has links in it.
+
+    A lost file is made in a folder of links to the files that are left; in it, the user's links
+    could not be told from those of zckpt.
+    """
     return os.path.isdir(found.path) and any(
         entry.is_symlink() for entry in sources.walk(found.path)
     )
 
 
 def remade(found: Found, known: Mapping[str, Alike]) -> str:
-    """The folder of links, with all lost files written into it."""
+    """Writes the files of `known` into the folder of links, and returns the path of that folder."""
     for path, own in known.items():
         own.write(path)
     assert found.shadow is not None
@@ -122,9 +131,11 @@ def _has_parts(found: Found, path: str) -> bool:
 
 
 def _renaming(other: str, lost: str) -> Iterator[Correction]:
-    """What gives the zip at `other` the folder that the lost file had in front of all names.
+    """Yields the corrections that turn the folder name in the zip at `other` into that of `lost`.
 
-    Raises BadZipFile for what is no zip, and ValueError for other names.
+    torch.save puts the file's name without its ending in front of the names of all members. Raises
+    BadZipFile for what is no zip, and ValueError if its members have other names, or if both names
+    differ in length.
     """
     before, after = (
         f"{os.path.splitext(os.path.basename(path))[0]}/".encode() for path in (other, lost)

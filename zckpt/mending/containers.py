@@ -1,7 +1,8 @@
-"""Which records of a file are damaged whose reader refuses it, before anything else is known?
+"""Which members of a zip are damaged, in a file that its reader refuses?
 
-A zip of torch.save states the CRC-32 of its pickle, too. The file of a rank is one zip, and an item
-file of torch.distributed.checkpoint has one after another.
+Such a file has no manifest that would name its records. But each zip of torch.save states a CRC-32
+for each of its members, the pickle too. The file of a rank is one zip, and an item file of
+torch.distributed.checkpoint has one after another.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ DESCRIPTOR = b"PK\7\10"  # begins the record behind the data of a member
 
 
 def damage_in(path: str) -> list[Damage]:
-    """The damaged members of all zips in a file; nothing if it has none, or a broken directory."""
+    """Returns the members whose bytes have another CRC-32 than stated, of all zips in a file.
+
+    The list is empty for a file that begins with no zip, or whose directory cannot be read.
+    """
     try:
         records = [
             Record(Extent(path, member.offset, member.length), member.crc)
@@ -38,7 +42,7 @@ def damage_in(path: str) -> list[Damage]:
 
 
 def members_of(path: str) -> Iterator[ZipMember]:
-    """The members of all zips in a file, if it begins as one; raises ZckptError."""
+    """Yields the members of all zips in a file, if it begins with one; raises ZckptError."""
     with sources.opened(path) as file:
         number = file.fileno()
         if sources.pread(number, 4, 0) != b"PK\3\4":
@@ -48,9 +52,10 @@ def members_of(path: str) -> Iterator[ZipMember]:
 
 
 def stated_twice(damage: Damage) -> Correction | None:
-    """The correction of the CRC-32 in a zip's directory, if that has the flipped bit.
+    """Returns the correction of a CRC-32 in a zip's directory, if one bit of it was flipped.
 
-    A member states its CRC-32 a second time, in its local header or behind its data.
+    A member states its CRC-32 a second time, in its local header or behind its data: if the bytes
+    have that one, they are right, and the directory is not. Returns None otherwise.
     """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None

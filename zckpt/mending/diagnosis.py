@@ -1,8 +1,9 @@
-"""What is damaged in a checkpoint, and what did it have there before?
+"""What is damaged in a checkpoint, and which bytes were there before?
 
-The readers and the judge say which file is damaged, and a comparison of all bytes, as `verify` does
-it, says which records are. A file whose pickle or structure is damaged cannot be read at all: so
-these are checked first, and it is read again with the corrections that explain them.
+The readers and `judging/verdict.py` say which file is damaged; a comparison of all bytes, as
+`verify` does it, says which records are. A file whose pickle or structure is damaged cannot be read
+at all: so these are checked first, and the file is read again with the corrections of what they
+have.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ REFUSED = (
     MissingData,
     UnsupportedCheckpoint,
 )
-"""Errors that damage of a checkpoint may be the cause of."""
+"""Errors of a reader that damaged files may cause, so that `mend` looks for the damage."""
 
 
 class Diagnosis(Struct, frozen=True):
-    """The damaged `places` of a checkpoint, and the `judged` rest: what else keeps it from loading.
+    """What is damaged in a checkpoint: a `Place` for each record, and the verdict on all else.
 
-    It was read with the corrections of these places. If it could not be read even so, `error` says
-    why, and there is no manifest.
+    The verdict `judged` was made with the corrections of these places applied. If the checkpoint
+    could not be read even so, `error` says why, and there is no manifest.
     """
 
     places: Sequence[Place] = ()
@@ -70,22 +71,24 @@ class Diagnosis(Struct, frozen=True):
         return self.judged.manifest if self.judged else None
 
     def is_needed(self, place: Place) -> bool:
-        """Whether a program reads the file to resume, so that it must not stay damaged."""
+        """Whether a program reads the file of a place to resume, so that it must be mended."""
         unread = self.judged.unread if self.judged else ()
         return place.extent.file not in {each.file for each in unread}
 
 
 def corrections_of(places: Iterable[Place]) -> list[Correction]:
-    """All corrections of these places."""
+    """All corrections of these places, in one list."""
     return [*chain.from_iterable(place.corrections for place in places)]
 
 
 def diagnose(
     path: str, reading: Reading, older: Manifest | None, copying: Copying, begin: Begin | None
 ) -> Diagnosis:
-    """Reads all bytes of the checkpoint at `path`; `older` is another one of the same run.
+    """Reads all bytes of the checkpoint at `path`, and returns what is damaged in it.
 
-    Raises the ZckptError that fits if that is not the fault of its files.
+    `older` is an earlier checkpoint of the same run, whose bytes may confirm a correction. Raises
+    the UnsupportedCheckpoint of the reader if no damage of a file explains it, and every error of
+    the reader that is not in `REFUSED`.
     """
     early: list[Place] = []
     with ExitStack() as stack:
@@ -135,20 +138,20 @@ def _place(place: Place) -> tuple[str, int]:
 
 
 def _blamed(judged: Verdict) -> list[str]:
-    """The files that are there, and in which the judge has found damage."""
+    """The files in which the verdict found damage, or which could not be read."""
     manifest = judged.manifest
     lost: tuple[Notice, ...] = manifest.notices.lost if manifest else ()
     return [each.file for each in (*lost, *judged.damaged, *judged.unread) if each.file]
 
 
 def _below(path: str) -> list[str]:
-    """All files of the folder at a path, or beside the file there."""
+    """All files of the folder at `path`, or of the folder around it if it is a file."""
     folder = path if sources.is_folder(path) else os.path.dirname(path)
     return [entry.path for entry in sources.walk(folder) if entry.is_file(follow_symlinks=False)]
 
 
 def _in_file(path: str) -> list[Place]:
-    """What is damaged in a file of which nothing else is known: its structure, else its members."""
+    """Returns what is damaged in a file without a manifest: its structure, else its zip members."""
     structure = [*map(_of_structure, flipped_in(path))]
     if (stated := place_in(path)) is not None:
         structure.append(stated)
@@ -156,24 +159,27 @@ def _in_file(path: str) -> list[Place]:
 
 
 def _of_structure(correction: Correction) -> Place:
-    """A flipped bit of what a zip says of its members."""
+    """Returns the place of one flipped bit in a header or the directory of a zip."""
     extent = Extent(correction.file, correction.offset, len(correction.before))
     damage = Damage(Record(extent, None), 0)
     return Place(damage, (), 0.0, (), None, (correction,), "witness", TWICE)
 
 
 TWICE = "a second place in the zip"
-"""Who confirms a bit of a zip's structure."""
+"""What confirms the correction of such a bit, as the report names it."""
 
 
 def _in_container(damage: Damage, contents: Contents = ()) -> Place:
-    """A damaged member of a zip."""
+    """Returns the place of a damaged zip member, with the bytes that were there before if known."""
     place = explained(damage, contents, Witnesses(None))
     return place if place.by else _with_directory(place)
 
 
 def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
-    """The same, now that it is known what lies there, and that witnesses can be asked."""
+    """Explains a place once more, now that its tensors are known and other bytes can be asked.
+
+    A place that a checksum or other bytes explained already keeps its corrections.
+    """
     if not contents or place.by in ("checksum", "witness"):
         return replace(place, contents=contents)
     with corrected(each.undone for each in place.corrections):
@@ -181,7 +187,7 @@ def _again(place: Place, contents: Contents, witnesses: Witnesses) -> Place:
 
 
 def _with_directory(place: Place) -> Place:
-    """The same, if the flipped bit is that of the checksum in the zip's directory."""
+    """Adds the correction of the CRC-32 in the zip's directory, if that is what is damaged."""
     correction = stated_twice(place.damage)
     if correction is None:
         return place
@@ -192,10 +198,11 @@ def _with_directory(place: Place) -> Place:
 def _of_records(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """The damage that the comparison of all bytes has found.
+    """Yields a place for each record that the comparison of all bytes found damaged.
 
-    A universal checkpoint states a checksum of each tensor and of each file: the smaller record
-    says more, and the larger one must be right then.
+    A universal checkpoint states a checksum of each tensor and one of each file. A tensor is the
+    smaller record, so it is explained first; the file is then damaged elsewhere only if its own
+    checksum is still wrong.
     """
     tensors = [*_of_tensors(manifest, outcome, witnesses)]
     yield from tensors
@@ -219,7 +226,7 @@ def _of_records(
 def _of_tensors(
     manifest: Manifest, outcome: ComparisonOutcome, witnesses: Witnesses
 ) -> Iterator[Place]:
-    """Tensors in one piece whose own checksum is wrong."""
+    """Yields a place for each tensor in one piece whose bytes have another checksum than stated."""
     for result in outcome.results:
         for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
             stated = entry.digest if entry is not None else None

@@ -1,15 +1,15 @@
 """Which bytes did a damaged record have before?
 
-Its file states a CRC-32. If one flipped bit explains that, this bit is flipped back. Damage of many
-bits looks like one flipped bit by a chance that grows with the record:
+The file states a CRC-32 of the record. If flipping one bit gives the record that CRC-32, the bit is
+flipped back. Damage of many bits looks like one flipped bit by a chance that grows with the record:
 
     bytes     19 kB        256 KiB     4 MiB      256 MiB    from 512 MiB on
     chance    1 in 28,000  1 in 2,000  1 in 128   1 in 2     several bits explain every CRC-32
 
 So in a record of up to 256 KiB the bit is believed. In a larger one a witness must confirm it, or
 the user accepts the chance. A lost sector leaves an aligned block of one repeated value: it is many
-bits, so such a record is a burst, and its CRC-32 alone is not believed. Another CRC-32 of the same
-bytes is no witness. CRCs are linear: it agrees with every explanation of the first one.
+bits, so in a record with such a block (a burst) the CRC-32 alone is not believed. Another CRC-32 of
+the same bytes is no witness: CRCs are linear, so it agrees with every explanation of the first one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ BLOCK = 1 << 20  # bytes that are looked at at once
 
 
 class Place(Struct, frozen=True):
-    """One damaged record, and what it had before: `corrections`, for which `by` speaks.
+    """One damaged record, and the `corrections` that give back the bytes it had before.
 
-    Without corrections it is lost; `why` says why it is, or why its bytes are not believed without
-    the user's word. `bits` are the single bits that explain its checksum.
+    `by` says what supports them: the checksum, a `witness`, or the chance alone, which the user
+    must accept. Without corrections the record is lost. `why` says why it is lost, or why the user
+    must accept. `bits` are the (byte in the record, bit) pairs of which each alone explains the
+    CRC-32; `burst` is where in the file a block of one repeated value begins.
     """
 
     damage: Damage
@@ -59,22 +61,25 @@ class Place(Struct, frozen=True):
 
     @property
     def is_of_checksum(self) -> bool:
-        """Whether the checksum is what is damaged, and the bytes are right."""
+        """Whether the stated checksum is damaged, and the bytes of the record are right."""
         start, stop = self.extent.offset, self.extent.offset + self.extent.length
         return any(not start <= each.offset < stop for each in self.corrections)
 
     def is_written(self, accepts_chance: bool) -> bool:
-        """Whether the corrected bytes may be written."""
+        """Whether the copy gets the corrected bytes; `accepts_chance` is the user's consent."""
         return self.by is not None and (self.by != "chance" or accepts_chance)
 
     def element(self) -> tuple[Entry, int, Extent] | None:
-        """Whose element the one corrected byte belongs to, its number, and its bytes."""
+        """If one byte of a tensor is corrected: its entry, the element's number, and its bytes."""
         if len(self.corrections) != 1 or len(self.corrections[0].after) != 1:
             return None
         return element_at(self.contents, self.corrections[0].offset)
 
     def mended(self, root: str) -> Mended | None:
-        """The record of it; None if it is lost."""
+        """The entry of the list of mended bytes for this place; None if it is lost.
+
+        The file is named relative to `root`.
+        """
         if self.by is None:
             return None
         first, element = self.corrections[0], self.element()
@@ -101,7 +106,7 @@ class Place(Struct, frozen=True):
         )
 
     def notice(self, root: str) -> Notice:
-        """What the report says of it."""
+        """The notice of the report: what was wrong here, and what supports the correction."""
         file = os.path.relpath(self.extent.file, root)
         own = self.mended(root)
         names = [*dict.fromkeys(entry.name for entry, _ in self.contents)]
@@ -132,12 +137,15 @@ CHANCE = "type --accept-chance to take it, or give an older checkpoint (--older 
 
 
 def one_in(chance: float) -> str:
-    """A chance for a sentence."""
+    """Words a chance for a sentence: "1 of 2,000 cases"."""
     return f"1 of {round(1 / chance):,} cases" if chance < 1 else "every case"
 
 
 def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place:
-    """What a damaged record had before; reads its bytes, and those of witnesses."""
+    """Returns which bytes a damaged record had before, and what supports that.
+
+    Reads the record's bytes, and those of the witnesses.
+    """
     extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None
     chance = chance_of(extent.length)
@@ -170,12 +178,12 @@ def explained(damage: Damage, contents: Contents, witnesses: Witnesses) -> Place
 
 
 def chance_of(length: int) -> float:
-    """How often damage of many bits looks like one flipped bit, in a record of this length."""
+    """The chance that damage of many bits looks like one flipped bit, in `length` bytes."""
     return min(1.0, 8 * length / 2**32)
 
 
 def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
-    """The correction of one bit of a record; reads that byte."""
+    """Returns the correction that flips one bit of a record back; reads the byte it is in."""
     with closing(Reader()) as reader:
         view = memoryview(bytearray(1))
         reader.read(extent.part(byte, byte + 1), view)
@@ -183,7 +191,7 @@ def flipped_back(extent: Extent, byte: int, bit: int) -> Correction:
 
 
 def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | None:
-    """Whose element has the byte at an offset of the file, its number, and its bytes."""
+    """The element that has the byte at `offset` of the file: its entry, number, and bytes."""
     for entry, fragment in contents:
         extent, size = fragment.extent, SIZES[entry.dtype]
         if extent.offset <= offset < extent.offset + extent.length:
@@ -193,7 +201,7 @@ def element_at(contents: Contents, offset: int) -> tuple[Entry, int, Extent] | N
 
 
 def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value, Value]:
-    """The number in an element before and after a correction of one byte."""
+    """An element's value before and after a correction of one byte; None if it is no number."""
     if entry.dtype not in NUMBERS:
         return None, None
     data = bytearray(extent.length)
@@ -211,9 +219,10 @@ def values(entry: Entry, extent: Extent, correction: Correction) -> tuple[Value,
 def _outside(
     bits: list[tuple[int, int]], damage: Damage, contents: Contents
 ) -> list[tuple[int, int]]:
-    """The bits that lie outside of tensors whose own checksums are right.
+    """Leaves out the bits that lie in tensors with a checksum of their own, which is right.
 
-    A file that is one record has a checksum for each of its tensors, too: `contents` are these.
+    If the damaged record is a whole file whose tensors have checksums too, `contents` are the
+    tensors whose checksums are right. All other records keep all `bits`.
     """
     extent = damage.record.extent
     if not any(entry.digest is not None for entry, own in contents if own.extent != extent):
@@ -222,7 +231,10 @@ def _outside(
 
 
 def burst_in(extent: Extent) -> int | None:
-    """Where in the file the first aligned block of one repeated value lies inside of a record."""
+    """The offset in the file of the first block of a record whose bytes are all the same.
+
+    Blocks have 512 bytes and are aligned in the file. Returns None if there is no such block.
+    """
     import numpy
 
     start = -(-extent.offset // SECTOR) * SECTOR

@@ -1,11 +1,11 @@
-"""What was lost with files that are missing or cannot be read, and what of it is left elsewhere?
+"""Which elements were in files that are missing or cannot be read, and do other files have them?
 
-elsewhere    other bytes are the same: a copy on another rank, a weight's master, an older one
-made-up      nothing has them, but a run could go on with others: masters that are widened weights
-gone         nothing has them, and nothing can take their place
+elsewhere    yes: a copy on another rank, the weight's master, or an older checkpoint
+made-up      no, but training could go on with other values: weights widened to masters
+gone         no, and nothing can take their place
 
-Another rank's file stands in for a lost one (judging/damaged_source.py), so names, shapes and
-elements are known. Its values are not looked at.
+Another rank's file stands in for a lost one (judging/damaged_source.py), so the names, shapes and
+elements that it had are known. The values of the stand-in are not used.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ from .alike import Alike
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
 WORDS = {"param": "weights", "master": "masters"}
-"""What the tensors of a slot are called; others are called as their slot."""
+"""What a sentence calls the tensors of a slot; others are called by their slot."""
 
 
 class Loss(Struct, frozen=True):
-    """The elements of one tensor that were in lost `files`: `count` of them. `why` explains it."""
+    """The elements of one tensor that were in lost files.
+
+    `count` is how many of its elements were in these `files`, `state` what is left of them, and
+    `why` the reason as the report words it.
+    """
 
     entry: Entry
     files: tuple[str, ...]
@@ -48,11 +52,13 @@ class Loss(Struct, frozen=True):
 
 
 class Losses(Struct, frozen=True):
-    """What a checkpoint lost: `faults` name each file, and there are `lines` about its tensors.
+    """What a checkpoint lost with its files.
 
-    Lines have the keys of a notice, the `state`, and for each tensor how many elements it lost of
-    how many. `manifest` is that of the rest; None if nothing can be read without the files. `lost`
-    is what cannot be restored exactly. If all files are `remade`, these are the records of it.
+    `faults` has a line of the report for each lost file, and `lines` those about its tensors. Each
+    of these has the keys of a notice, the `state`, and for each tensor how many elements it lost of
+    how many. `manifest` describes the files that are left; it is None if they cannot be read alone.
+    `lost` are the tensors' losses. If all lost files could be made again, `remade` are the entries
+    of the list of mended bytes for them.
     """
 
     manifest: Manifest | None = None
@@ -61,27 +67,27 @@ class Losses(Struct, frozen=True):
     lost: Sequence[Loss] = ()
     remade: Sequence[Mended] = ()
     differing: Sequence[str] = ()
-    """Tensors of which a lost file had a copy that nobody knows."""
+    """Tensors of which a lost file had a copy that the copies on other ranks do not agree on."""
 
     @property
     def can_be_made_up(self) -> bool:
-        """Whether all that is lost, if anything is, could be made up, or is left in one tensor."""
+        """Whether anything is lost, and all of it could be made up or is left in another tensor."""
         return bool(self.lost) and all(
             each.state == "made-up" or each.other is not None for each in self.lost
         )
 
     @property
     def slots(self) -> set[str]:
-        """The slots of all tensors of which something would have to be made up."""
+        """The slots of the tensors of which elements would have to be made up."""
         return {each.entry.slot for each in self.lost if each.state == "made-up"}
 
     @property
     def others(self) -> dict[Key, tuple[Entry, str]]:
-        """By lost tensor, the one that has the same elements, and why it has."""
+        """For each lost tensor: the entry that has the same elements, and why it has them."""
         return {each.entry.key: (each.other, each.why) for each in self.lost if each.other}
 
     def made_up(self, remade: Sequence[Mended]) -> Losses:
-        """The same, if what is lost is made up as these records say."""
+        """Returns these losses with state "rebuilt" instead of "made-up", and with `remade`."""
         lines = [
             {**line, "state": "rebuilt"} if line["state"] == "made-up" else line
             for line in self.lines
@@ -89,9 +95,11 @@ class Losses(Struct, frozen=True):
         return replace(self, lines=lines, remade=remade)
 
     def named(self, error: ZckptError, lacking: Sequence[str]) -> ZckptError:
-        """The error, whose hint names what is gone; else what would have to be made up.
+        """Returns the error with a hint about what is lost.
 
-        Then `lacking` is what the user would have to type.
+        If all could be made up, the hint says which `--rebuild` options the user would have to type
+        (`lacking`), or in which tensors the ranks differ. Otherwise it names the tensors that are
+        gone, or else those that would have to be made up.
         """
         if self.can_be_made_up and self.differing:
             names = listed(self.differing, MOST)
@@ -107,7 +115,7 @@ class Losses(Struct, frozen=True):
 
 
 def whatever_is_there(path: str, reading: Reading) -> AbstractContextManager[Found]:
-    """What can be read of the checkpoint at `path`, whose files are lost."""
+    """Opens what can be read of the checkpoint at `path`, some of whose files are lost."""
 
     def read_again(where: str, **words: object) -> Manifest:
         return read(where, replace(reading, **words))
@@ -116,9 +124,10 @@ def whatever_is_there(path: str, reading: Reading) -> AbstractContextManager[Fou
 
 
 def losses_of(found: Found, older: Manifest | None, known: Mapping[str, Alike]) -> Losses:
-    """What a checkpoint lost with its files; `older` is another one of the same run.
+    """Returns what a checkpoint lost with its files.
 
-    The files that are `known` have no loss: each is a line by itself, that it can be restored.
+    `older` is an earlier checkpoint of the same run. Files in `known` can be copied from other
+    ranks, so they are reported as restored, not as lost.
     """
     faults = _each_once(found)
     if found.manifest is None or not found.lost:
@@ -136,7 +145,7 @@ def _restored(path: str, own: Alike, found: Found) -> Report:
 
 
 def _each_once(found: Found) -> list[Report]:
-    """A line about each lost file, without the keys that `report` adds."""
+    """Returns one line of the report for each lost file, with the keys of a notice alone."""
     by_file = by_key(((line["code"], line["file"]), line) for line in found.faults if line["fault"])
     fields = Notice.__struct_fields__
     return [{key: first[key] for key in fields} for first, *_ in by_file.values()]
@@ -170,10 +179,7 @@ def _lines(found: Found, lost: Sequence[Loss]) -> Iterator[Report]:
 
 
 def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
-    """What each tensor lost, in the order of the checkpoint; copies on other ranks are not counted.
-
-    Whether weights are left is asked before the optimizer's states.
-    """
+    """Yields what each tensor lost, in the manifest's order; copies on other ranks do not count."""
     for manifest in found.known.each:
         is_left = _whole(manifest, found.lost, older)
         for entry in manifest.entries.values():
@@ -187,7 +193,7 @@ def _losses(found: Found, older: Manifest | None) -> Iterator[Loss]:
 
 
 Left = Callable[[Key], str | None]
-"""Where all elements of a tensor can be had; None if some are lost."""
+"""A function that says where all elements of a tensor can be had, or None if some are lost."""
 
 
 def _whole(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> Left:
@@ -231,7 +237,7 @@ def _is_whole(entry: Entry, lost: dict[str, str]) -> bool:
 
 
 def _left(manifest: Manifest, entry: Entry, is_left: Left) -> tuple[State, str]:
-    """What is left of the lost elements of a tensor, and why."""
+    """What is left of the lost elements of a tensor, and the reason as the report words it."""
     if (where := is_left(entry.key)) is not None:
         return "elsewhere", where
     weight, master = ((entry.parameter, slot) for slot in ("param", "master"))

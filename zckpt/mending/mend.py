@@ -1,8 +1,8 @@
-"""How does a mended copy come about, and what does the report say before it is written?
+"""Runs `mend`: builds its report, then writes the corrected copy.
 
-The copy has the same files, and in damaged records the bytes that were there before. It is written
-as a conversion is (copying/), from the source as the corrections show it: so each record is checked
-once more. What was restored is listed beside it, or in its manifest.
+The copy has the same files as the source, with the bytes that damaged records had before. It is
+written as a conversion is (copying/), from the source as the corrections show it: so each record is
+checked once more. What was restored is listed in a file of the copy, which may be its manifest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def mend(
     tell: Tell | None = None,
     before_rename: Callable[[], None] | None = None,
 ) -> Report:
-    """The report of `mend`; see `zckpt.mend`."""
+    """Writes a mended copy of `source` to `target`, and returns the report; see `zckpt.mend`."""
     started = time.monotonic()
     targets.refuse_inside(source, target)
     if not (dry_run or resume):
@@ -147,7 +147,7 @@ def mend(
 
 
 def _with_paths(report: Report, real: Callable[[str], str]) -> Report:
-    """The report with the paths of the source, and nothing of the folder of links that was read."""
+    """Replaces paths of the folder of links by the source's, and drops warnings about links."""
     if real is str:
         return report
 
@@ -174,7 +174,7 @@ def _found(
     accept_chance: bool,
     base: str,
 ) -> Report:
-    """What is known before the first byte is written."""
+    """Builds the part of the report that is known before the first byte is written."""
     manifest, judged, error = diagnosis.manifest, diagnosis.judged, diagnosis.error
     problems = said((*(error.notices if error else ()), *(judged.whole if judged else ())))
     problems = [*losses.faults] if error and losses.faults else problems
@@ -202,7 +202,7 @@ def _found(
 
 
 def _line(place: Place, base: str, accept_chance: bool) -> Report:
-    """A line of the report: the notice, and its fields."""
+    """Returns the line of the report about one damaged record: a notice and its fields."""
     own, extent = place.mended(base), place.extent
     fields = mended.to_json([own])[0] if own else {}
     fields.pop("file", None)
@@ -224,7 +224,11 @@ def _refuse(
     lacking: Sequence[str],
     accept_chance: bool,
 ) -> None:
-    """Raises unless all that a loader needs can be restored, and may be written."""
+    """Raises unless all that a loader needs can be restored, and the user accepts any doubt.
+
+    Raises CorruptCheckpoint for what cannot be, the error of the reader for lost files, and
+    MissingData if nothing is damaged.
+    """
     places, judged = diagnosis.places, diagnosis.judged
     needed = [place for place in places if diagnosis.is_needed(place)]
     lost = [place for place in needed if place.by is None]
@@ -256,7 +260,7 @@ def _refuse(
 
 
 def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptError:
-    """An error that names the first of these places."""
+    """Returns an error that names the first of these places, and how many others there are."""
     first = places[0]
     names = [*dict.fromkeys(entry.name for entry, _ in first.contents)]
     where = f"{counted(first.extent.length, 'byte')} at {first.extent.offset} of "
@@ -275,9 +279,9 @@ def _listed(code: str, what: str, places: Sequence[Place], hint: str) -> ZckptEr
 def _laid_out(
     manifest: Manifest, own: Sequence[Mended], source: str, base: str, follow_links: bool
 ) -> tuple[Layout, Manifest]:
-    """The files of the copy, and the manifest with the fingerprints of all of them.
+    """Lays out the files of the copy, and adds their fingerprints to the manifest; returns both.
 
-    The copy's list has what was restored earlier, and now.
+    The copy's list of mended bytes has those of the source's own list, and those mended now.
     """
     listed = (*manifest.notices.mended, *own)
     with sources.watching() as watch, following(follow_links):
@@ -295,9 +299,10 @@ def _laid_out(
 
 
 def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
-    """The files of the checkpoint, and those beside it: not those of other checkpoints of a run.
+    """Lists the files that belong into the copy: the checkpoint's, and those beside it.
 
-    The engine's own are taken through links wherever they lead, as by every reader.
+    Files of other checkpoints of the run are left out. The engine's own files are read through
+    links wherever these lead, as every reader does.
     """
     own = {os.path.abspath(path): path for path in manifest.files.paths}
     found = SiblingList(base)
@@ -327,14 +332,14 @@ def _files(manifest: Manifest, source: str, base: str) -> SiblingList:
 
 
 def _as_read(manifest: Manifest, siblings: Sequence[Sibling]) -> list[Sibling]:
-    """The same with the paths that the reader's records have, which may be relative."""
+    """Spells the paths as the reader's records do, which may be relative."""
     read = {record.extent.file for record in manifest.files.records}
     paths = {os.path.abspath(path): path for path in (*read, *manifest.files.paths)}
     return [replace(item, path=paths.get(item.path, item.path)) for item in siblings]
 
 
 def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[Shell]:
-    """The files of the copy that list what was restored."""
+    """Returns the file of the copy that lists what was restored, which may be its manifest."""
     root = os.path.abspath(manifest.root)
     functions = formats.named(manifest.format).functions
     if functions.with_mended is not None:
@@ -346,7 +351,7 @@ def _marks(manifest: Manifest, base: str, listed: Sequence[Mended]) -> Sequence[
 
 
 def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
-    """A warning if a file of the run names another checkpoint than the one that is copied."""
+    """Returns a warning if a file such as `latest` names another checkpoint than the one copied."""
     format, tag = formats.named(manifest.format), manifest.run.origin.tag
     named = format.pointer(base) if format.pointer and os.path.isdir(base) else None
     if named is None or tag is None or named == tag or base == os.path.abspath(manifest.root):
@@ -356,13 +361,13 @@ def _pointing_elsewhere(manifest: Manifest, base: str) -> list[Notice]:
 
 
 def _moved(manifest: Manifest, base: str, target: str) -> tuple[str, str]:
-    """The engine's folder of the copy, and the path of the copy."""
+    """Returns the engine's folder inside of the copy, and the path of the copy."""
     inside = relative(os.path.abspath(manifest.root), base)
     return os.path.normpath(os.path.join(target, inside)), target
 
 
 def _empty(path: str) -> Manifest:
-    """The manifest of files none of whose tensors are copied one by one."""
+    """Returns a manifest without entries, as the copy is written by files, not by tensors."""
     return Manifest(root=path, format="", run=Run(), entries={}, parameters={})
 
 
@@ -374,7 +379,7 @@ def _identity(
     rebuild: Sequence[str],
     files: dict[str, int],
 ) -> Identity:
-    """Which copy this is: another one may not continue what it leaves unfinished."""
+    """Returns the identity of this copy, so that `--resume` continues no other unfinished one."""
     mark = f"{mark_of(manifest.files.records):08x}"
     source = {"records": mark, **files_seen(manifest.root, manifest.files.fingerprints)}
     flags = {
@@ -389,5 +394,5 @@ def _identity(
 
 
 def _since(started: float) -> float:
-    """Seconds, for a report."""
+    """Seconds since `started`, rounded to milliseconds."""
     return round(time.monotonic() - started, 3)

@@ -1,11 +1,11 @@
-"""Which values may take the place of those that no file has? Only what the user types is made up.
+"""Writes lost files again, with the values that `--rebuild` allows for lost elements.
 
 frozen      weights of an older checkpoint, and buffers of all other ranks: they are the same
 masters     the 16-bit weights, widened: they differ from the lost ones by less than a rounding
 moments     zeros, or those of an older checkpoint
 
-The file has what the engine's own would have otherwise: its writer lays it out, and the step is
-that of the other ranks.
+All else in the file is as the engine would have written it: the writer of the format lays it out,
+and the step is that of the other ranks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from .losses import losses_of
 
 MASTERS, ZERO, OLDER = "masters", "moments=zero", "moments=older"
 CHOICES = (MASTERS, ZERO, OLDER)
-"""What a user may type."""
+"""The values that `--rebuild` takes."""
 CHUNK = 1 << 20  # elements
 SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 class Rebuilding(Struct, frozen=True):
-    """What may be made up: masters from weights, and moments as zeros or as the `older` has them.
+    """What `--rebuild` allows to be made up: masters from weights, and moments of the optimizer.
 
-    `moments` is None if they may not. `others` are tensors that have the same elements as lost
-    ones, and why.
+    `moments` is "moments=zero", "moments=older" (those of the checkpoint `older`), or None if they
+    may not be made up. `others` has, for a lost tensor, an entry with the same elements and why it
+    has them.
     """
 
     masters: bool = False
@@ -57,7 +58,7 @@ class Rebuilding(Struct, frozen=True):
 
     @classmethod
     def of(cls, typed: Sequence[str], older: Manifest | None) -> Rebuilding:
-        """As the user has typed it; raises WrongOption."""
+        """Parses the values of `--rebuild`; raises WrongOption."""
         moments = [each for each in dict.fromkeys(typed) if each in (ZERO, OLDER)]
         if wrong := [each for each in typed if each not in CHOICES]:
             raise WrongOption(
@@ -78,15 +79,15 @@ class Rebuilding(Struct, frozen=True):
         return cls(MASTERS in typed, moments[0] if moments else None, older)
 
     def lacking(self, slots: Iterable[str]) -> list[str]:
-        """What the user would have to type so that tensors of these slots are made up."""
+        """The values of `--rebuild` that tensors of these slots need and the user did not type."""
         slots = {*slots}
         lacks = [MASTERS] if "master" in slots and not self.masters else []
         return lacks + ([ZERO] if slots - {"master"} and self.moments is None else [])
 
     def source(self, entry: Entry, source: Manifest) -> Entry | None:
-        """Where the elements of a lost tensor are taken from; None for zeros.
+        """The entry from which the elements of a lost tensor are taken; None if they become zeros.
 
-        Raises MissingData if the older checkpoint has no such tensor.
+        Raises MissingData if the older checkpoint has no such tensor of the same type and shape.
         """
         if entry.key in self.others:
             return self.others[entry.key][0]
@@ -108,7 +109,7 @@ class Rebuilding(Struct, frozen=True):
         return other
 
     def how(self, entry: Entry, source: Manifest) -> str:
-        """What the elements are taken from, for the record."""
+        """Where the elements of a tensor are taken from, as the list of mended bytes words it."""
         if entry.key in self.others:
             return self.others[entry.key][1]
         if entry.slot == "param":
@@ -122,7 +123,7 @@ class Rebuilding(Struct, frozen=True):
 
 
 def options_for(found: Found) -> list[str]:
-    """What `--rebuild` takes so that all that was lost is made up; nothing if that cannot be.
+    """The values of `--rebuild` that would make up all that was lost; empty if that cannot be.
 
     Reads no tensor.
     """
@@ -131,11 +132,13 @@ def options_for(found: Found) -> list[str]:
 
 
 def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> list[Mended] | None:
-    """Writes the lost files at `paths` into the folder of links; gives the records of it.
+    """Writes the lost files at `paths` into the folder of links.
 
-    None if the format's writer would not write these files with the same elements, or if each rank
-    has states of its own. Raises MissingData as `Rebuilding.source`, and CorruptCheckpoint if the
-    older checkpoint is damaged there.
+    Returns the entries of the list of mended bytes for them. Returns None, having written nothing,
+    if the format's writer would not write these files with the same elements, if an optimizer's
+    state is one that each rank has for itself, if a lost weight has no equal elsewhere, or if ranks
+    differ in a tensor that the lost file had a copy of. Raises MissingData as `Rebuilding.source`
+    does, and CorruptCheckpoint if the older checkpoint is damaged where elements are taken.
     """
     source, format = found.known, formats.named(found.known.format)
     if source.states.of_form("partition", "estimate"):
@@ -190,9 +193,10 @@ def rebuild(found: Found, paths: Collection[str], rebuilding: Rebuilding) -> lis
 
 
 def differing_copies(found: Found) -> list[str]:
-    """The tensors of which a lost file had a copy that is unknown: those of other ranks differ.
+    """The tensors of which a lost file had a copy whose values are not known.
 
-    So do running means. If all other ranks, at least two, have the same, the lost one had it too.
+    They are known if at least two other ranks have a copy, and all of these are equal. Copies of
+    running means differ from rank to rank.
     """
     names = []
     for manifest in found.known.each:
@@ -211,7 +215,7 @@ def _crc(entry: Entry) -> int:
 
 
 def _refuse_damaged(older: Manifest, entries: Iterable[Entry]) -> None:
-    """Raises CorruptCheckpoint if a record is damaged from which elements would be taken."""
+    """Raises CorruptCheckpoint if a record of `older` in which these `entries` lie is damaged."""
     checker = RecordChecker(older.files.records)
     for entry in entries:
         for fragment in entry.fragments:
@@ -224,7 +228,7 @@ Part = tuple[Entry, Fragment]
 
 
 def _lay(shells: Iterable[Shell], folder: str) -> None:
-    """Writes files without their tensors: holes take no place."""
+    """Writes files with their headers, and holes where tensor data goes; holes take no space."""
     for shell in shells:
         path = os.path.join(folder, shell.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -235,7 +239,7 @@ def _lay(shells: Iterable[Shell], folder: str) -> None:
 
 
 def _parts(manifest: Manifest, file: str) -> Iterator[Part]:
-    """What a file has of each tensor, and of each copy, in runs of elements."""
+    """Yields each entry of the manifest with each run of its elements that lies in `file`."""
     for entry in (*manifest.entries.values(), *manifest.replicas):
         for run in entry.fragments.runs(0, entry.numel, SIZES[entry.dtype]):
             if run.extent.file == file:
@@ -249,7 +253,7 @@ def _places(parts: Iterable[Part]) -> set[tuple[str, str, int, int]]:
 def _fill(
     made: str, shells: Manifest, source: Manifest, parts: Iterable[Part], rebuilding: Rebuilding
 ) -> None:
-    """Writes the elements, and then the checksums."""
+    """Copies the elements into the holes of the file `made`, and then writes its zip checksums."""
     with open(made, "r+b") as file, reading([RecordChecker(())], SCRATCH) as (reader,):
         number = file.fileno()
         for entry, run in parts:

@@ -1,10 +1,11 @@
-"""Which damaged bits of files are explained by a checksum that their readers need first?
+"""Which bit was flipped in a file whose checksum must be checked before a reader can open it?
 
     .metadata                the CRC-32 that zckpt writes behind its pickle
     a header of safetensors  the CRC-32 of the whole file, in manifest.json of the same folder
     manifest.json            the CRC-32 of its contents, in itself
 
-torch writes none for `.metadata`, and nobody one for safetensors elsewhere: these stay damaged.
+torch writes no checksum into `.metadata`, and safetensors has none of its own: other such files
+stay damaged.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ MOST = 1 << 30  # bytes of a file that is read whole
 
 
 def place_in(path: str) -> Place | None:
-    """The damage of such a file, and what it had before; None if it has none that is stated."""
+    """Returns the damage of such a file, and the bytes it had before.
+
+    Returns None if the file is undamaged, or if no checksum of it is stated.
+    """
     with suppress(ZckptError, OSError, ValueError):
         if os.path.basename(path) == MANIFEST:
             return _in_manifest(path)
@@ -55,7 +59,7 @@ def _text(path: str) -> bytes:
 
 
 def _sealed(path: str) -> Record | None:
-    """The pickle of `.metadata`, if a CRC-32 stands behind it."""
+    """The record of the pickle in `.metadata`, if zckpt has written a CRC-32 behind it."""
     if not path.endswith(METADATA):
         return None
     text = _text(path)
@@ -64,7 +68,7 @@ def _sealed(path: str) -> Record | None:
 
 
 def _listed(path: str) -> Record | None:
-    """The whole file, if an undamaged manifest beside it lists it."""
+    """The record that is the whole file, if an undamaged manifest.json in its folder lists it."""
     folder, name = os.path.split(path)
     manifest = os.path.join(folder, MANIFEST)
     if not sources.is_file(manifest):
@@ -79,7 +83,11 @@ def _listed(path: str) -> Record | None:
 
 
 def _with_header(place: Place) -> Place:
-    """Of a file whose header cannot be read: the bit with which it can be."""
+    """Chooses, for a file of safetensors whose header is damaged, the bit that makes it readable.
+
+    Returns the place unchanged if the header can be read, or if not exactly one of the bits makes
+    it readable.
+    """
     extent = place.extent
     with suppress(ZckptError):
         safefile.read(extent.file)

@@ -1,6 +1,6 @@
-"""Which other bytes confirm what a damaged record had before, or contradict it?
+"""Which other bytes confirm a correction of a damaged record, or contradict it?
 
-rounding       a 16-bit weight and its master: one of both values rounds to the other
+rounding       a 16-bit weight and its master: the wider value must round to the narrower one
 substitution   a copy on another rank, or the same tensor of an older checkpoint: put in place
                of the damaged bytes, it gives the record the CRC-32 that its file states
 """
@@ -35,11 +35,11 @@ GAP = 16  # equal bytes between two different ones that are kept together
 
 
 Contents = Sequence[tuple[Entry, Fragment]]
-"""The fragments of entries that have bytes of a record."""
+"""Entries with elements in a record, each with the fragment that has them."""
 
 
 class Said(Struct, frozen=True):
-    """What a witness says of one bit: it confirms that it was flipped, contradicts, or neither."""
+    """What a witness says of one bit: that it was flipped, that it was not, or neither."""
 
     confirms: bool = False
     contradicts: bool = False
@@ -47,14 +47,14 @@ class Said(Struct, frozen=True):
 
 
 class Substituted(Struct, frozen=True):
-    """What stands in place of damaged bytes, and whose bytes these are."""
+    """Corrections that copy another tensor's bytes over damaged ones; `who` names that tensor."""
 
     corrections: tuple[Correction, ...]
     who: str
 
 
 class Witnesses:
-    """Those of one checkpoint, and of an `older` one of the same run."""
+    """Finds bytes that confirm a correction, in a checkpoint and in an `older` one of its run."""
 
     def __init__(self, manifest: Manifest | None, older: Manifest | None = None) -> None:
         self._pairs: dict[int, Match] = {}
@@ -72,7 +72,10 @@ class Witnesses:
                 copies.insert(0, manifest.entries[key])
 
     def says(self, contents: Contents, offset: int, bit: int) -> Said:
-        """What rounding says of a flipped bit of the byte at an offset of the record's file."""
+        """Compares a weight with its master: do they agree with this bit flipped, or as it is?
+
+        `offset` is that of the byte in the record's file.
+        """
         for entry, fragment in contents:
             match, extent = self._pairs.get(id(entry)), fragment.extent
             if not extent.offset <= offset < extent.offset + extent.length or match is None:
@@ -96,7 +99,7 @@ class Witnesses:
         return Said()
 
     def substituted(self, damage: Damage, contents: Contents) -> Substituted | None:
-        """Bytes of a copy, or of the older checkpoint, with which the record has its CRC-32."""
+        """Bytes of a copy or of the older checkpoint that give the record its stated CRC-32."""
         extent = damage.record.extent
         for who, others in self._sets(contents):
             corrections = _differences(contents, others)
@@ -108,7 +111,10 @@ class Witnesses:
         return None
 
     def _sets(self, contents: Contents) -> Iterator[tuple[str, dict[int, Entry]]]:
-        """Who witnesses, and his entries for those of the contents, by identity."""
+        """Yields sources of other bytes: what to call one, and by `id` of an entry the one like it.
+
+        These are the copies on other ranks, one rank after another, and then the older checkpoint.
+        """
         copies = {
             id(entry): [own for own in self._copies.get(entry.key, ()) if own is not entry]
             for entry, _ in contents
@@ -128,7 +134,10 @@ class Witnesses:
 
 
 def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correction]:
-    """What turns the pieces of entries into those of others; nothing if that is too much."""
+    """Returns the corrections that give entries the elements of `others`, which has them by `id`.
+
+    Returns none if more than 8 MiB differ. Fragments of more than 65,536 runs are left out.
+    """
     corrections, count = list[Correction](), 0
     ours, theirs = Buffer(BLOCK).view, Buffer(BLOCK).view
     with reading([RecordChecker(())], SCRATCH) as (reader,):
@@ -154,7 +163,10 @@ def _differences(contents: Contents, others: dict[int, Entry]) -> list[Correctio
 
 
 def _runs(a: memoryview, b: memoryview) -> Iterator[tuple[int, int]]:
-    """Where two buffers differ: [begin, end) of each run, small gaps in it included."""
+    """Yields [begin, end) of each run of bytes in which two buffers differ.
+
+    Runs with a gap of at most 16 equal bytes between them are joined.
+    """
     import numpy
 
     places = numpy.flatnonzero(numpy.frombuffer(a, "u1") != numpy.frombuffer(b, "u1"))
@@ -165,7 +177,7 @@ def _runs(a: memoryview, b: memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _elements(entry: Entry, start: int, stop: int) -> list[bytes]:
-    """The bytes of each of the elements [start, stop)."""
+    """The bytes of each of the elements [start, stop) of an entry."""
     size = SIZES[entry.dtype]
     data = bytearray((stop - start) * size)
     with reading([RecordChecker(())], SCRATCH) as (reader,):
@@ -178,7 +190,7 @@ def _fill(reader: ElementReader, entry: Entry, start: int, stop: int, view: memo
 
 
 def _are_rounded(entry: Entry, partner: Entry, value: bytes, other: bytes) -> bool | None:
-    """Whether one of both values, which are elements of these, rounds to the other one."""
+    """Whether the wider of two values, of `entry` and its `partner`, rounds to the other one."""
     if SIZES[entry.dtype] < SIZES[partner.dtype]:
         entry, partner, value, other = partner, entry, other, value
     return are_rounded(value, entry.dtype, other, partner.dtype)

@@ -1,6 +1,6 @@
-"""Which bit was flipped in what a zip says of its members?
+"""Which bit was flipped in the headers or the directory of a zip?
 
-A zip of torch.save, or of zckpt, states each fact of a member twice:
+A zip of torch.save, or of zckpt, states each fact about a member twice:
 
     local header    flags, name, where the data begin; in zckpt's files length and CRC-32
     descriptor      length and CRC-32, behind the data; in torch's files
@@ -8,9 +8,8 @@ A zip of torch.save, or of zckpt, states each fact of a member twice:
     end             count, length and place of the directory, in two records
 
 Members follow each other without gaps, and their names are those that torch gives. Where two facts
-contradict each other, the bits around them are flipped one after another. The bit is restored if it
-is the only one with which everything agrees. Fields that nobody reads, such as times, are not
-looked at.
+contradict each other, each bit around them is flipped in turn. A bit is restored if it is the only
+one with which all facts agree. Fields that no reader uses, such as times, are not compared.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ NAME = re.compile(
     r"|\.storage_alignment|\.data/serialization_id)",
     re.DOTALL,
 )
-"""The names of members that torch 2.13 writes, and zckpt."""
+"""The names of members that torch 2.13 and zckpt write."""
 LIMIT = 1 << 28  # bytes of a directory
 
 
 class _Member(Struct, frozen=True):
-    """An entry of a directory: its `place` and its `size` there, and what it states."""
+    """An entry of a zip's directory: its `place` and `size` in there, and what it states."""
 
     place: int
     size: int
@@ -54,7 +53,7 @@ class _Member(Struct, frozen=True):
 
 
 class _Wrong(Exception):
-    """Facts contradict each other; one of the bytes in these ranges of the file is wrong."""
+    """Raised when facts contradict each other: a byte in one of these file `ranges` is wrong."""
 
     def __init__(self, *ranges: tuple[int, int]) -> None:
         super().__init__()
@@ -62,9 +61,10 @@ class _Wrong(Exception):
 
 
 def flipped_in(path: str) -> list[Correction]:
-    """The corrections of zips in a file, the last zip first, each of which has one flipped bit.
+    """Returns the correction of each zip in a file that has one flipped bit, the last zip first.
 
-    Nothing for what is no zip, and for zips where no bit or more than one explains it.
+    A zip has none if its facts agree, or if no bit or more than one explains the contradiction. The
+    list is empty for a file that is no zip.
     """
     found = list[Correction]()
     try:
@@ -85,7 +85,10 @@ def flipped_in(path: str) -> list[Correction]:
 
 
 def _end(file: int, stop: int) -> int | None:
-    """Where the last zip before `stop` ends; one of its three signatures may be damaged."""
+    """Returns where the last zip before `stop` ends, or None.
+
+    A zip ends with three signatures, of which one may be damaged.
+    """
     behind = max(0, stop - SHORT_TAIL)
     tail = sources.pread(file, stop - behind, behind)
     places = [
@@ -97,7 +100,7 @@ def _end(file: int, stop: int) -> int | None:
 
 
 def _flipped(path: str, end: int) -> Correction | None:
-    """The correction of the zip that ends there."""
+    """The one correction with which all facts of the zip that ends at `end` agree, or None."""
     ranges = _contradiction(path, end)
     if not ranges:
         return None
@@ -125,7 +128,10 @@ def _contradiction(path: str, end: int) -> Sequence[tuple[int, int]]:
 
 
 def _explains(correction: Correction, end: int, place: int) -> bool:
-    """Whether everything agrees with a correction; looks first where the contradiction was."""
+    """Whether a correction makes all facts of the zip agree, and the CRC-32s of members near it.
+
+    Members near `place`, where the contradiction was, are checked first.
+    """
     with corrected([correction]), sources.opened(correction.file) as file:
         try:
             zip_ = _Zip(correction.file, file.fileno(), end)
@@ -136,7 +142,10 @@ def _explains(correction: Correction, end: int, place: int) -> bool:
 
 
 class _Zip:
-    """The zip of a file that ends at a byte; raises _Wrong for an end that contradicts itself."""
+    """The zip in a file that ends at a given offset.
+
+    Raises _Wrong if the records at its end contradict themselves.
+    """
 
     def __init__(self, path: str, file: int, end: int) -> None:
         self.path, self.file = path, file
@@ -168,7 +177,7 @@ class _Zip:
         return data.ljust(max(0, length), b"\0")
 
     def check(self, place: int | None = None) -> None:
-        """Raises _Wrong unless everything agrees; looks first at the members near a `place`."""
+        """Raises _Wrong unless all facts agree; checks members near the offset `place` first."""
         self.members = [*self._entries()]
         near = [] if place is None else self.near(place)
         for number in (*near, *range(len(self.members))):
@@ -185,7 +194,7 @@ class _Zip:
             raise _Wrong((self.start, self.tail))
 
     def near(self, place: int) -> list[int]:
-        """The numbers of the members that a byte of the file belongs to, or that precede it."""
+        """The numbers of the members that have a byte of the file, and of those before them."""
         numbers = []
         for number, member in enumerate(self.members):
             entry = self.start + member.place
@@ -197,7 +206,7 @@ class _Zip:
         return [*dict.fromkeys(numbers)]
 
     def has_its_crc(self, number: int) -> bool:
-        """Whether a member's data have the CRC-32 that the directory states."""
+        """Whether the bytes of a member have the CRC-32 that the directory states."""
         member = self.members[number]
         offset = self._offset(member)
         return crc_of([Extent(self.path, offset, member.length)]) == member.crc
@@ -216,7 +225,7 @@ class _Zip:
             before, place = place, place + member.size
 
     def _check(self, number: int) -> None:
-        """Raises unless the local header, the descriptor and the entry of a member agree."""
+        """Raises _Wrong unless a member's local header, descriptor and directory entry agree."""
         member = self.members[number]
         name = len(member.name)
         head = self._read(self.begin + member.header, LOCAL + name)
@@ -243,23 +252,26 @@ class _Zip:
             raise self._wrong(number)
 
     def _flags(self, member: _Member) -> int:
-        """Those of all members; torch puts nothing behind a member without bytes."""
+        """The flags that a member must have: those of the first one.
+
+        torch writes no descriptor behind a member without bytes, so its flag for that is off.
+        """
         flags = self.members[0].flags
         return flags if member.length else flags & ~DESCRIBED
 
     def _offset(self, member: _Member) -> int:
-        """Where a member's data begin, as its local header says."""
+        """Where a member's data begin in the file, as its local header says."""
         header = self.begin + member.header
         name, extra = struct.unpack("<HH", self._read(header + 26, 4))
         return int(header + LOCAL + name + extra)
 
     def _next(self, number: int) -> int:
-        """Where the member after this one begins, or the directory."""
+        """Where the next member begins in the file, or the directory after the last one."""
         following = self.members[number + 1 : number + 2]
         return self.begin + following[0].header if following else self.start
 
     def _wrong(self, number: int) -> _Wrong:
-        """The bytes that say something of a member, and where the next one begins."""
+        """Returns the error with the bytes that state facts about a member or where it ends."""
         member = self.members[number]
         header, entry = self.begin + member.header, self.start + member.place
         stop = self._offset(member) + member.length
@@ -275,7 +287,7 @@ class _Zip:
 
 
 def _entry(directory: bytes, place: int) -> _Member | None:
-    """The entry at a place of the directory; None for one that torch does not write."""
+    """Parses the entry at a place of the directory; None for one that torch would not write."""
     if len(directory) < place + ENTRY:
         return None
     magic, flags, method, crc, packed, length, named, extras, comment, disk, header = (
