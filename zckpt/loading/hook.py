@@ -1,7 +1,7 @@
-"""The engine's own loader takes a directory of names, and loads the checkpoint that it stands for.
+"""Makes `engine.load_checkpoint` accept a directory of names, and load the checkpoint behind it.
 
 `DeepSpeedEngine.load_checkpoint` is replaced in this process when the first directory is given to
-`serve`. For any other path it does what it did. `undo` puts it back.
+`serve`. For any other path it does what it did before. `undo` puts it back.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from .support import refuse_version
 
 
 class Source(Struct, frozen=True):
-    """What is loaded instead of a directory: a checkpoint, and the words of its conversion.
+    """The checkpoint that is loaded in place of a directory: its `path`, and its `tag` or None.
 
-    `target` is the tag for which a program may ask the directory.
+    `words` are keyword arguments of `zckpt.reshard`. `target` is the tag that a program may pass
+    with the directory.
     """
 
     path: str

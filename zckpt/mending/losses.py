@@ -222,7 +222,7 @@ def _whole(manifest: Manifest, lost: dict[str, str], older: Manifest | None) -> 
 def _same(
     manifest: Manifest, entry: Entry, lost: dict[str, str], older: Manifest | None
 ) -> Entry | None:
-    """The tensor that has the elements which another one lost, as `_left` says that one has."""
+    """The entry with the elements of a tensor that is left elsewhere; None if it is the master."""
     copies = [copy for copy in manifest.replicas if copy.key == entry.key]
     own = next((copy for copy in copies if _is_whole(copy, lost)), None)
     if own is not None:
