@@ -1,1 +1,1 @@
-"""Compares complete processes: zckpt against `cp`, the engines' converters and bare Python."""
+"""Benchmarks of complete processes: zckpt beside `cp`, the engines' converters and bare Python."""

@@ -5,8 +5,9 @@
     python -m benchmarks WORK --memory cold     hot, cold or short: see memory.py
     python -m benchmarks WORK --record          puts what it measures into figures.json
 
-Each figure is the median over rounds of whole processes, A B A B ..., with its range. Everything is
-hashed and synced on both sides; outputs are removed between runs. Sources are in the page cache.
+Each figure is the median over rounds of whole processes, A B A B ..., with its range. The
+times of all programs include syncing their files to disk; outputs are removed between runs. Sources
+are in the page cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .rows import ROWS, Row, made
 def measured(
     row: Row, work: Path, before: Callable[[], None], rounds: int | None, state: str | None
 ) -> figures.Figure:
-    """The figures of one row; prints a line for each."""
+    """Measures one row of the table, prints a line for each of its figures, and returns them."""
     source, outputs = made(work, row.source), work / "outputs"
     outputs.mkdir(exist_ok=True)
     jobs = row.jobs(source, outputs)

@@ -34,7 +34,7 @@ TIMEOUT = 900.0  # seconds
 
 
 class Block(nn.Module):
-    """A transformer's layer as GPT-2 has it."""
+    """A transformer layer like GPT-2's."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GPT-2 with a tied head; `loss` of a batch of tokens is what it returns."""
+    """GPT-2 with a tied head; `forward` returns the loss of a batch of tokens."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 
 class Many(nn.Module):
-    """2,000 small tensors: what counts is the work per tensor, not per byte."""
+    """A model of 2,000 small tensors, to measure work per tensor, not per byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and where it is saved."""
+    """A training that makes a checkpoint: directory, model size, ZeRO stage and number of ranks."""
 
     directory: Path
     size: str
@@ -107,7 +107,7 @@ class Training:
 
 
 def make(training: Training) -> None:
-    """Trains and saves; raises RuntimeError with the engine's words."""
+    """Trains one step and saves a checkpoint; raises RuntimeError with the engine's message."""
     rank.prepare()
     model = SIZES[training.size]()  # once, before the fork: the ranks share its memory
     training.directory.mkdir(parents=True)
@@ -120,7 +120,10 @@ def make(training: Training) -> None:
 
 
 def engine_of(model: nn.Module, stage: int, **config: Any) -> Any:
-    """The engine of a rank that has joined its group; `config` is added to its ds_config."""
+    """Returns DeepSpeed's engine in a rank of an initialized process group.
+
+    `config` is added to its ds_config.
+    """
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(groups(model), lr=1e-4, betas=(0.9, 0.95)),
@@ -137,7 +140,7 @@ def engine_of(model: nn.Module, stage: int, **config: Any) -> Any:
 
 
 def train(number: int, store: Path, training: Training, model: nn.Module) -> None:
-    """What one rank does."""
+    """Trains and saves in one rank; `number` is the rank."""
     rank.join(number, training.dp, store)
     engine = engine_of(model, training.stage)
     generator = torch.Generator().manual_seed(number)
@@ -160,10 +163,10 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def widen(source: Path, target: Path, dp: int) -> None:
-    """A stage-3 checkpoint of `dp` ranks that all hold what rank 0 of `source` holds.
+    """Writes a stage-3 checkpoint of `dp` ranks, each with the files of rank 0 of `source`.
 
-    A rank's slices keep their lengths, so every parameter becomes as much larger as there are more
-    ranks, and flat.
+    A rank's slices keep their lengths. So every parameter is flat, and grows by the ratio of `dp`
+    to the number of ranks in `source`.
     """
     tag = (source / "latest").read_text().strip()
     (target / tag).mkdir(parents=True)

@@ -6,8 +6,8 @@
     python -m benchmarks.convert DCP --against torch            dcp_to_torch_save
 
 SRC is a DeepSpeed run directory (see checkpoints.py), DCP one of torch.distributed.checkpoint
-(`zckpt convert SRC DCP --to dcp --dp 4`). Outputs go into SRC's own filesystem and end on the disk:
-other programs are followed by `sync`, since zckpt syncs its files. Sources are in the page cache.
+(`zckpt convert SRC DCP --to dcp --dp 4`). Outputs go into SRC's own filesystem. zckpt syncs its
+files to disk, so other programs are followed by `sync`. Sources are in the page cache.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def copying(name: str, files: list[Path], target: Path) -> Job:
 
 
 def synced(name: str, command: Sequence[str], target: Path) -> Job:
-    """A program that leaves its files in the page cache, followed by one sync of all of them."""
+    """Returns a job that runs a program, and then one `sync` of the files that it wrote."""
     script = '"$@" && sync --file-system "$0"'
     return Job(name, ("sh", "-c", script, str(target), *command), (target,))
 
 
 def of_torch(source: Path, ours: Path, theirs: Path, against: str) -> tuple[Job, Job]:
-    """The same of a directory of torch.distributed.checkpoint."""
+    """The jobs of zckpt and of `against` for a directory of torch.distributed.checkpoint."""
     convert = (*ZCKPT, "convert", str(source), str(ours))
     if against == "cp":
         files = sorted(source.glob("*.distcp"))
@@ -52,7 +52,7 @@ def of_torch(source: Path, ours: Path, theirs: Path, against: str) -> tuple[Job,
 
 
 def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, Job]:
-    """zckpt's command and its rival's."""
+    """Returns zckpt's command, and the command of the program it is compared with."""
     ours, theirs = work / "zckpt", work / against
     if (source / ".metadata").exists():
         return of_torch(source, ours, theirs, against)
@@ -79,7 +79,7 @@ def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, J
 
 
 def report(ours: list[Cost], theirs: list[Cost], against: str, most: float | None) -> None:
-    """The ratios, and which target each belongs to; `most` is the target against `cp`."""
+    """Prints the ratios, and whether each meets its target; `most` is the target against `cp`."""
     if against == "cp":
         wall, text = ratio(ours, theirs, lambda cost: cost.wall)
         aim = f"   target <= {most}: {verdict(wall <= most)}" if most else ""

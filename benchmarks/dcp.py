@@ -1,9 +1,9 @@
 """Writes a directory of torch.distributed.checkpoint as FSDP2 saves it, with holes for tensors.
 
-    python -m benchmarks.dcp RUN --json     what torch's own reader of `.metadata` costs
+    python -m benchmarks.dcp RUN --json     measures torch's own reader of `.metadata`
 
-An item is the file that torch.save writes for its shape, with a hole in place of the data. Every
-rank has rows of every tensor, and rank 0 also has the numbers.
+An item is the file that torch.save writes for a tensor of its shape, with a hole in place of the
+data. Every rank has rows of every tensor, and rank 0 also has the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @cache
 def item(shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
-    """The head of an item, the length of its data, and its tail; without the checksum of zeros."""
+    """An item of `shape`: the bytes before a tensor's data, the data's length, the bytes behind it.
+
+    They are those of torch.save, but without the checksum of the data.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,7 +45,7 @@ def item(shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
 
 
 def make(root: Path, tensors: int, ranks: int) -> int:
-    """Writes it, and gives the number of its items; needs torch."""
+    """Writes the directory at `root`, and returns the number of its items; needs torch."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

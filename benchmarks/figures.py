@@ -1,7 +1,7 @@
-"""The measured figures that README, pages and pictures show: figures.json, and what writes it.
+"""Reads and writes figures.json: the measured figures that README, pages and pictures show.
 
-`python -m benchmarks WORK --record` replaces the rows that it measures. Rows of other scripts are
-entered by hand, of a measurement that `log/` has.
+`python -m benchmarks WORK --record` replaces the rows that it measures. Figures of other scripts
+are entered by hand, from a measurement whose output is in `log/`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FILE = Path(__file__).parent / "figures.json"
 class Figure(NamedTuple):
     """One row: what was measured with which checkpoint, when, where, and by which command.
 
-    `values` has a goal's median, least and most over rounds, or the median alone. Memory is the
-    peak of the largest process in MiB; `rival` is that of the other program.
+    `values` has, by goal, the median, minimum and maximum over the rounds, or the median alone.
+    `memory` is the peak of zckpt's largest process in MiB, `rival` that of the other program.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Figure(NamedTuple):
 
 
 def read() -> dict[tuple[str, str], Figure]:
-    """By name and source."""
+    """Reads all rows, by name and source."""
     rows = [Figure(**row) for row in json.loads(FILE.read_text())]
     return {(row.name, row.source): row for row in rows}
 
 
 def record(figures: Sequence[Figure]) -> None:
-    """Replaces the rows of the same names and sources."""
+    """Writes `figures` to figures.json, in place of the rows of the same names and sources."""
     rows = read() | {(row.name, row.source): row for row in figures}
     lines = ",\n".join(json.dumps(row._asdict()) for row in rows.values())
     FILE.write_text(f"[\n{lines}\n]\n")
@@ -57,7 +57,7 @@ def measured(
     rounds: int,
     command: str,
 ) -> Figure:
-    """A row of today, on this machine."""
+    """Returns a row with today's date and this machine, and rounded values."""
     rounded = {goal: [float(f"{value:.2f}") for value in ratios] for goal, ratios in values.items()}
     today, here = date.today().isoformat(), machine()
     memory, rival = round(memory), None if rival is None else round(rival)
@@ -65,6 +65,6 @@ def measured(
 
 
 def machine() -> str:
-    """In neutral words: cores and memory."""
+    """Describes this machine by cores, memory and system, without a name."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return f"{os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()}"

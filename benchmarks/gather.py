@@ -5,20 +5,21 @@
     torchrun --nproc-per-node 4 -m benchmarks.gather --layer 9834560 --dtype fp16
 
 SRC is a DeepSpeed run directory, DST the same in another format. Everything is timed within one
-process (or one per rank), after imports and one uncounted round. Warm; GB are those of both sides.
+process (or one per rank), after imports and one uncounted round. Files are in the page cache; GB
+count the bytes of both checkpoints.
 
 * each parameter: as engines did it before they gathered flat buffers. Every process loads its
-  fragment, all_gather brings a list of them, which is concatenated and compared with a tensor that
-  was loaded whole. Of the processes one compares each tensor, in turns.
+  fragment of a parameter; all_gather returns a list of all fragments, which are concatenated and
+  compared with the tensor of DST. The processes take turns to load and compare it.
 * reading: the same files into small buffers (pinned, where there is a GPU), with the same threads,
-  and from there to the device. With NCCL this is the limit: what is read once cannot be gathered
-  faster.
+  and from there to the device. With NCCL this is the limit: nothing is gathered faster than it is
+  read.
 * bare all-gathers: zckpt's all-gather of as many bytes as ranks share, from memory to memory, in
   buffers of the same size. gloo sends them through TCP: with N processes a byte is sent and
   received N - 1 times, by the processors that also read. With gloo the limit is therefore to read
   and then to gather; its time is the sum of both.
 
-CPU seconds are those of all processes. On a busy machine they say more than wall time.
+CPU seconds are the sum over all processes. On a busy machine they say more than wall time.
 
 --layer measures how one layer's weights are gathered: see benchmarks/layer.py.
 """
@@ -63,7 +64,7 @@ TIMES = 1.5  # faster than each parameter by itself, from two processes on
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: two checkpoints, by whom, and with what means."""
+    """What is measured: two checkpoints, the processes, and the threads and memory of each."""
 
     source: Manifest
     other: Manifest
@@ -76,7 +77,7 @@ class Setting:
 
 
 def verify(setting: Setting) -> int:
-    """Gathers and compares by zckpt; gives the bytes of both sides."""
+    """Runs `zckpt verify --gather`, and returns the bytes of both checkpoints."""
     report = api.verify(
         setting.source.root,
         setting.other.root,
@@ -100,7 +101,7 @@ def _partitions(source: Manifest) -> Sequence[Partition]:
 
 
 def each_parameter(setting: Setting) -> int:
-    """Loads, gathers and compares one tensor after the other; gives the bytes of both sides."""
+    """Gathers and compares tensors one by one, and returns the bytes of both checkpoints."""
     world, entries = setting.world, setting.other.entries
     gatherer = ElementReader(Reader(), RecordChecker(()), READ)
     passed = place = 0
@@ -167,7 +168,7 @@ def fragments(part: Partitioned, member: FlatMember) -> Iterator[Extent]:
 
 
 def load(gatherer: ElementReader, pieces: Sequence[Extent], dtype: str) -> torch.Tensor:
-    """Pieces of files as one flat tensor."""
+    """Reads pieces of files into one flat tensor."""
     loaded = torch.empty(sum(piece.length for piece in pieces), dtype=torch.uint8)
     offset = 0
     for piece in pieces:
@@ -184,14 +185,14 @@ def load_whole(gatherer: ElementReader, part: Whole) -> torch.Tensor:
 
 
 def load_entry(gatherer: ElementReader, entry: Entry) -> torch.Tensor:
-    """The other side's tensor, whole."""
+    """Reads the whole tensor of an entry."""
     loaded = torch.empty(entry.length, dtype=torch.uint8)
     gatherer.read([ReadRequest(entry, 0, entry.numel, 0)], memory(loaded))
     return loaded.view(getattr(torch, TORCH_NAMES[entry.dtype])).view(entry.shape)
 
 
 def bits(dtype: str) -> torch.dtype:
-    """NaNs are equal where their bits are."""
+    """The integer type of the same size, which compares bits: NaNs with the same bits are equal."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[SIZES[dtype]]
 
 
@@ -204,7 +205,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def read_only(setting: Setting) -> int:
-    """Reads all files of both sides, and moves them to the device; gives the bytes of all."""
+    """Reads all files of both checkpoints, moves them to the device, and returns their bytes."""
     world = setting.world
     wholes = [
         Extent(file, 0, os.path.getsize(file))
@@ -221,7 +222,10 @@ def read_only(setting: Setting) -> int:
 
 @contextmanager
 def mover(setting: Setting) -> Iterator[Callable[[Extent], None]]:
-    """One thread's buffers: while one is moved to the device, the other is read into."""
+    """Yields a thread's function that reads an extent of a file, and copies it to the device.
+
+    With a GPU there are two buffers: while one is copied, the other is read into.
+    """
     device = setting.world.device
     cuda = device.type == "cuda"
     if cuda:
@@ -257,7 +261,7 @@ def mover(setting: Setting) -> Iterator[Callable[[Extent], None]]:
 
 
 def bare(setting: Setting) -> int:
-    """All-gathers as many bytes as the ranks share; gives these bytes."""
+    """All-gathers as many bytes as the ranks share, and returns their number."""
     world = setting.world
     parts = _partitions(setting.source)
     shared = [part for part in parts if isinstance(part, Partitioned)]
@@ -276,7 +280,7 @@ def bare(setting: Setting) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """What all processes together did: bytes, seconds, CPU seconds."""
+    """The bytes, seconds and CPU seconds of all processes in one measurement."""
 
     bytes: int
     seconds: float
@@ -284,12 +288,12 @@ class Pass:
 
     @property
     def speed(self) -> float:
-        """GB/s."""
+        """Throughput in GB/s."""
         return self.bytes / self.seconds / 1e9
 
 
 def timed(work: Callable[[Setting], int], setting: Setting) -> Pass:
-    """From when the first process may start until the last is done."""
+    """Measures `work` in all processes, which begin together, until the last one has ended."""
     together(setting.world)
     started, cpu = time.perf_counter(), time.process_time()
     size = work(setting)
@@ -312,14 +316,14 @@ NAMES = {
 
 
 def limit_of(gather: Pass, read: Pass, bare: Pass) -> Pass:
-    """Reading what `gather` read, and then gathering what ranks share."""
+    """The cost of reading what `gather` reads, and then gathering what ranks share."""
     share = gather.bytes / read.bytes
     seconds, cpu = read.seconds * share + bare.seconds, read.cpu * share + bare.cpu
     return Pass(gather.bytes, seconds, cpu)
 
 
 def report(setting: Setting, passes: dict[str, list[Pass]]) -> None:
-    """Throughputs, and what they are to each other in the same round."""
+    """Prints throughputs, and the ratios of those in the same round."""
     head(setting.world, setting.jobs, len(passes["gather"]))
     over_gloo = "bare" in passes
     if over_gloo:

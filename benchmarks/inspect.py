@@ -17,7 +17,7 @@ MANY = 64  # rank files, from which on the CPU of each of them is what counts
 
 
 def size(source: Path) -> int:
-    """Bytes of all files, those that are linked several times as often as they are listed."""
+    """The bytes of all files; a file with several links counts once for each of them."""
     return sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
 
 

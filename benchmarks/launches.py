@@ -2,13 +2,13 @@
 
     python -m benchmarks.launches SRC --processes 2 --rounds 5
 
-Outputs go into SRC's own filesystem; sources are warm. All use as many threads together:
+Outputs go into SRC's own filesystem; sources are in the page cache. All use N threads in total:
 
 * one process: `zckpt convert -j N`.
 * parts: N processes with `--part K/N -j 1`, started together. They need no torch, and each of them
   reads the source's metadata.
-* torchrun: `torchrun --nproc-per-node N -m zckpt convert -j 1`. What counts are the seconds that
-  its report states: torchrun and its processes import torch, whatever the size of a checkpoint.
+* torchrun: `torchrun --nproc-per-node N -m zckpt convert -j 1`. The seconds in its report are
+  compared: torchrun and its processes import torch, whatever the size of a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def jobs(source: Path, work: Path, processes: int, more: Sequence[str]) -> list[
 
 
 def report(costs: dict[str, list[Cost]]) -> None:
-    """Ratios over the rounds: of whole processes, and of the seconds that reports state."""
+    """Prints ratios over the rounds: of whole processes, and of the seconds in the reports."""
     one, parts, launched = costs.values()
     for name, other in (("parts", parts), ("torchrun", launched)):
         print(f"wall, {name} / one process{'':12}{ratio(other, one, lambda cost: cost.wall)[1]}")

@@ -4,22 +4,23 @@
     torchrun --nproc-per-node 4 -m benchmarks.gather --layer 9834560 --dtype fp16
 
 The layer is a transformer's block of that many elements. ZeRO-3 pads each parameter and cuts it
-into one slice per process. The slices of a process lie one behind the other in its flat part.
+into one slice per process. The slices of a process are adjacent in its flat part.
 
-* flat, zckpt: one all-gather into one buffer, as `verify --gather` does it. With gloo these are
-  broadcasts, with NCCL it is the next way.
+* flat, zckpt: one all-gather into one buffer, as `verify --gather` does it. With gloo this is one
+  broadcast per process, with NCCL it is the same as the next way.
 * flat, torch: `all_gather_into_tensor` of the same parts into the same buffer.
 * list: `dist.all_gather` of the same parts into a list of tensors, and `torch.cat` of the list.
 * each parameter: `dist.all_gather` of a parameter's slices into a list and `torch.cat`, for one
   parameter after the other.
 
 The first three end with the same buffer, a row for each process. The last ends with parameters.
-Engines went from the last two ways to the second (DeepSpeed's `_all_gather_base`, FairScale).
+Engines changed from the last two ways to the second (DeepSpeed's `_all_gather_base`, FairScale).
 
 A step is a forward and a backward of a model with some of these layers. The weights of a layer are
 gathered before its forward, dropped, and gathered again before its backward, which computes the
 layer's forward once more (activation checkpointing). All ways cut the parameters out of what they
-gathered, in the same time. Gradients are computed, but neither reduced nor applied.
+gathered, and the time for that is included. Gradients are computed, but neither reduced nor
+applied.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ Weights = dict[str, Tensor]
 
 
 def shapes_of(elements: int) -> Shapes:
-    """The parameters of a transformer's block, `elements` in all.
+    """The shapes of a transformer block's parameters, which have `elements` elements together.
 
-    Its width is a multiple of HEAD, and the feed-forward is about four times as wide. What is left
-    is one more vector. Raises ValueError for less elements than a block has.
+    Its width is a multiple of HEAD, and the feed-forward is about four times as wide. The remaining
+    elements are one more vector. Raises ValueError for fewer elements than a block has.
     """
     width = isqrt(elements // 12) // HEAD * HEAD
     inner = (elements - 4 * width**2 - 9 * width) // (2 * width + 1)
@@ -77,7 +78,7 @@ def shapes_of(elements: int) -> Shapes:
 
 
 class Layer:
-    """One process's slices of a layer's parameters, and what it gathers them into."""
+    """One process's slices of a layer's parameters, and the buffer into which all are gathered."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, world: World, seed: int) -> None:
         self.world = world
@@ -106,7 +107,7 @@ class Layer:
         return [gathered(part, self.world.size) for part in self.slices]
 
     def weights(self, gather: Callable[[Layer], Tensor | list[Tensor]]) -> Weights:
-        """The parameters, gathered in one of these ways, as tensors of their own."""
+        """Gathers the layer by the function `gather`, and returns each parameter by its name."""
         result = gather(self)
         if isinstance(result, Tensor):
             rows = result.view(self.world.size, -1).split(self.widths, 1)
@@ -118,7 +119,7 @@ class Layer:
 
 
 def gathered(part: Tensor, processes: int) -> Tensor:
-    """The parts of all processes, one behind the other."""
+    """Gathers the parts of all processes, and concatenates them."""
     listed = [torch.empty_like(part) for _ in range(processes)]
     dist.all_gather(listed, part)
     return torch.cat(listed)
@@ -133,7 +134,7 @@ WAYS: dict[str, Callable[[Layer], Tensor | list[Tensor]]] = {
 
 
 def forward(hidden: Tensor, weights: Weights) -> Tensor:
-    """A transformer's block; `hidden` is (tokens, width)."""
+    """Computes a transformer's block; `hidden` is (tokens, width)."""
 
     def linear(name: str, values: Tensor) -> Tensor:
         return functional.linear(values, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -151,7 +152,7 @@ def forward(hidden: Tensor, weights: Weights) -> Tensor:
 
 
 def step(layers: Sequence[Layer], gather: Callable[[Layer], Tensor | list[Tensor]]) -> Tensor:
-    """Forward and backward of all layers; gives the gradient of the input."""
+    """Runs forward and backward of all layers, and returns the gradient of the input."""
     first = layers[0]
     width = first.shapes["norm_1.weight"][0]
     hidden = torch.ones(TOKENS, width, dtype=first.part.dtype, device=first.part.device)
@@ -171,7 +172,7 @@ def step(layers: Sequence[Layer], gather: Callable[[Layer], Tensor | list[Tensor
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds of every way, round by round: of gathering a layer, and of a step."""
+    """The milliseconds of each way in each round: of gathering a layer, and of a step."""
 
     layer: dict[str, list[float]]
     step: dict[str, list[float]]
@@ -183,9 +184,9 @@ def measured(
     world: World,
     rounds: int,
 ) -> Timings:
-    """All ways one after the other in every round, after one round that is not counted.
+    """Measures all ways, one after the other in each round; the first round is not counted.
 
-    Raises RuntimeError if two ways give different weights.
+    Raises RuntimeError if two ways return different weights.
     """
     shapes = shapes_of(elements)
     layers = [Layer(shapes, dtype, world, seed) for seed in range(LAYERS)]
@@ -211,7 +212,7 @@ def measured(
 
 
 def measure(elements: int, dtype: str, rounds: int, world: World) -> None:
-    """Prints milliseconds of every way, and how often the time of zckpt's way in its round."""
+    """Prints the milliseconds of each way, and their ratio to zckpt's in the same round."""
     if world.size == 1:  # a group of its own, so that the same functions are called
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

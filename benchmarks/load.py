@@ -35,7 +35,7 @@ from .checkpoints import TIMEOUT, Transformer, groups
 
 @dataclass(frozen=True)
 class Setting:
-    """What is loaded, and how often."""
+    """What is loaded, where files go, on how many ranks, and how often."""
 
     source: Path
     work: Path
@@ -44,7 +44,7 @@ class Setting:
 
 
 def measure(rank: int, store: Path, setting: Setting) -> None:
-    """What one rank does; rank 0 prints."""
+    """Loads in one rank, by zckpt and by torch in turn; rank 0 writes the report."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=store.as_uri(), rank=rank, world_size=setting.ranks
@@ -81,7 +81,7 @@ def measure(rank: int, store: Path, setting: Setting) -> None:
 
 
 def cost(load: Callable[[], None]) -> tuple[float, float]:
-    """Seconds until all ranks are done, and MiB that this one took meanwhile."""
+    """The seconds of a load until all ranks are done, and the MiB that it added in this process."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status("VmRSS")
     distributed.barrier()
@@ -92,7 +92,7 @@ def cost(load: Callable[[], None]) -> tuple[float, float]:
 
 
 def status(key: str) -> float:
-    """MiB, as the kernel tells it."""
+    """A value of /proc/self/status in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) / 1024
@@ -100,7 +100,7 @@ def status(key: str) -> float:
 
 
 def count_reads() -> list[int]:
-    """Bytes of every read from now on."""
+    """Returns a list to which each later read of zckpt appends its number of bytes."""
     counts: list[int] = []
     plain = Reader.read
 
@@ -113,7 +113,7 @@ def count_reads() -> list[int]:
 
 
 def needed(state: Any) -> int:
-    """Bytes of this rank's tensors, each memory once."""
+    """The bytes of this rank's tensors; memory that several tensors share counts once."""
     sizes: dict[int, int] = {}
 
     def walk(value: Any) -> None:

@@ -1,7 +1,7 @@
 """Measures a process: wall time, CPU seconds with its children, memory of the largest of them.
 
-Only runs that follow each other are compared: A B A B ... The ratio is the median over the pairs.
-On a shared machine, CPU seconds and ratios tell more than wall times.
+Only runs that follow each other are compared: A B A B ... A ratio is the median over the pairs. On
+a shared machine, CPU seconds and ratios tell more than wall times.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ ZCKPT = (sys.executable, "-m", "zckpt")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run: seconds, MiB of its largest process, bytes that it read and wrote itself.
+    """The cost of one run: seconds, CPU seconds, MiB of its largest process, and bytes moved.
 
+    `moved` are the bytes that the process itself, without children, passed to read and write calls.
     `report` is what a command with `--json` prints.
     """
 
@@ -40,13 +41,13 @@ class Cost:
 
     @property
     def own(self) -> float:
-        """The report's seconds: without the start of an interpreter, of torch, of a launcher."""
+        """The seconds in the report: without the start of the interpreter, torch and a launcher."""
         return float(self.report["seconds"])
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command, and the directories it makes, which are removed before each run."""
+    """A command, and the directories that it writes, which are removed before each run."""
 
     name: str
     command: Sequence[str]
@@ -54,7 +55,7 @@ class Job:
 
 
 def run(job: Job, before: Callable[[], None] = lambda: None) -> Cost:
-    """One run of a job; raises RuntimeError with its last words if it fails."""
+    """Runs a job once and returns its cost; raises RuntimeError with its stderr if it fails."""
     for output in job.outputs:
         shutil.rmtree(output, ignore_errors=True)
     os.sync()  # what others left to write is not this job's work
@@ -79,14 +80,14 @@ def run(job: Job, before: Callable[[], None] = lambda: None) -> Cost:
 
 
 def bytes_moved(process: int) -> int:
-    """Bytes that a process which has ended passed to read and write calls."""
+    """The bytes that an ended process passed to read and write calls; it must not be reaped yet."""
     with open(f"/proc/{process}/io", encoding="ascii") as file:
         facts = dict(line.split(":") for line in file)
     return int(facts["rchar"]) + int(facts["wchar"])
 
 
 def drop(files: Iterable[Path]) -> None:
-    """Removes files from the page cache; what is not on the disk yet stays."""
+    """Removes files from the page cache, after they were synced to disk."""
     os.sync()
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
@@ -97,9 +98,9 @@ def drop(files: Iterable[Path]) -> None:
 def interleave(
     jobs: Sequence[Job], rounds: int, before: Callable[[], None] = lambda: None
 ) -> dict[str, list[Cost]]:
-    """`rounds` runs of every job, A B A B ..., after one round that is not counted.
+    """Runs every job once per round, A B A B ..., and returns the costs by the job's name.
 
-    `before` is called before each counted run.
+    A first round is not counted. `before` is called before each counted run.
     """
     costs: dict[str, list[Cost]] = {job.name: [] for job in jobs}
     for number in range(rounds + 1):
@@ -114,7 +115,7 @@ def interleave(
 
 
 def table(costs: Mapping[str, Sequence[Cost]]) -> None:
-    """min / median / max of every job."""
+    """Prints min / median / max of the costs of every job."""
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"\nn = {len(next(iter(costs.values())))}, load average {load}; min / median / max")
     print(f"{'':34}{'wall s':>25}{'CPU s':>25}{'peak MiB':>10}")
@@ -131,6 +132,6 @@ def spread(values: Sequence[float]) -> str:
 def ratio(
     first: Sequence[Cost], second: Sequence[Cost], what: Callable[[Cost], float]
 ) -> tuple[float, str]:
-    """Median of first / second over the pairs, and the same as text with its spread."""
+    """The median of first / second over the pairs of runs, and a text with min, median and max."""
     pairs = [what(one) / what(other) for one, other in zip(first, second, strict=True)]
     return statistics.median(pairs), spread(pairs)

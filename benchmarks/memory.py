@@ -1,11 +1,11 @@
 """Puts a machine's memory into a state that decides how fast buffered writes are.
 
-    hot     pages that a process has just freed: benchmarks that are repeated find only these
+    hot     a process has just freed many pages, as when benchmarks are repeated
     cold    the machine was idle for a minute: a virtual machine's host may have taken pages back
     short   only 3 GB are available: the page cache must drop pages for new ones
 
 `python -m benchmarks.memory BYTES` takes and locks that memory until its standard input ends. It is
-a process of its own, since a program begins with the peak memory of the one that starts it.
+a process of its own, because a program starts with the peak memory of its parent process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ STATES = ("hot", "cold", "short")
 
 @contextmanager
 def state(name: str) -> Iterator[Callable[[], None]]:
-    """Within the block the memory is in this state, if what it gives is called before each run.
+    """Yields a function that puts memory into this state, to be called before each run.
 
-    Raises ValueError for an unknown state, and RuntimeError if the memory cannot be taken.
+    Raises ValueError for an unknown state, and RuntimeError if the memory cannot be locked.
     """
     if name == "short":
         with taken(available() - LEFT):
@@ -43,21 +43,21 @@ def state(name: str) -> Iterator[Callable[[], None]]:
 
 
 def available() -> int:
-    """Bytes that processes can have, as the kernel states them."""
+    """The bytes that processes can still allocate (MemAvailable of the kernel)."""
     with open("/proc/meminfo", encoding="ascii") as file:
         facts = dict(line.split(":", 1) for line in file)
     return int(facts["MemAvailable"].split()[0]) << 10
 
 
 def just_freed() -> None:
-    """Leaves pages behind that a process had until now."""
+    """Starts a process that takes up to 4 GiB of memory, and ends it: its pages are free then."""
     with taken(min(HOT, available() // 2)):
         pass
 
 
 @contextmanager
 def taken(size: int) -> Iterator[None]:
-    """Within the block another process has locked `size` bytes."""
+    """Within the block, another process has `size` bytes of memory locked."""
     command = (sys.executable, "-m", __spec__.name, str(max(size, mmap.PAGESIZE)))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

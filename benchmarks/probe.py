@@ -3,8 +3,9 @@
     python -m benchmarks.probe --rounds 15
     python -m benchmarks.probe --parts            where the time of one step's recording goes
 
-GPT-2's layers of hidden size 1024, 2048 tokens, AdamW, fp32 or --dtype bf16 (autocast), on this
-machine's processor. Recorded are activations and gradients of all modules, CRC-32 and samples.
+The model has GPT-2's layers of hidden size 1024. A step has 2048 tokens, AdamW, and fp32 or --dtype
+bf16 (autocast), on this machine's processor. Recorded are activations and gradients of all modules,
+with CRC-32 and samples.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ VOCABULARY = 8192
 
 
 class Block(nn.Module):
-    """A layer as GPT-2 has it, every part a module."""
+    """A transformer layer like GPT-2's; each of its parts is a module."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ def main() -> None:
     half = arguments.dtype == "bf16"
 
     def step() -> tuple[float, float]:
-        """Wall and CPU seconds."""
+        """Runs one training step; returns wall and CPU seconds."""
         started, used = time.perf_counter(), time.process_time()
         with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
             loss = model(tokens)
@@ -124,7 +125,7 @@ def main() -> None:
 
 
 def parts(rows: int, width: int) -> None:
-    """Nanoseconds an element of the largest activation's measurement."""
+    """Prints how long measuring the largest activation takes, in nanoseconds per element."""
     for threads in (1, torch.get_num_threads()):
         for dtype in (torch.float32, torch.bfloat16):
             tensor = torch.randn(rows, width).to(dtype)

@@ -11,7 +11,7 @@ from zckpt.proof.allgather.world import World
 
 
 def together(world: World) -> None:
-    """Waits for all processes and for the GPU."""
+    """Waits until all processes and the GPU have come here."""
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     if world.size > 1:
@@ -19,7 +19,7 @@ def together(world: World) -> None:
 
 
 def head(world: World, threads: int, rounds: int) -> None:
-    """Where this was measured."""
+    """Prints the device, the numbers of processes, threads and rounds, and the machine's load."""
     load_average = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     backend = f", {dist.get_backend()}" if world.size > 1 else ""

@@ -82,7 +82,7 @@ def etag(path: Path) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """The server of one folder, and what it has sent."""
+    """A server of one folder, with counts of the requests and bytes that it has answered."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoints /big/z3 --stage 3 --dp 4 --size 124M
     python -m benchmarks.resume /big/z3 /big/work --dp 2 --rounds 5
 
-Each round starts a training of DeepSpeed per way, whose engine is ready before the clock runs:
+Each round starts a DeepSpeed training for each way. Its engine is ready before the clock starts:
 
     no copy      zckpt.deepspeed.load_checkpoint, a step
     names        zckpt.auto_resume with copy=False and verify="files", load_checkpoint, a step
@@ -36,7 +36,7 @@ WAYS = ("no copy", "names", "engine", "auto", "again", "by hand", "universal")
 
 @dataclass(frozen=True)
 class Setting:
-    """One start: what is resumed, where files may lie, on how many ranks."""
+    """One start of a training: the way to resume, the source, the output folder, and the sizes."""
 
     way: str
     source: Path
@@ -47,7 +47,7 @@ class Setting:
 
 
 def measure(number: int, store: Path, setting: Setting) -> None:
-    """What one rank does; rank 0 writes the seconds to the first step, and to its end."""
+    """Resumes in one rank and runs a step; rank 0 writes the seconds until both have ended."""
     import torch
 
     from tests.engines import rank
@@ -82,7 +82,7 @@ def measure(number: int, store: Path, setting: Setting) -> None:
 
 
 def found(setting: Setting, number: int) -> tuple[str, str | None]:
-    """The directory and the tag that are loaded, in all ranks."""
+    """Returns the directory and the tag to load; first writes them, if this way to resume does."""
     import torch
 
     from zckpt.resume.auto import auto_resume
@@ -112,7 +112,7 @@ def found(setting: Setting, number: int) -> tuple[str, str | None]:
 
 
 def start(setting: Setting) -> None:
-    """One start of the training; prints the seconds as `zckpt --json` does."""
+    """Starts the training once, and prints the seconds as a JSON document."""
     from tests.engines import rank, zygote
 
     from .checkpoints import TIMEOUT
@@ -130,7 +130,7 @@ def start(setting: Setting) -> None:
 def jobs(
     source: Path, work: Path, dp: int, stage: int, size: str, ways: Sequence[str]
 ) -> list[Job]:
-    """A job for each way; some keep what they wrote in the round that is not counted."""
+    """Returns a job for each way; "again" and "engine" keep what they wrote in the first round."""
     result = []
     for way in ways:
         folder = work / way.replace(" ", "-")

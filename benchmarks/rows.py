@@ -14,12 +14,12 @@ from . import convert, launches, resume, scale
 from .measure import ENVIRONMENT, ROOT, ZCKPT, Cost, Job
 
 Value = Callable[..., float]
-"""Of the costs of one round, in the order of a row's jobs."""
+"""A function of one round's costs, which are in the order of the row's jobs."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure of a row, and its target; `more` says that a larger one is better."""
+    """One figure of a row, and its targets; with `more`, larger figures are better."""
 
     name: str
     of: Value
@@ -28,7 +28,7 @@ class Goal:
     more: bool = False
 
     def values(self, *costs: Sequence[Cost]) -> list[float]:
-        """The figure of each round, of the costs of each job."""
+        """The figure of each round; `costs` are those of each job."""
         return [self.of(*each) for each in zip(*costs, strict=True)]
 
     def verdict(self, value: float) -> str:
@@ -38,7 +38,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: its name, the checkpoint in WORK, the jobs (zckpt's first), the goals."""
+    """One comparison: its name, the checkpoint in WORK, the jobs (zckpt's first), and the goals."""
 
     name: str
     source: str
@@ -68,23 +68,23 @@ def moved(ours: Cost, theirs: Cost) -> float:
 
 
 def times(figure: Value) -> Value:
-    """The rival's cost over ours."""
+    """Returns the inverse of a ratio: the cost of the other program divided by zckpt's."""
     return lambda ours, theirs: figure(theirs, ours)
 
 
 def own_cpu(ours: Cost) -> float:
-    """CPU seconds."""
+    """The CPU seconds of zckpt."""
     return ours.cpu
 
 
 def pieces(ours: Cost) -> float:
-    """Millions of pieces in a CPU second."""
+    """Millions of pieces (parts of tensors on one rank) per CPU second."""
     tensors, dp = MADE["pieces"]
     return tensors * dp * len(scale.SLOTS) / ours.cpu / 1e6
 
 
 def own(ours: Cost, theirs: Cost) -> float:
-    """By the seconds that the reports state."""
+    """The ratio of the seconds in both reports."""
     return ours.own / theirs.own
 
 
@@ -96,7 +96,7 @@ def converted(against: str, dp: int | None, source: Path, work: Path) -> tuple[J
 
 
 def resharded(stage: int, dp: int, source: Path, work: Path) -> tuple[Job, Job]:
-    """`zckpt reshard` to a stage and a size, and `cp` of the source's files."""
+    """Jobs: `zckpt reshard` to a stage and a size, and `cp` of the source's files."""
     job, copying = convert.jobs(source, work, "cp", dp)
     return Job(
         f"to ZeRO-{stage} dp {dp}", (*job.command, "--stage", str(stage)), job.outputs
@@ -112,7 +112,7 @@ def version(_source: Path, _work: Path) -> tuple[Job]:
 
 
 def to_dcp(source: Path, work: Path) -> tuple[Job, Job]:
-    """`zckpt convert --to dcp`, and `cp` of the files that it writes."""
+    """Jobs: `zckpt convert --to dcp`, and `cp` of the files that it writes."""
     target, kept = work / "zckpt", made(source.parent, "dcp")
     command = (*ZCKPT, "convert", str(source), str(target), "--to", "dcp", "--dp", "4")
     copying = convert.copying("cp + sync", sorted(kept.glob("*.distcp")), work / "cp")
@@ -129,25 +129,25 @@ def convert_job(source: Path, work: Path) -> Job:
 
 
 def verified(source: Path, _work: Path) -> tuple[Job, Job]:
-    """`zckpt verify`, and zckpt's own reading of all tensors, without any checksum."""
+    """Jobs: `zckpt verify`, and zckpt's own reading of all tensors without any checksum."""
     reading = (sys.executable, "-m", "benchmarks.verify", "--read", str(source))
     return Job("zckpt verify", (*ZCKPT, "verify", str(source))), Job("reading once", reading)
 
 
 def verified_beside_cat(source: Path, _work: Path) -> tuple[Job, Job]:
-    """`zckpt verify`, and `cat` of all files into /dev/null."""
+    """Jobs: `zckpt verify`, and `cat` of all files into /dev/null."""
     files = sorted(map(str, source.rglob("*.pt")))
     cat = ("sh", "-c", 'cat "$@" > /dev/null', "sh", *files)
     return Job("zckpt verify", (*ZCKPT, "verify", str(source))), Job("cat", cat)
 
 
 def tenfold(source: Path, work: Path) -> tuple[Job, Job]:
-    """`zckpt convert` of a checkpoint, and of one with a tenth of its bytes."""
+    """Jobs: `zckpt convert` of a checkpoint, and of one with a tenth of its bytes."""
     return convert_job(source, work), convert_job(made(source.parent, "z3-12M"), work)
 
 
 def copied_once(source: Path, work: Path) -> tuple[Job, Job]:
-    """`zckpt convert`, and a program that reads and writes every byte once."""
+    """Jobs: `zckpt convert`, and `cat`, which reads and writes every byte once."""
     theirs = work / "copies"
     files = sorted(map(str, source.rglob("*.pt")))
     script = 'mkdir "$1" && cd "$1" && shift && cat "$@" > all'
@@ -156,13 +156,13 @@ def copied_once(source: Path, work: Path) -> tuple[Job, Job]:
 
 
 def launched(processes: int, source: Path, work: Path) -> tuple[Job, Job]:
-    """torchrun with some processes; one process with as many threads."""
+    """Jobs: torchrun with several processes, and one process with as many threads."""
     one, _, together = launches.jobs(source, work, processes, ())
     return together, one
 
 
 def resumed(way: str, source: Path, work: Path) -> tuple[Job, Job]:
-    """A training at another size by auto_resume, and by another way."""
+    """Jobs: a training that resumes at another size by auto_resume, and by another way."""
     by_way = {job.name: job for job in resume.jobs(source, work, 2, int(source.name[1]), "124M")}
     return by_way["auto"], by_way[way]
 
@@ -177,13 +177,13 @@ ENGINE_MADE = {
     "z2-355M": ("2", "4", "355M"),
     "many": ("3", "16", "many"),
 }
-"""What benchmarks.checkpoints makes with DeepSpeed: stage, dp, size."""
+"""The checkpoints that benchmarks.checkpoints makes with DeepSpeed: stage, dp, size."""
 MADE = {"pieces": (20_000, 64), "wide": (2_000, 1024)}
-"""What benchmarks.scale makes: tensors and ranks."""
+"""The checkpoints that benchmarks.scale makes: numbers of tensors and of ranks."""
 
 
 def made(work: Path, name: str) -> Path:
-    """A checkpoint in WORK; makes it first if it is missing."""
+    """Returns the path of a checkpoint in WORK; makes the checkpoint first if it is missing."""
     path = work / name
     if path.exists():
         return path

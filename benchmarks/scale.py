@@ -38,12 +38,13 @@ FORMATS = ("deepspeed", "dcp", "zero1", "zero3")
 
 
 def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
-    """A ZeRO-3 checkpoint of `dp` ranks that all have the same tensors; needs torch.
+    """Writes a ZeRO-3 checkpoint of `dp` ranks that all have pieces of the same tensors.
 
-    Its weights are as large as it takes for `gigabytes` of optimizer files, if that is not 0.
+    `gigabytes` is the size of all its optimizer files. If it is 0, a rank has 32 elements of each
+    weight.
 
-    It runs in a process of its own: one that has imported torch would add its memory to the peak of
-    every process that it starts.
+    Needs torch, so it must run in a process of its own: every process that it started would begin
+    with its peak memory, to which torch adds.
     """
     import torch
 
@@ -68,7 +69,7 @@ def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
 
 
 def optimizer_states(widths: dict[str, int], dp: int) -> dict[str, Any]:
-    """One flat buffer for each slot, with random numbers."""
+    """The content of a rank's optimizer file: one flat buffer of random numbers for each slot."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +81,7 @@ def optimizer_states(widths: dict[str, int], dp: int) -> dict[str, Any]:
 
 
 def command(name: str, source: Path, target: Path) -> Job:
-    """One of the commands that are measured, as a whole process."""
+    """Returns the job for one of the measured commands."""
     words: dict[str, tuple[str, ...]] = {
         "inspect": ("inspect", str(source)),
         "dry-run": ("convert", str(source), str(target), "--dry-run"),
@@ -128,7 +129,7 @@ def main() -> None:
 
 
 def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) -> None:
-    """Runs the commands A B A B ..., after one round that is not counted, and prints their cost."""
+    """Runs the commands A B A B ..., and prints their costs; the first round is not counted."""
     jobs = [command(name, source, arguments.work / "target") for name in arguments.command]
     by_torch = {"dcp": "benchmarks.dcp", "zero1": "benchmarks.zero", "zero3": "benchmarks.zero"}
     torch_reads = by_torch.get(arguments.format)

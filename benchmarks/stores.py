@@ -68,7 +68,7 @@ def make(path: Path, elements: int) -> None:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The address of a server of a folder, in a process of its own."""
+    """Serves a folder from a process of its own; yields the server's address."""
     command = [sys.executable, "-m", "benchmarks.range_server", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -79,14 +79,14 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def counts(address: str) -> tuple[int, int]:
-    """Requests for objects, and bytes of them, since the last call."""
+    """The number of requests for objects since the last call, and the bytes of the answers."""
     with urllib.request.urlopen(f"{address}/counts") as answer:
         document = json.load(answer)
     return document["requests"], document["bytes"]
 
 
 def needed(source: Path, target: Path) -> int:
-    """Bytes that a conversion of a folder reads."""
+    """The bytes that a conversion reads from the folder itself."""
     job = Job("needed", (sys.executable, "-c", READ, str(source), str(target)), (target,))
     ended = subprocess.run(job.command, capture_output=True, text=True, check=True, cwd=ROOT)
     run(Job("removed", ("true",), job.outputs))
@@ -94,7 +94,7 @@ def needed(source: Path, target: Path) -> int:
 
 
 def download(url: str, target: Path) -> None:
-    """Fetches all objects below a URL by obstore alone."""
+    """Fetches all objects below a URL, by obstore alone."""
     import obstore
     from obstore.store import S3Store
 
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def measured(source: Path, work: Path, rounds: int) -> None:
-    """Prints all figures of one checkpoint."""
+    """Measures one checkpoint and prints all figures."""
     files = [each for each in source.rglob("*") if each.is_file()]
     print(
         f"{source}: {len(files)} files, {sum(each.stat().st_size for each in files) / 1e9:.2f} GB"
@@ -180,7 +180,7 @@ def measured(source: Path, work: Path, rounds: int) -> None:
 
 
 def ratio(above: list[Cost], below: list[Cost], figure: str) -> float:
-    """The median over pairs of runs."""
+    """The median ratio of a figure over the pairs of runs."""
     return statistics.median(
         getattr(a, figure) / getattr(b, figure) for a, b in zip(above, below, strict=True)
     )

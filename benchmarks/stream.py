@@ -69,7 +69,7 @@ def main() -> None:
 def measure(
     source: Path, size: str, tokens: torch.Tensor, rounds: int, cold: bool
 ) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds of each way and round; CPU is that of all threads."""
+    """Returns, by way, the wall and CPU seconds of each round; CPU is that of all threads."""
     manifest = api.read(source)
     with torch.device("meta"):
         model = SIZES[size]()

@@ -11,7 +11,10 @@ from .rows import ROWS
 
 
 def table() -> str:
-    """A row for each name and goal; rows that differ by stage and size alone are one."""
+    """The table in Markdown: a row for each name and goal.
+
+    Rows that differ only by stage and size are one.
+    """
     lines: dict[str, None] = {}
     for row in ROWS:
         name = re.sub(r"to ZeRO-\d, dp \d+", "to any stage and size", row.name)

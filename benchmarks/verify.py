@@ -26,7 +26,7 @@ TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 
 
 def read_once(paths: list[str]) -> None:
-    """Every element of every entry of all checkpoints, with what `verify` takes by default."""
+    """Reads every element of all checkpoints, with the default threads and memory of `verify`."""
     manifests = [read(path) for path in paths]
     jobs = READING_JOBS
     dp = max(manifest.dp for manifest in manifests)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def report(source: str, other: str, rounds: int) -> None:
-    """Both costs of a proof, each beside the reading of the same bytes."""
+    """Prints what `verify` costs, with and without --against, each beside reading alone."""
     from .measure import ZCKPT, Job, interleave, ratio, table  # the reading has no need of it
 
     reading = (sys.executable, "-m", "benchmarks.verify", "--read")

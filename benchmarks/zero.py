@@ -1,10 +1,9 @@
 """Writes DeepSpeed checkpoints of realistic sizes, with holes for tensors.
 
-    python -m benchmarks.zero RUN --json     what torch.load costs for its smallest file
+    python -m benchmarks.zero RUN --json     measures torch.load of its smallest file
 
-Every file is what torch.save writes for its shapes, with holes in place of the tensors' data.
-The keys are those of DeepSpeed 0.19.8. Weights are `WEIGHT`, biases `BIAS`, in turn; a model rank
-of a grid has its slices of the tensors of its stage.
+Every file is what torch.save writes for its shapes, with holes in place of the tensors' data. The
+keys are those of DeepSpeed 0.19.8. Tensors have the shapes `WEIGHT` and `BIAS` in turn.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Holes:
-    """A file of torch.save whose tensors are holes, to be written under several names.
+    """A file of torch.save with holes in place of tensors, to be written under several names.
 
-    torch puts the name of a file into its records. Storages of four bytes are steps.
+    Each name needs a file of its own, because torch puts the name into its records. Storages of
+    four bytes are steps, and are written.
     """
 
     def __init__(self, value: Any, work: Path) -> None:
@@ -72,7 +72,10 @@ def shapes_of(tensors: int) -> dict[str, tuple[int, ...]]:
 
 
 def make(root: Path, tensors: int, dp: int, stage: int) -> None:
-    """A run of ZeRO-1 or ZeRO-3 with one checkpoint; needs torch, and stage 1 DeepSpeed."""
+    """Writes a run of ZeRO-1 or ZeRO-3 with one checkpoint.
+
+    Needs torch, and DeepSpeed for stage 1.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     folder = root / TAG
@@ -97,7 +100,7 @@ def _config(stage: int) -> dict[str, Any]:
 
 
 def _groups(shapes: Shapes) -> list[OrderedDict[str, tuple[int, ...]]]:
-    """Weights decay, and biases do not."""
+    """Two optimizer groups: weights with decay, and biases without."""
     of_axes = [
         [item for item in shapes.items() if (len(item[1]) > 1) is is_weight]
         for is_weight in (True, False)
@@ -145,7 +148,7 @@ def _state(length: int) -> dict[str, Any]:
 
 
 def _sliced(shapes: Shapes, dp: int) -> dict[str, Any]:
-    """A rank's optimizer state at stage 3: a slice of each tensor, in one flat buffer."""
+    """A rank's optimizer file at stage 3: a slice of each tensor, in one flat buffer."""
     import torch
 
     length = sum(-(-prod(shape) // dp) for shape in shapes.values())
@@ -153,7 +156,7 @@ def _sliced(shapes: Shapes, dp: int) -> dict[str, Any]:
 
 
 def flat(dp: int, master: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The file of one rank's optimizer at stage 3: one flat buffer for each slot."""
+    """A rank's optimizer file at stage 3, with one flat buffer for each slot."""
     return {
         "optimizer_state_dict": {
             "zero_stage": 3,
@@ -173,7 +176,7 @@ def flat(dp: int, master: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _partitions(shapes: Shapes, dp: int) -> Iterator[dict[str, Any]]:
-    """Each rank's optimizer state at stage 1: a range of each group's flat buffer."""
+    """Yields each rank's optimizer file at stage 1, with a range of each group's flat buffer."""
     import torch
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -178,7 +178,7 @@ class Load(Struct, eq=False, dict=True):
         self.lines = [*layout.omitted, *layout.warnings]
 
     def _agree_on(self, error: Exception | None) -> None:
-        """All ranks have the same files, and rank 0 finds nothing wrong with the source."""
+        """Raises in all ranks if one failed, if files differ, or if rank 0 refuses the source."""
         mark = None if error else _mark(self.source.files.records, self.files.records)
         values = self.ranks.gathered([sent(error), mark])
 
