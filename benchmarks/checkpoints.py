@@ -151,7 +151,7 @@ def train(number: int, store: Path, training: Training, model: nn.Module) -> Non
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not; frozen weights are in neither."""
+    """Two optimizer groups, without frozen weights: matrices with weight decay, vectors without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [weight for weight in trained if weight.ndim > 1], "weight_decay": 0.1},

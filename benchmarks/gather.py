@@ -129,7 +129,7 @@ def each_parameter(setting: Setting) -> int:
 def gathered(
     gatherer: ElementReader, part: Partitioned, member: FlatMember, world: World
 ) -> torch.Tensor:
-    """A tensor of which every process loads the fragments of some ranks."""
+    """Gathers one tensor: a process loads the fragments of some ranks, and receives the rest."""
     ranks = len(part.ranks)
     each = -(-ranks // world.size)
     pieces = list(fragments(part, member))
@@ -155,7 +155,7 @@ def gathered(
 
 
 def fragments(part: Partitioned, member: FlatMember) -> Iterator[Extent]:
-    """A tensor's bytes in every rank's part, padding included; some may be empty."""
+    """Yields where each rank's partition has bytes of a tensor, with padding; may be empty."""
     size, base = SIZES[part.dtype], 0
     for rank, extent in enumerate(part.ranks):
         start, stop = member.first - base, member.first - base + member.numel

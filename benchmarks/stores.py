@@ -46,7 +46,7 @@ print(total)
 
 
 def make(path: Path, elements: int) -> None:
-    """A ZeRO-3 checkpoint of 4 ranks, with AdamW's states of so many elements."""
+    """Writes a ZeRO-3 checkpoint of 4 ranks with AdamW; its model has about `elements` elements."""
     import torch
 
     from zckpt import api

@@ -415,7 +415,7 @@ class AutoResume(Document, kw_only=True):
     unopened: int | UnsetType = UNSET
     obstacles: list[Notice]
     names: bool
-    """Whether the path has the names of files alone, as without a copy."""
+    """True if the path has files without tensors, with the engine's names, as with copy=False."""
     written: bool
     bytes: int
     seconds: float

@@ -70,7 +70,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def ended(code: str, message: str, hint: str) -> Notice:
-    """The notice for the end of a command without a ZckptError."""
+    """Returns the notice for a command that ended with another exception than a ZckptError."""
     return Notice(code=code, severity="error", message=message, hint=hint)
 
 

@@ -112,6 +112,9 @@ def _tell_torch(launch: Launch | None) -> None:
 
 
 def _others(single: bool) -> Launch | None:
-    """The launch of this process; None if it has one process only, or with `single`."""
+    """The launch (such as torchrun's) that this process is one of several processes of.
+
+    None if the launch has one process only, if there is none, or with `single`.
+    """
     launch = None if single else launched()
     return launch if launch is not None and launch.size > 1 else None

@@ -25,17 +25,17 @@ Decorator = Callable[[Command], Command]
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """One decorator for several options, in the order of `--help`."""
+    """Combines options into one decorator, in the order in which `--help` shows them."""
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
 def grouped(group: str, *flags: str, **words: Any) -> Decorator:
-    """An option in a section of `--help`."""
+    """Returns click's decorator for an option in the section `group` of `--help`."""
     return click.option(*flags, cls=GroupedOption, group=group, **words)
 
 
 def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
-    """The click option for an option that a format or `training/options.py` declares."""
+    """Returns click's decorator for an option that a format or `training/options.py` declares."""
     end = f".  [default: {option.usual}]" if option.usual else "."
     how = {"type": click.Choice(option.choices)} if option.choices else KINDS[option.kind]
     words = {"help": option.help + end, "metavar": option.metavar, **how}
@@ -43,7 +43,7 @@ def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
 
 
 def of_targets(targets: Iterable[Format], without: Container[str]) -> Decorator:
-    """The options of `targets`, except the options named in `without`."""
+    """Returns a decorator with the options of the formats `targets`, without those in `without`."""
     return stacked(
         *(declared_option(option) for option in declared(targets) if option.name not in without)
     )
@@ -65,7 +65,7 @@ uncompared = stacked(
         help="Do not compare this optimizer state. Repeatable.",
     ),
 )
-"""The options for what a comparison leaves out."""
+"""Options that leave something out of a comparison."""
 
 renaming = declared_option(RENAME)
 """--rename, which renames the parameters of the source (PATH or A)."""
@@ -151,9 +151,9 @@ as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print o
 
 
 def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
-    """The options of a command that reads a checkpoint.
+    """Returns a decorator with the options of a command that reads a checkpoint.
 
-    `chosen` are the options that choose one of several checkpoints, such as --tag. Without
+    It includes `chosen`, the options that choose one of several checkpoints, such as --tag. Without
     `has_names`, --param-names is hidden from the help.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)

@@ -81,7 +81,10 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         )
 
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
-        """The numbers of the source's groups with a group's parameters, each with one parameter."""
+        """The source's groups that contain parameters of the program's group.
+
+        Maps the number of each source group to the name of one such parameter.
+        """
         parameters = self.names.manifest.parameters
         parameter = parameters.get(meaning.name)
         if parameter is not None and parameter.group is not None:
@@ -97,11 +100,12 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         return self._sources[name_or_front]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
-        """Names of the parameters in the same group: of a parameter, or of a numbered group.
+        """The source's names of all parameters in the same group of the program as this one.
 
-        torch takes a flattened group's values from its first parameter. This one may be frozen, and
-        no file states the group of a frozen parameter. If the optimizer is not given, all
-        parameters with the same values count as one group.
+        For a numbered group, these are its `params`. torch takes a flattened group's values from
+        its first parameter. This one may be frozen, and no file states the group of a frozen
+        parameter. If the optimizer is not given, all parameters with the same values count as one
+        group.
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")
@@ -116,7 +120,7 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _equal_groups(self) -> list[list[str]]:
-        """Parameters of a flattened optimizer that have equal hyper-parameters in the target."""
+        """Lists of parameters whose hyper-parameters are equal in a flattened target."""
         values: dict[str, dict[str, str]] = {}
         for key, meaning in self.keys.items():
             if meaning.name:

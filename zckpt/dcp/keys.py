@@ -87,7 +87,10 @@ class KeyNames(Struct, eq=False, dict=True):
         return self._meanings[key]
 
     def _optimizer_s(self, key: str) -> KeyMeaning | None:
-        """The meaning as a state or hyper-parameter. Tried first: a buffer may be named `step`."""
+        """Looks a key up as an optimizer's state or hyper-parameter; None if it is neither.
+
+        It is tried before `_module_s`, because a buffer may be named `step`.
+        """
         if key in self.weights:
             return None
         has_prefix = key.partition(".")[0] in self.words
@@ -105,7 +108,7 @@ class KeyNames(Struct, eq=False, dict=True):
         return None
 
     def _module_s(self, key: str) -> KeyMeaning | None:
-        """The meaning as a weight, a buffer or an extra state."""
+        """Looks a key up as a weight, a buffer or an extra state; None if it is none of these."""
         _, own_rule = self.rules["weight"]
         if key in self.weights:
             return KeyMeaning("weight", self.weights[key], "", "", own_rule)
@@ -141,7 +144,10 @@ class KeyNames(Struct, eq=False, dict=True):
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[PrefixRule]) -> tuple[str, PrefixRule] | None:
-        """The source's name by the first rule that fits; for a tied weight, the owner's name."""
+        """The source's name by the first of `rules` that gives one, and that rule; or None.
+
+        A tied weight gets the name under which the source stores it.
+        """
         for rule in rules:
             changed = rule.apply(name)
             source = None if changed is None else self._names.get(changed)

@@ -185,7 +185,11 @@ class LoadTarget:
         return []
 
     def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
-        """Whether the target has only one of torch's three placeholders for a hyper-parameter."""
+        """Whether the target holds no value for a hyper-parameter, only a placeholder of torch's.
+
+        A numbered group is blank if its `params` are no list. A value is blank if it is None, a
+        metadata record or "<bytes_io>".
+        """
         if not meaning.name:
             members = self.state.get(f"{meaning.front}params")
             return not isinstance(members, (list, tuple))

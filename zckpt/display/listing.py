@@ -58,7 +58,7 @@ def listed_run(report: dict[str, Any], quiet: bool, wide: bool = False) -> None:
 
 
 def interrupted(report: Row | None) -> None:
-    """Which files of an interrupted save are complete, and what of an older checkpoint fits."""
+    """Prints which files of an interrupted save are complete, and what of an older one fits."""
     if report is None:
         return
     by_state = by_key((each["state"], each["file"]) for each in report["files"])

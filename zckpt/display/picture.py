@@ -96,7 +96,11 @@ def _legend() -> str:
 
 
 def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
-    """At most ROWS lines of COLUMNS cells: neighbors are joined to their largest distance."""
+    """Reduces a heat map to at most ROWS lines and COLUMNS columns.
+
+    A cell of joined neighbors has the largest of their distances. Returns the names of the lines,
+    the cells of each, and the steps.
+    """
     narrow = [
         [_worst([_cell(value) for value in some]) for some in neighbors(row, COLUMNS)]
         for row in heat["distances"]

@@ -35,10 +35,10 @@ def document(value: Any) -> None:
 
 
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Optimizer states for a sentence, such as `GG and Q of 4 parameters`, with the first line.
+    """Yields texts that name optimizer states, such as `GG and Q of 4 parameters`.
 
     States are named together if they belong to the same number of parameters, and their lines have
-    equal values for `keys`.
+    equal values for `keys`. Each text comes with the first of these lines.
     """
     alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for lines_alike in alike.values():

@@ -77,14 +77,17 @@ def section(checkpoint: Found, candidate: Candidate, faults: Sequence[Report]) -
 
 
 def made_up(path: str, tag: str | None) -> Report | None:
-    """As `rebuilding`, of the checkpoint at a path; reads no tensor."""
+    """Returns what `rebuilding` does, for the checkpoint at `path`; reads no tensor."""
     with suppress(ZckptError, OSError), what_is_there(path, {"tag": tag}, api.read) as found:
         return rebuilding(found, path, tag)
     return None
 
 
 def rebuilding(found: Found, path: str, tag: str | None = None) -> Report | None:
-    """The command that makes up what lost files had, and what it gives; None if there is none."""
+    """Returns the step with the command that makes up what lost files had.
+
+    The step also says what the values would be. Returns None if they cannot be made up.
+    """
     options = api.rebuild_options(found)
     if not options:
         return None
@@ -100,7 +103,7 @@ GIVES = {
     "masters": "masters that are the 16-bit weights",
     "moments=zero": "zeros as moments",
 }
-"""What `--rebuild` gives, for a sentence."""
+"""What a sentence calls the values that `--rebuild` makes up."""
 COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes on from them"
 
 

@@ -12,7 +12,7 @@ from ..judging.damaged_source import Found, file_in
 
 
 def section(checkpoint: Found) -> Report:
-    """The places and the groups.
+    """Returns every place that stores a step, and the hyper-parameters of every group.
 
     `agrees` is None for an engine's counter, which is never the optimizer's step.
     """

@@ -180,7 +180,7 @@ def remove(path: str) -> bool:
 def sweep(folder: str, current: str) -> list[str]:
     """Deletes unfinished directories of dead jobs, and returns their paths.
 
-    The `.partial` of the target `own` stays, since this job continues it. The caller holds the
+    The `.partial` of the target `current` stays, since this job continues it. The caller holds the
     folder's lock.
     """
     with opened(folder) as above:
@@ -189,7 +189,7 @@ def sweep(folder: str, current: str) -> list[str]:
 
 
 def tidy(folder: str, current: str, keep: int) -> list[str]:
-    """Removes the oldest directories, so that `keep` stay beside `own`, and returns their paths.
+    """Removes the oldest directories, so that `keep` stay beside `current`; returns their paths.
 
     The oldest is the one that was written first, whatever its step, because a directory that was
     needed recently may be needed again. All of them can be written again from the run.
@@ -221,7 +221,7 @@ def _remove(above: Folder, path: str) -> bool:
 
 @contextmanager
 def _of_zckpt(above: Folder, path: str) -> Iterator[Folder | None]:
-    """Opens a directory if zckpt has written it for this user; gives None for anything else."""
+    """Opens a directory that zckpt has written for this user; yields None for anything else."""
     try:
         directory = above.inner(path)
     except (NotADirectoryError, PermissionError, FileNotFoundError, TargetExists):
@@ -248,7 +248,10 @@ def _is_begun(path: str) -> bool:
 
 
 def _remove_begun(above: Folder, directory: Folder) -> bool:
-    """Removes an unfinished directory, the journal last, so that a killed removal can go on."""
+    """Removes an unfinished directory, its journal last, so that a later job can finish a removal.
+
+    Returns False if a running job has locked the journal.
+    """
     journal = os.path.join(directory.path, JOURNAL)
     with ExitStack() as stack:
         with suppress(FileNotFoundError):  # the job ended before it made a journal
@@ -281,7 +284,7 @@ def _remove_marked(above: Folder, directory: Folder) -> bool:
 
 
 def _empty(directory: Folder, last: str = "") -> None:
-    """Removes everything in an open directory."""
+    """Removes everything in an open directory; the file `last` after all others."""
     paths = [os.path.join(directory.path, name) for name in directory.names()]
     for path in sorted(paths, key=lambda path: path == last):
         directory.remove(path)

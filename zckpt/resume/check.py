@@ -164,7 +164,10 @@ def _reasons(
 
 
 def _as_in(other: Manifest | None, manifest: Manifest, words: Words, to: str) -> Words:
-    """The options of the next run, with the ZeRO stage of the checkpoint that it has saved."""
+    """Adds the ZeRO stage of the run `other` (--like) to the options, if they state none.
+
+    Only a stage that differs from the checkpoint's is added.
+    """
     if other is None or not to == manifest.format == other.run.origin.format:
         return words
     stage = other.run.origin.zero_stage

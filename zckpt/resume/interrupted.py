@@ -1,7 +1,8 @@
-"""What is left of a save that was interrupted, and what of an older checkpoint fits?
+"""Reports an interrupted save: which files are complete, and what of an older checkpoint fits.
 
-Nothing is found out here: the verdict says which checkpoint is whole, the inventory which of its
-files are there, and another rank's file stands in for a lost one, so that tensors are known.
+It combines answers of other modules: the verdict says which checkpoint is complete, and the
+inventory which of its files exist. Another rank's file stands in for a lost one, so that the names
+and shapes of all tensors are known.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .runs import Candidate, candidates, judged, others
 def interrupted(
     path: str, tag: str | None = None, reading: Mapping[str, Any] | None = None
 ) -> Report | None:
-    """The newest checkpoint of a run that is not whole, if none that is newer is; its files.
+    """Reports on the newest checkpoint of a run, if its save was interrupted; None otherwise.
 
-    `path` is a run, or a checkpoint of one. With a `tag` that one is meant. None if it is whole, or
-    if nothing is wrong that a save leaves. `older` is the newest whole one; `tensors` are those of
-    the interrupted one, `alike` how many of them have the same type and shape in the older one, and
-    `frozen` the weights of these that no training changes.
+    `path` is a run, or a checkpoint of one; `tag` chooses a checkpoint. `files` of the report are
+    those of this checkpoint, with their states. `older` is the newest complete checkpoint besides.
+    `tensors` counts the tensors of the interrupted one, and `alike` those with the same type and
+    shape in the older one. `frozen` are weights among these that no training changes.
     """
     reading = reading or {}
     with suppress(ZckptError, OSError):
@@ -84,7 +85,7 @@ def _newest_whole(
 
 
 def _fitting(manifest: Manifest | None, older: Manifest | None) -> Report:
-    """What an older checkpoint has of the same names, types and shapes."""
+    """Counts the tensors that an older checkpoint has with the same name, type and shape."""
     if manifest is None or older is None:
         return {"tensors": None, "alike": None, "frozen": []}
     alike = [

@@ -1,4 +1,4 @@
-"""How does a run go on without a copy? The path has the names of the files that are not written.
+"""Resumes without a copy: the path that a run gets has the names of the files, not their tensors.
 
 The engine's own loader, which is given that path, loads the source instead (`zckpt/loading/`).
 """
@@ -18,7 +18,10 @@ HINT = "leave out copy=False: it is written for this size then"
 
 
 def refuse_engine(source: str, engine: str) -> None:
-    """Raises WrongOption for a checkpoint of another engine, or another version of the engine."""
+    """Raises WrongOption for a checkpoint of another engine, or if DeepSpeed has another version.
+
+    Raises MissingExtra if torch or DeepSpeed is not installed.
+    """
     if engine != ENGINE:
         message = f"{source}: the engine of {engine} loads no checkpoint without a copy"
         raise WrongOption("load-unsupported", message, hint=HINT, file=source)
@@ -33,7 +36,10 @@ def refuse_engine(source: str, engine: str) -> None:
 
 
 def tag_in(source: str, report: Mapping[str, Any]) -> str:
-    """The tag of a target by its files; raises WrongOption for those that no loader is given."""
+    """Returns the tag of a target, which is the folder of its files in the `report` of `reshard`.
+
+    Raises WrongOption if the engine could not load these files from memory.
+    """
     from ..loading.support import STATES, refuse_files
 
     files: list[str] = report["files"]
@@ -43,12 +49,15 @@ def tag_in(source: str, report: Mapping[str, Any]) -> str:
 
 
 def absolute(path: str) -> str:
-    """A path for other directories and processes; a URL as it is."""
+    """Returns a path that means the same in other directories and processes; a URL unchanged."""
     return path if api.is_url(path) else os.path.abspath(path)
 
 
 def serve(directory: str, candidate: Candidate, plan: Mapping[str, Any]) -> None:
-    """From now on, the engine's loader takes the directory; raises WrongOption if it cannot."""
+    """Makes the engine's loader load `candidate` when it is given `directory`.
+
+    Raises WrongOption for a version of DeepSpeed that was not tested.
+    """
     from ..loading import hook
 
     words = {name: word for name, word in plan["words"].items() if name != "as_run"}

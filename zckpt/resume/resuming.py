@@ -231,7 +231,7 @@ class Resuming(Struct, dict=True):
         return Resumed(report["path"], report), lines
 
     def _written(self, candidate: Candidate, plan: Words, more: Words) -> Words:
-        """Writes the target; the report of `reshard`."""
+        """Writes the target, and returns the report of `reshard`."""
         more = {"gives_way": True, "copying": self.copying, **more}
         words = {**GOING_ON, **plan["words"], **more}
         return api.reshard(candidate.path, plan["target"], tag=candidate.tag, **words)
@@ -298,7 +298,10 @@ class Resuming(Struct, dict=True):
         return {**plan, **place, "words": more, "lines": [*changes, *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
-        """The directory for the copy: complete, or to be written by this job under the lock."""
+        """Chooses the directory for the copy, and tells whether it is complete already.
+
+        If it is not, this job holds the folder's lock and must write it. Raises NotEnoughSpace.
+        """
         if os.path.isdir(self.folder):
             cache.opened(self.folder).close()
         removed: set[str] = set()
@@ -338,12 +341,12 @@ class Resuming(Struct, dict=True):
             }
 
     def _tried(self, candidate: Candidate, target: str, words: Words) -> Words:
-        """What `reshard` would write there."""
+        """Returns the report of `reshard --dry-run` for this target."""
         words = {**GOING_ON, **words, "dry_run": True, "names": self._note(candidate)}
         return api.reshard(candidate.path, target, tag=candidate.tag, **words)
 
     def _note(self, candidate: Candidate) -> bytes | None:
-        """The note of a directory of names; None for a copy."""
+        """The file in a directory of names that states its source; None if a copy is written."""
         return None if self.copy else note_of(names.absolute(candidate.path), candidate.tag)
 
     def _becomes_alone(self, target: str) -> bool:

@@ -21,11 +21,11 @@ TITLES = {
 }
 """The measures of checkpoints, in their order behind the loss."""
 Point = tuple[float, float | None]
-"""Where on the axis of steps, and the value: None for one that is not finite."""
+"""A point of a curve: its place on the axis of steps, and its value (None if not finite)."""
 
 
 class Dot(Struct, frozen=True):
-    """The point of a checkpoint in a chart."""
+    """The point of one checkpoint in a chart; `x` and `y` in pixels."""
 
     x: float
     y: float
