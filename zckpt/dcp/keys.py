@@ -175,5 +175,5 @@ class KeyNames(Struct, eq=False, dict=True):
 
 
 def _root(path: Sequence[Any]) -> str:
-    """The beginning of all keys below a path."""
+    """The dotted path with a final dot, with which all keys below it begin; "" for no path."""
     return f"{dotted(tuple(path))}." if path else ""

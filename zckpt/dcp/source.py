@@ -193,7 +193,7 @@ class Source(Struct, eq=False, dict=True):
         return by_name or item
 
     def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
-        """Whether the stored item is loaded without a look-up by name."""
+        """Whether the item listed under a key is loaded as it is, without a look-up by name."""
         if self.stored is not None:
             return not (self.numbers and NUMBERED.search(key))
         if isinstance(item, StoredTensor):

@@ -70,7 +70,7 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
-    """The result of `verify` for a path in a few words."""
+    """One line on a path: whether it equals the other side, is consistent, or what is wrong."""
     path, other = safe(report["path"]), report["against"]
     if kinds := _unread(report):
         alone = UNREADABLE.get(kinds[0], "contradicts itself")
@@ -88,7 +88,7 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 
 
 def _fault(report: dict[str, Any]) -> str:
-    """What is wrong with a checkpoint. Missing or damaged files are no contradiction."""
+    """Words what is wrong with a checkpoint: it is damaged, not whole, or contradicts itself."""
     codes = {line["code"] for line in report["problems"]}
     if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):
         return "is damaged"

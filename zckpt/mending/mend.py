@@ -226,8 +226,9 @@ def _refuse(
 ) -> None:
     """Raises unless all that a loader needs can be restored, and the user accepts any doubt.
 
-    Raises CorruptCheckpoint for what cannot be, the error of the reader for lost files, and
-    MissingData if nothing is damaged.
+    Raises CorruptCheckpoint for bytes that cannot be restored or need the user's consent, the error
+    of the reader for lost files, IncompleteCheckpoint for all else that keeps the checkpoint from
+    loading, and MissingData if nothing is damaged.
     """
     places, judged = diagnosis.places, diagnosis.judged
     needed = [place for place in places if diagnosis.is_needed(place)]

@@ -17,7 +17,10 @@ from typing import Any
 from .runs import TensorRecord
 
 TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
-"""A few times the effect of another order of sums on one layer's output. Other types have 0."""
+"""The tolerated distance by type; 0 for other types.
+
+It is a few times the effect of another order of sums on the output of one layer.
+"""
 EXACT = frozenset({"lr", "loss_scale"})
 """Metrics that do not depend on the order of sums."""
 SAME = 1e-12
@@ -27,7 +30,7 @@ SMALLEST = 5e-324
 
 
 def tolerance(record: TensorRecord, narrowest: float) -> float:
-    """The tolerated distance.
+    """The distance up to which a difference of this record is tolerated.
 
     `narrowest` is the tolerance of the narrowest type in the runs. It applies to metrics.
     """

@@ -43,7 +43,7 @@ class Output:
 
 
 class Recorder(Subscriber):
-    """The recorder of a block of `record`."""
+    """Records the tensors of all forwards and backwards within a block of `record`."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 
 
 def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Report:
-    """The columns of the table of all tensors, with statistics if `lines` has them."""
+    """The table of all tensors as columns, with statistics if `lines` has them by tensor."""
     entries = checkpoint.entries
     report: Report = {
         "name": [entry.name for entry in entries],
@@ -32,7 +32,7 @@ def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Repor
 
 
 def names(checkpoint: Found) -> dict[str, str]:
-    """The names of layers whose rows are only numbers: `h.0` for the row 0."""
+    """For rows of the figures that are named by a number alone: the layer's name, `h.0` for "0"."""
     pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 

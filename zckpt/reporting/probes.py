@@ -11,7 +11,10 @@ from . import summary
 
 
 def document(report: Report) -> Report:
-    """The document for a report of `probe-diff`: the first differences, and one-sided records."""
+    """Makes the document of a page from a report of `probe-diff`.
+
+    It has the first differences, and the records that only one run has.
+    """
     big, first = report["big"], report["first"]
     result = f"{report['differing']:,} of {report['records']:,} records differ"
     differences = [

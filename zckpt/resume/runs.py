@@ -45,16 +45,16 @@ from ..judging.verdict import Verdict
 
 FILE = ".ckpt"
 OF_FILESYSTEM = "lost+found"
-"""A folder of the filesystem that users may not list."""
+"""A folder that the filesystem makes by itself, and that users may not list."""
 LINKS = (LATEST, "last")
 """Names of links to the last checkpoint."""
 TRACKER, MOST = "latest_checkpointed_iteration.txt", 64  # bytes
 """The file in which Megatron-LM and verl (0.7) store the number of the last checkpoint."""
 
 LACKS = "missing-file"
-"""The code of a file that the other checkpoints of the run have."""
+"""The code of the warning that a checkpoint lacks a file which all others of the run have."""
 VERSION = re.compile(r"version_\d+", re.ASCII)
-"""Lightning's folder for one start of a run."""
+"""The folder that Lightning makes for each start of a run: `version_0`."""
 
 
 Notices = tuple[Notice, ...]
@@ -290,7 +290,7 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
-    """The checkpoints, the newest first. The one that a link or a file names as last precedes."""
+    """The checkpoints, the newest first; but before all the one that a link or file calls last."""
     notes = _newest_first(paths)
     links = {
         os.path.join(folder, sources.beside(os.path.join(folder, link)) or link)

@@ -207,7 +207,7 @@ def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
 
 
 def _style() -> str:
-    """The colors of a light page, and of a dark one."""
+    """The CSS of the picture: the colors of a light page, and of a dark one."""
     themes = {
         "": ("#fff", "#dfe3e2", "#16191d", "#565e66", "#b3123f", "#12663f", "#7a5200", "#f0f2f1"),
         "dark": (
@@ -233,7 +233,7 @@ def _style() -> str:
 
 
 def _color(place: float) -> tuple[int, ...]:
-    """The color at 0 to 1 of the palette."""
+    """Red, green and blue of the palette at `place`, which is from 0 to 1."""
     below = min(int(place * (len(PALETTE) - 1)), len(PALETTE) - 2)
     part = place * (len(PALETTE) - 1) - below
     pairs = zip(PALETTE[below], PALETTE[below + 1], strict=True)

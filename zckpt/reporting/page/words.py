@@ -82,7 +82,7 @@ def title(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def layer(document: Mapping[str, Any], row: str) -> str:
-    """The name of a layer: `h.0` for the row 0."""
+    """The name of the layer in a row of the figures, such as `h.0` for the row "0"."""
     return str((document.get("layers") or {}).get(row, row))
 
 
