@@ -23,10 +23,10 @@ PARTIAL = (
 
 
 class Lookup(Struct, eq=False, dict=True):
-    """The meanings of the keys of a load; `missing` and `not_loaded` grow during the look-up.
+    """What the keys of a load mean in the source, and which of them cannot be filled.
 
     The checkpoint does not have the keys in `missing`. zckpt cannot restore the keys in
-    `not_loaded`, for the reason in the error.
+    `not_loaded`, for the reason in the error. Both grow during the look-up.
     """
 
     source: Source

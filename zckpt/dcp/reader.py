@@ -96,7 +96,7 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether zckpt recognizes a checkpoint there."""
+        """Whether zckpt recognizes a checkpoint at `checkpoint_id`."""
         try:
             Source(kept(checkpoint_id), USUAL, ())
         except ZckptError:
@@ -139,7 +139,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Called before torch's planner makes its plan."""
+        """Makes the metadata show the keys that torch's planner needs while it makes its plan."""
         self._is_checked |= not is_coordinator  # the coordinator checks for all ranks
         table = metadata.state_dict_metadata
         self._table = table if isinstance(table, KeyTable) else None
@@ -152,7 +152,10 @@ class StorageReader(storage.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
-        """Called on the coordinator only; an error ends the load on all ranks."""
+        """Checks the source as `convert` does; torch calls this on the coordinator only.
+
+        An error ends the load on all ranks, before a tensor is read.
+        """
         self._check(plans)
         return plans
 

@@ -120,7 +120,7 @@ class LoadTarget:
         return []
 
     def _tensor(self, name: TensorName) -> torch.Tensor:
-        """A tensor inside the manifest's state."""
+        """Loads a tensor that belongs to the source's other state, not to a parameter."""
         manifest = self.source.manifest
         return as_torch(manifest.entries[name.name, "state"], manifest.files.records)
 
@@ -216,9 +216,9 @@ class LoadTarget:
     # -- tensors
 
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
-        """The entries that can fill an item: a stored box, or a weight's parameter and its master.
+        """The entries that can fill an item; an empty list if the item cannot be loaded.
 
-        An empty list if the item cannot be loaded.
+        That is a stored box, or a weight's parameter and its master.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:

@@ -150,7 +150,7 @@ def _path(self: _Rebuilding, value: Foreign) -> pathlib.PurePath:
 
 
 def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
-    """A BytesIO, which TransformerEngine's modules have as extra state."""
+    """Makes a BytesIO, which TransformerEngine's modules have as extra state."""
     data, position, _ = value.state
     result = io.BytesIO(data)
     result.seek(position)

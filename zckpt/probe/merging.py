@@ -49,7 +49,10 @@ class RankRecord(Struct, frozen=True):
 
 
 class Merged(Struct, frozen=True):
-    """Both runs as runs of one rank, the order of rows, and notes on what cannot be merged."""
+    """Both runs with the records of their ranks merged, as if each had one rank.
+
+    `order` says which rows the ranks took, and `unmerged` which records are not compared.
+    """
 
     a: Run
     b: Run
@@ -62,7 +65,7 @@ class Unmerged(Exception):
 
 
 def merge(a: Run, b: Run) -> Merged:
-    """The records of both runs, merged."""
+    """Merges the records of each run's ranks, so that both compare as runs of one rank."""
     sides = (a, b)
     labels = _labels(a, b)
     grouped = [_grouped(run, labels) for run in sides]

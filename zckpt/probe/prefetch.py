@@ -84,7 +84,10 @@ class Memory(Struct, eq=False):
     _returned: deque[mmap.mmap] = field(default_factory=deque)  # any thread may append
 
     def take(self, size: int) -> memoryview:
-        """Returns `size` page-aligned bytes with arbitrary contents. `in_pages` is their cost."""
+        """Returns `size` page-aligned bytes with arbitrary contents.
+
+        They count in the pool with their size rounded up by `in_pages`.
+        """
         while self._returned:
             insort(self._free, self._returned.popleft(), key=len)
         most = LITTLE if size < LITTLE else self._most  # large memory is for large modules

@@ -55,7 +55,7 @@ class TensorRecord(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, str, str, str]:
-        """The key that the same event has in another run."""
+        """Step, batch, kind and key, by which another run's record of the same event is found."""
         return self.step, self.batch, self.kind, self.key
 
     @property

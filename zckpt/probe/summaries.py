@@ -11,9 +11,9 @@ from .runs import Run, TensorRecord
 
 
 def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> None:
-    """Writes one text for each step and run, in the order of the first run.
+    """Writes a folder for each run in `named`, with one text for each step.
 
-    Raises TargetExists if the directory exists.
+    Lines are in the order of the first run. Raises TargetExists if the directory exists.
     """
     if os.path.lexists(directory):
         raise TargetExists(

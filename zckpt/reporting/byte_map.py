@@ -95,7 +95,10 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
 
 
 def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
-    """The pieces as columns: one row per piece, or summed if there are too many."""
+    """The section's pieces as columns, with one row for each piece.
+
+    If there are too many pieces, a row is the sum over those of a file, layer and slot.
+    """
     rows: list[tuple[Any, ...]] = []
     sums: dict[Key, list[int]] = {}
     is_summed = sum(map(_count, entries)) > MOST_PIECES
@@ -129,7 +132,7 @@ def _count(entry: Entry) -> int:
 
 
 def _pieces(entry: Entry) -> Iterator[Piece]:
-    """The pieces of a tensor. A box is one piece, from its first to its last element."""
+    """Yields the pieces of a tensor; a box is one piece, from its first to its last element."""
     for box in boxes_of(entry.fragments):
         if length := prod(box.sizes) * box.size:
             yield box.extent.file, box.start, box.stop, box.reach.offset, length
@@ -139,7 +142,7 @@ def _pieces(entry: Entry) -> Iterator[Piece]:
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces, where pieces that are adjacent both in the file and in the tensor are joined."""
+    """Joins pieces that are adjacent both in the file and in the tensor."""
     before: Piece | None = None
     for piece in pieces:
         if before is not None:

@@ -170,7 +170,10 @@ def _has_weights_alone(found: Found) -> bool:
 
 
 def _kind(checkpoint: Found, entry: Entry) -> str:
-    """The kind of a tensor. A master without a 16-bit weight counts as the weight."""
+    """The kind of a tensor: weights, masters or other optimizer state.
+
+    A master without a 16-bit weight counts as the weight.
+    """
     if entry.slot == "param" or (
         entry.slot == "master" and (entry.parameter, "param") not in checkpoint.known.entries
     ):

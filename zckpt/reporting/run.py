@@ -62,7 +62,10 @@ STATED = ("saved", "loss", "evaluation_loss", "learning_rate", "epoch")
 
 
 def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
-    """The norm of each layer's weights, or the root mean square for another measure."""
+    """For each layer: the norm of its weights, or for another measure its root mean square.
+
+    `key` is the measure; "param" is that of weights.
+    """
     roots = {row: _root(key, sums) for row, sums in _sums(document, key).items()}
     return {row: root for row, root in roots.items() if finite(root) is not None}
 

@@ -79,7 +79,11 @@ class Resumed(str):
 
 
 class Resuming(Struct, dict=True):
-    """One call of `auto_resume` in one rank. Methods that begin with `_` run in rank 0 only."""
+    """One call of `auto_resume` in one rank.
+
+    Methods that begin with `_` run in rank 0 only, except `_none_is_whole`, and `_written` when it
+    writes a copy: these run in all ranks.
+    """
 
     ranks: Ranks
     stack: ExitStack
@@ -346,7 +350,7 @@ class Resuming(Struct, dict=True):
         return api.reshard(candidate.path, target, tag=candidate.tag, **words)
 
     def _note(self, candidate: Candidate) -> bytes | None:
-        """The file in a directory of names that states its source; None if a copy is written."""
+        """The content of zckpt-names.json, which states the source; None if a copy is written."""
         return None if self.copy else note_of(names.absolute(candidate.path), candidate.tag)
 
     def _becomes_alone(self, target: str) -> bool:

@@ -19,7 +19,7 @@ TITLES = {
     "moments": "RMS of exp_avg",
     "seconds": "Root of the mean of exp_avg_sq",
 }
-"""The measures of checkpoints, in their order behind the loss."""
+"""The titles of the charts that follow the loss, by measure, in their order."""
 Point = tuple[float, float | None]
 """A point of a curve: its place on the axis of steps, and its value (None if not finite)."""
 

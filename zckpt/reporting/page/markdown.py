@@ -185,7 +185,10 @@ def _marked(document: Mapping[str, Any]) -> dict[int, str]:
 def _fitting(
     document: Mapping[str, Any], cells: list[list[Any]], marked: Mapping[int, str]
 ) -> tuple[list[str], list[str], dict[tuple[int, int], tuple[float | None, str]]]:
-    """Names of rows and columns, and the largest value and a sign for each cell."""
+    """Joins neighbors until the heat map fits into ROWS rows and COLUMNS columns.
+
+    Returns the names of rows and of columns, and for each cell its largest value and a sign.
+    """
     numbers = document.get("numbers") or {}
     names = [words.layer(document, row) for row in numbers.get("rows") or []]
     tall, rows = _merged(names, ROWS)
