@@ -33,7 +33,7 @@ from .alike import Alike
 State = Literal["elsewhere", "made-up", "gone"]
 MOST = 4  # names in a sentence
 WORDS = {"param": "weights", "master": "masters"}
-"""What a sentence calls the tensors of a slot; others are called by their slot."""
+"""What a sentence calls the tensors of a slot; those of other slots by the slot's name."""
 
 
 class Loss(Struct, frozen=True):

@@ -290,7 +290,7 @@ def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _ordered(paths: Iterable[str]) -> list[Candidate]:
-    """The checkpoints, the newest first; but before all the one that a link or file calls last."""
+    """The checkpoints, the newest first; one that a link or a file names as the last goes first."""
     notes = _newest_first(paths)
     links = {
         os.path.join(folder, sources.beside(os.path.join(folder, link)) or link)
