@@ -283,7 +283,7 @@ class _Hooks:
             subscriber.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
-        """The number of the current call. A backward recomputes calls from last to first."""
+        """The number of this call of a module; a backward recomputes calls from last to first."""
         if path == ROOT and self.roots and not recomputed:
             return self.roots[-1]
         return max(0, self.calls[path] - 1 - (self.again[path] if recomputed else 0))

@@ -36,7 +36,7 @@ UPDATE = "UPDATE"
 
 
 class Rule(Struct, frozen=True):
-    """The numbers of Adam's update of one parameter.
+    """The hyper-parameters of Adam's update of one parameter.
 
     `first` and `second` are the bias corrections 1 - beta**step. `slot` holds the second moment.
     """
@@ -119,7 +119,10 @@ class Pass(health.Measuring):
 
 
 def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
-    """The numbers of Adam's update of a parameter; None if one is unknown, or it is not Adam."""
+    """The hyper-parameters of Adam's update of a parameter.
+
+    None if one of them is unknown, or if the optimizer's update is not Adam's.
+    """
     parameter_facts, groups = manifest.parameters.get(parameter), manifest.groups
     if (
         parameter_facts is None
