@@ -70,7 +70,7 @@ FORMATS: tuple[Format, ...] = (
 OF_TENSORFLOW = "tf_model.h5"  # beside the weights in folders of Hugging Face
 
 DEPTH, MOST_FOLDERS = 4, 1000
-"""Limits of the search that an error makes: levels of folders up and down, folders per level."""
+"""How far an error's hint searches: levels of folders up and down, and folders per level."""
 OTHER_WORDS = {
     "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
     "format gathered",
@@ -87,7 +87,7 @@ OTHER_WORDS = {
     "gguf": "llama.cpp makes GGUF files of a folder of Hugging Face: zckpt export SRC MODEL, then "
     "convert_hf_to_gguf.py MODEL",
 }
-"""Hints for words that users type and that name no format."""
+"""Hints for a value of `--from` or `--to` that is no format's name, such as `fsdp`."""
 
 
 def named(name: str) -> Format:
@@ -102,7 +102,7 @@ def named(name: str) -> Format:
 
 
 def engine_objects() -> frozenset[str]:
-    """Classes and functions that engines put into their own pickles, of all formats."""
+    """The classes and functions that the engines of all formats put into their own pickles."""
     return frozenset().union(*(item.objects or () for item in FORMATS))
 
 
@@ -300,10 +300,10 @@ def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | N
 
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
-    """The first format that weakly recognizes the folder, and its tags.
+    """The first format that finds weights alone or single files in a folder, and its tags.
 
-    Weak recognition covers weights alone and single files, which folders of other formats contain
-    too.
+    Folders of other formats contain such files too, so this is tried only if no format is detected.
+    Empty if the folder contains checkpoints itself.
     """
     for item in [named(name)] if name else FORMATS:
         if (tags := item.detect_weak(path)) and not _inside(path):
@@ -432,9 +432,9 @@ def _folders(path: str) -> list[str]:
 
 
 def _all_of(path: str, inside: Sequence[str]) -> str:
-    """The hint that names the command for all checkpoints of a Trainer's run.
+    """The end of a hint: the command that converts all checkpoints of a Trainer's run.
 
-    "" for other folders.
+    "" if `path` is no directory of a Trainer's run.
     """
     of_trainer = [name for name in _folders(path) if CHECKPOINT.fullmatch(name)]
     if not of_trainer or not {*of_trainer} <= {*inside}:
@@ -498,17 +498,20 @@ def _near(path: str, inside: Sequence[str]) -> str:
 
 
 def _spelled(path: str, name: str) -> str:
-    """The path of a checkpoint for a hint; for a numbered folder it also names the inner folder."""
+    """The path of the checkpoint `name` in a folder, as text for a hint.
+
+    For a numbered folder, the text also names the inner folder with the files.
+    """
     here = os.path.join(path, name)
     inside = inside_numbered(here)
     return f"{here} (its files are in {os.path.join(here, inside[0])})" if inside else here
 
 
 def _holder(path: str, weak: bool = True) -> str | None:
-    """The nearest checkpoint directory above a path that contains the path as a part.
+    """The nearest directory above a path that is a checkpoint and has the path as a part.
 
-    Otherwise the parent, if `weak` is true and it holds the weights of one model. A folder in a
-    directory of tags or runs may belong to no checkpoint: then None.
+    Without one, the parent folder, if `weak` is true and it holds the weights of one model. None if
+    there is neither: a folder in a directory of tags or runs may belong to no checkpoint.
     """
     next_above = folder = os.path.dirname(os.path.abspath(path))
     inside = ""

@@ -19,11 +19,14 @@ from ..core.checkpoint.states import NO_PARAMETER, REASONS
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 
 Keep = Callable[[Any, str, dict[Key, Entry]], Any]
-"""Returns a value as inert data, and adds the entries of its tensors under a path."""
+"""A function that makes a value inert, and adds its tensors as entries under a path."""
 
 
 class ExtraState(Struct, frozen=True):
-    """A value of an optimizer's state dict, and the reason why it is not read."""
+    """A value of an optimizer's state dict that is not a parameter's usual state.
+
+    `reason` says why zckpt does not read it as one.
+    """
 
     key: Any
     value: Any
@@ -32,9 +35,10 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Rows of the kept values, and of values that are not read.
+    """Makes one row per value: some values are kept, the others only compared.
 
-    A key that is no text may belong to a parameter. Of two equal keys, only one is kept.
+    A value is kept if it is plain and its key is a text that no other kept value has: a key that is
+    no text may belong to a parameter.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}

@@ -38,12 +38,12 @@ from .reading import Reading
 
 
 def nothing(_path: str) -> list[str]:
-    """Finds no checkpoint; the default of a format that does not support a kind of search."""
+    """Returns no tags: the default for formats that do not offer a kind of search."""
     return []
 
 
 def nowhere(_path: str) -> None:
-    """Finds no number; the default of a format whose files have no separate counter."""
+    """Returns None: the default for formats whose files state no such number separately."""
 
 
 class Format(Struct, frozen=True, eq=False):
@@ -95,12 +95,13 @@ class Format(Struct, frozen=True, eq=False):
     compares: str | None = None
     """Which elements of masters are compared with the weights before a conversion.
 
-    See core/comparison/masters.py. None if checksums show that the tensors are of one save.
+    One of the words in core/comparison/masters.py. None if checksums show that the tensors are of
+    one save.
     """
     fits_any_dp: bool = False
-    """Whether runs of any data-parallel size resume from the files of `write.py`."""
+    """Whether runs of any data-parallel size can resume from the files that zckpt writes."""
     loads_by_place: bool = False
-    """Whether a program loads optimizer states by the parameters' places in groups."""
+    """Whether programs find optimizer states by a parameter's place in its group, not by name."""
     keeps_estimates: bool = False
     """Whether a target with the same ranks keeps each rank's own estimates (Prodigy)."""
     overrides_groups: bool = False
@@ -124,14 +125,14 @@ class Format(Struct, frozen=True, eq=False):
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     keeps_shapes: bool = False
-    """Whether its targets can store every state that has the parameter's shape.
+    """Whether a target can store every optimizer state that has the parameter's shape.
 
-    This is true even if `states` names a limit.
+    This may be true although `states` names a limit for other states.
     """
     states: str = ""
-    """The optimizer states that its targets can store, and another way if there is one.
+    """A text for errors: the optimizer states that a target can store, and a format for others.
 
-    "" for any.
+    "" if a target can store any state.
     """
 
     @property
@@ -144,15 +145,18 @@ class Format(Struct, frozen=True, eq=False):
 
     @property
     def functions(self) -> Functions:
-        """The functions of the format; importing all formats would take as long as `inspect`."""
+        """The format's functions, imported when they are first used.
+
+        Importing those of all formats would take as long as `inspect`.
+        """
         module = import_module(f".{self.name.replace('-', '_')}.functions", __package__)
         functions: Functions = module.FUNCTIONS
         return functions
 
     def lay_out_again(self, manifest: Manifest) -> Layout | None:
-        """The files of a checkpoint of this format, for the same ranks; None if it is not written.
+        """Lays out a checkpoint of this format again, for the same ranks; returns the files.
 
-        Raises the same errors as `Functions.lay_out`.
+        None if zckpt does not write the format. Raises the same errors as `Functions.lay_out`.
         """
         lay_out = self.functions.lay_out
         return None if lay_out is None else lay_out(manifest, Options())
@@ -224,20 +228,24 @@ class Functions(Struct, frozen=True, eq=False):
     Names, shapes and groups are compared elsewhere.
     """
     missing: Callable[[Manifest, Options], list[Notice]] | None = None
-    """Returns what a run with these options loads and no conversion can supply."""
+    """Returns notices of what a run with these options would load and no conversion can make."""
     groups: Callable[[Manifest, Options], Manifest] | None = None
     """Returns the source with the groups of the target's engine."""
     with_mended: Callable[[str, Sequence[Mended]], tuple[str, bytes]] | None = None
-    """Returns name and contents of the checkpoint's file that lists what was restored in it.
+    """Returns the name and new contents of the checkpoint's file that lists mended places.
 
-    None if the list is a separate file. The path is `Manifest.root`.
+    None for formats without such a list in their files: then it is a separate file. The path is
+    `Manifest.root`.
     """
     begins: Callable[[Manifest, Options], Beginning] | None = None
-    """Returns the state a target needs for parameters that only its program trains."""
+    """Returns the state (a `Beginning`) that a target needs for parameters new in its program."""
 
 
 def other_dp(source: Manifest, options: Options) -> list[Notice]:
-    """The obstacle of files that depend on the number of ranks: another number is asked for."""
+    """The obstacle if the options ask for another data-parallel size than the source's.
+
+    For formats whose files fit one number of ranks only.
+    """
     wanted = options[DP]
     if wanted in (None, source.dp):
         return []
@@ -245,13 +253,13 @@ def other_dp(source: Manifest, options: Options) -> list[Notice]:
 
 
 RANKS = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline", "ep": "expert-parallel"}
-"""Names of the axes' ranks, for a sentence."""
+"""The adjective for the ranks of each axis, for sentences such as "4 pipeline ranks"."""
 
 
 def differs(what: str, actual: object, wanted: object) -> Notice:
-    """The notice of a size or property in which the files and the next run differ.
+    """A notice that the files have one value of a size or property and the next run another.
 
-    After a comma, `what` may name the files: "tp, in mp_rank_* folders".
+    `what` is the property's name. After a comma, it may name the files: "tp, in mp_rank_* folders".
     """
     name, _, where = what.partition(",")
     if name not in RANKS:

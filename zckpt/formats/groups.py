@@ -32,10 +32,11 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 
 
 def of_trained(manifest: Manifest, options: Options) -> Manifest:
-    """The groups of the parameters that DeepSpeed trains, without those of --frozen and --buffers.
+    """Reduces the groups to the parameters that DeepSpeed trains; empty groups are dropped.
 
-    A scheduler that the program kept elsewhere becomes the engine's, with as many groups. Raises
-    WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
+    Parameters that match --frozen or --buffers are removed. A scheduler that the program kept
+    elsewhere becomes the engine's, with as many groups. Raises WrongOption for a pattern that names
+    no parameter of the optimizer, or a trained one.
     """
     if manifest.ranks:  # the run has dropped empty groups
         return manifest
@@ -113,7 +114,7 @@ def without_empty_groups(manifest: Manifest) -> Manifest:
 
 
 def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
-    """The two groups of a Trainer's optimizer, if DeepSpeed stored only one.
+    """Restores the two groups of a Trainer's optimizer, if DeepSpeed stored only one.
 
     transformers makes one group of decayed weights and one of the others (5.23). DeepSpeed drops
     the second group if it is empty. If the ds_config has the optimizer, all weights are in one
@@ -140,10 +141,10 @@ def with_trainers_groups(manifest: Manifest, _options: Options) -> Manifest:
 
 
 def in_torch(manifest: Manifest, options: Options) -> Beginning:
-    """What a torch program needs for parameters that were never updated.
+    """Which state (a `Beginning`) a torch program needs for parameters that were never updated.
 
-    Its state dict helpers require a state of each parameter (2.13). Apex's FusedAdam counts in
-    groups.
+    Its state dict helpers require a state of each parameter (2.13), so this is "zeros". If the step
+    is in groups (Apex's FusedAdam), it is "group".
     """
     return "group" if torch_place(manifest, options[OPTIMIZER]).where == "group" else "zeros"
 
@@ -154,9 +155,10 @@ def regrouped(
     members: Mapping[str, int],
     origins: Sequence[int],
 ) -> Manifest:
-    """The manifest with these groups; `origins` has the old group that each one was copied from.
+    """Replaces a manifest's groups; `members` maps parameters to the numbers of their new groups.
 
-    Estimates and schedulers' lists follow the old groups' values.
+    `origins` has, for each new group, the number of the old group that it was copied from.
+    Estimates and schedulers' lists get the old groups' values.
     """
     parameters = {
         name: replace(parameter, group=members.get(name, parameter.group))

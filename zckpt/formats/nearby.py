@@ -27,7 +27,10 @@ MOST = 64
 
 
 def hint_of(error: ZckptError, path: str) -> str | None:
-    """A hint on where the file is that was missing for reading `path`; None if it is not nearby."""
+    """A hint that names the place of a file that was missing when `path` was read.
+
+    None if it is not found nearby.
+    """
     lost = [*error.paths] if isinstance(error, IncompleteCheckpoint) else []
     folders = [error.file or "", *chain(*((file, os.path.splitext(file)[0]) for file in lost))]
     if isinstance(error, NotACheckpoint):
@@ -63,7 +66,10 @@ def packing(folder: str) -> str:
 
 
 def _below(path: str) -> Iterator[str]:
-    """The given folder, the folders in it, and the folders in these."""
+    """Yields the given folder and the folders below it, down to DEPTH levels.
+
+    At most MOST folders of each level are searched.
+    """
     level = [path]
     for _ in range(DEPTH):
         yield from level
@@ -81,10 +87,10 @@ def _folders(path: str) -> list[str]:
 
 
 def _of_other_node(lost: str) -> tuple[str, str] | None:
-    """The folder of this node, and the folder of another node that has the lost file.
+    """Two folders: this node's, which lacks the file `lost`, and another node's, which has it.
 
-    Their names differ only in numbers, or in the Trainer's `tmp-`. Two runs have the same files,
-    and two nodes do not.
+    None if there are no such folders. Their names differ only in numbers, or in the Trainer's
+    `tmp-`. Folders of two runs have the same files, and folders of two nodes do not.
     """
     inside, own_folder = os.path.basename(lost), os.path.dirname(os.path.abspath(lost))
     for _ in range(DEPTH):
@@ -109,7 +115,7 @@ def _are_alike(one: str, other: str) -> bool:
 
 
 def _differ(own_folder: str, other: str, inside: str) -> bool:
-    """Whether this folder has a file beside the lost one that the other folder lacks."""
+    """Whether this node's folder has a file that the other one lacks, beside the lost file."""
     folder = os.path.dirname(inside)
     here, there = (_files(os.path.join(each, folder)) for each in (own_folder, other))
     return bool({*here} - {*there})

@@ -38,7 +38,10 @@ def is_numbered(path: str) -> bool:
 
 
 def may_be_inside(name: str) -> bool:
-    """Whether a folder of this name may contain the checkpoint of a numbered folder."""
+    """Whether a numbered folder may keep its checkpoint in a subfolder of this name.
+
+    Not if the name has a digit, or begins with a dot.
+    """
     return DIGIT.search(name) is None and not name.startswith(".")
 
 
@@ -49,7 +52,10 @@ def name_of(manifest: Manifest) -> str:
 
 
 def has_optimizer(folder: str, inside: str) -> bool:
-    """Whether a file around weights has an optimizer's name; zckpt does not read its form."""
+    """Whether a file in a numbered folder, outside of the weights, has an optimizer's name.
+
+    zckpt does not read the form of such a file.
+    """
     weights_path = os.path.join(folder, inside)
     files = sources.walk(folder, lambda path: path != weights_path and not sources.is_denied(path))
     return any(is_optimizers(entry.name) for entry in islice(files, MOST_FILES))
@@ -63,9 +69,10 @@ def is_optimizers(name: str) -> bool:
 def with_files_around(
     manifest: Manifest, folder: str, inside: str, other_checkpoints: Collection[str]
 ) -> Manifest:
-    """The checkpoint in the folder `inside`, with the other files of the numbered `folder`.
+    """Adds the other files of a numbered folder to the manifest of the checkpoint in it.
 
-    `other_checkpoints` are further checkpoints in it; notes name them as left out.
+    The checkpoint is in the subfolder `inside`. `other_checkpoints` are further ones; notes name
+    them as left out.
     """
     files = SiblingList(folder, OPEN_FOLDERS | OPEN_FILES)
     checkpoints = {inside, *other_checkpoints}

@@ -23,9 +23,12 @@ OF_CONVERSIONS = frozenset(
         *("rename", "tie", "family", "dcp_layout", "dialect"),
     )
 )
-"""Options that change a run beyond its size."""
+"""Options of a conversion that change more of a run than its numbers of ranks."""
 MOST_NAMED = 3
-"""Most formats that a help names as not supporting an option, so the help fits on one screen."""
+"""The largest number of formats that a help text lists as not supporting an option.
+
+The help then fits on one screen.
+"""
 
 
 class Keywords(
@@ -43,9 +46,9 @@ class Keywords(
 
 
 def declared(targets: Iterable[Format]) -> list[Option[Any]]:
-    """The options of all writable targets, in one list that keeps each format's order.
+    """The options of all formats that zckpt writes, in one list that keeps each format's order.
 
-    The list has an option once, with the values of all of these targets. Its help names the targets
+    Every option is listed once, with the values of all these formats. Its help names the formats
     that support it, or the ones that do not, if these are fewer.
     """
     lists = {i.name: [*i.options, *EVERYWHERE] for i in targets if i.options is not None}
@@ -66,7 +69,10 @@ def declared(targets: Iterable[Format]) -> list[Option[Any]]:
 
 
 def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Option[Any]:
-    """One option as some of these targets declare it; `variants` is by the targets' names."""
+    """Joins the targets' declarations of one option (`variants`, by target) into one.
+
+    Its help names the targets that support it, or those that do not.
+    """
     first = next(iter(variants.values()))
     if any(option.choices != first.choices for option in variants.values()):
         values = ", ".join(f"{to} has {_listed(option)}" for to, option in variants.items())
@@ -90,7 +96,10 @@ def _listed(option: Option[Any]) -> str:
 
 
 def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
-    """The given options that do not apply to a target of the format `to`: the reason by flag."""
+    """The given options that a target of the format `to` does not support.
+
+    Maps each option's flag to the reason.
+    """
     format = formats.named(to)
     known_options = {option.name for option in (*(format.options or ()), *EVERYWHERE)}
     reasons = format.reasons or {}

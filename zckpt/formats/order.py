@@ -30,16 +30,19 @@ ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*|([0-9]+)")
 
 
 class Standing(Struct, frozen=True):
-    """A checkpoint at its place in the order; `is_timed` if only times of files determine it."""
+    """A checkpoint's path, in a list that is sorted by age.
+
+    `is_timed` if only the times of its files determine its place.
+    """
 
     path: str
     is_timed: bool = False
 
 
 def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
-    """The checkpoints at these paths, oldest first, by the rules above.
+    """Sorts checkpoints by age, the oldest first, by the rules in this module's description.
 
-    `counted` reads the program's counter of a checkpoint, `updates` the optimizer's.
+    `counted` reads a checkpoint's program counter, `updates` its optimizer's updates.
     """
     numbers: dict[str, float] = {}
     timed: list[str] = []

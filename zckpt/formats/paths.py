@@ -16,7 +16,7 @@ PACKED = {
 GGUF = ".gguf"
 
 Strange = tuple[str, str]
-"""An explanation of a wrong path, and what to type instead."""
+"""Two texts for an error: what is wrong with a path, and what to type instead."""
 
 
 def elsewhere(path: str) -> Strange | None:
@@ -27,7 +27,7 @@ def elsewhere(path: str) -> Strange | None:
 
 
 LATEST = "latest"
-"""DeepSpeed's file of this name, with the tag of the last checkpoint."""
+"""The name of DeepSpeed's pointer file, which has the tag of the last checkpoint."""
 
 
 def pointing(run: str, tag: str) -> str:
@@ -76,7 +76,10 @@ def _with(command: str, path: str) -> str:
 
 
 def is_home(path: str) -> bool:
-    """Whether a path begins with ~ for a home; a shell leaves the ~ of other names unchanged."""
+    """Whether a path is `~` or begins with `~/`.
+
+    A shell does not expand the ~ of other names.
+    """
     return path == "~" or path.startswith("~/")
 
 

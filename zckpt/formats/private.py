@@ -10,16 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 COMMON = ("common", "objects")
-"""Parts of the state `megatron` that came from the files.
+"""The parts of the state `megatron` that were read from files.
 
-Other parts describe how to write them.
+Its other parts describe how these are written.
 """
 TAKEN = frozenset({"optimizer", "content_metadata"})
-"""Keys of the common state that a target has: the manifest has groups, writers state their form."""
+"""Keys of the common state that a report does not list, because no target loses them.
+
+The manifest has the groups, and writers state the form of the optimizer's state themselves.
+"""
 
 
 def own_names(key: str, value: Any) -> list[str]:
-    """The names of omitted state for a report; for other states, the key itself."""
+    """The names by which a report lists the omitted state under `key`.
+
+    For Megatron's state, short names of its parts; for any other state, the key itself.
+    """
     if key != "megatron" or not isinstance(value, Mapping):
         return [key]
     names = [name for part in COMMON for name in value.get(part) or () if name not in TAKEN]

@@ -42,7 +42,10 @@ def require_all(
 
 
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
-    """Rows of the missing files among `count` ranks of one axis; `paths` are by rank."""
+    """Inventory rows for the missing files of `count` ranks along one axis.
+
+    `paths` has the existing files by rank.
+    """
     some = paths[min(paths)]
     role_of_file = known(roles, some)
     assert role_of_file is not None
@@ -53,11 +56,11 @@ def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count
 
 
 def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
-    """Raises InconsistentCheckpoint if model ranks' files were not written in their order.
+    """Raises InconsistentCheckpoint if the files of model ranks seem to be swapped.
 
-    Megatron's programs save the global rank of each writer in the arguments. It grows with the
-    place in the grid. Programs that convert files state one rank for all files. `writers` are these
-    ranks in the order of the names; some may be None.
+    `writers` has, in the order of the files' names, the global rank that each file's arguments
+    state (None if unknown). Megatron's programs save it, and it grows with the place in the grid.
+    Programs that convert files state one rank for all files.
     """
     known_writers = [writer for writer in writers if isinstance(writer, int)]
     if len(set(known_writers)) == len(writers) and known_writers != sorted(known_writers):

@@ -16,7 +16,7 @@ from ..errors import WrongOption
 from ..training.options import Renames
 
 REPLICAS = ("rank0", "mean")
-"""Choices among copies of tensor ranks that differ."""
+"""The values of `--replicas`: how differing copies on tensor ranks become one."""
 
 
 class Keywords(TypedDict, total=False):
@@ -32,13 +32,16 @@ class Keywords(TypedDict, total=False):
 
 
 class NamedKeywords(Keywords, total=False):
-    """Options for a checkpoint that is only read."""
+    """Options for a checkpoint that is read and not converted."""
 
     param_names: Sequence[str] | None
 
 
 class SourceKeywords(Keywords, total=False):
-    """Options for a checkpoint that is written in another form; its names are a target's option."""
+    """Options for a checkpoint that is converted.
+
+    `param_names` is not among them, because it is an option of the target.
+    """
 
     replicas: str | None
 
@@ -107,4 +110,4 @@ class Reading(Struct, frozen=True):
 
 
 USUAL = Reading()
-"""No options: everything is read as the files state it."""
+"""The default options: everything is read as the files state it."""

@@ -37,15 +37,16 @@ OF_TRAINER = SCHEDULERS[0]
 Accelerate's file is not used: Accelerate loads it itself, and each process has counted in it.
 """
 LISTED = "lr_schedulers"
-"""The key of a list of schedulers, which stay in the program's own state."""
+"""The key of Lightning's list of schedulers, which stays in the program's own state."""
 DEPTH = 3
-"""The depth of nested dictionaries in a program's own state to search."""
+"""How many levels of nested dictionaries are searched in a program's own state."""
 
 
 def with_programs(manifest: Manifest) -> Manifest:
-    """The manifest with the program's scheduler as the engine's, if the engine has none.
+    """Moves the program's scheduler to where engines keep theirs, if the engine has none.
 
-    A DeepSpeed run stays unchanged, and Lightning keeps its schedulers itself.
+    Only if there is exactly one. A DeepSpeed run stays unchanged, and so does Lightning's state,
+    because Lightning keeps its schedulers itself.
     """
     is_kept = isinstance(manifest.run.engine, FlatBufferEngine) or lightning.is_in(manifest)
     if is_kept or manifest.state.get("lr_scheduler") is not None:
@@ -92,13 +93,13 @@ def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[
 
 
 def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
-    """The files that get other contents in a target, under the target's names."""
+    """Shells for a trainer's files that are written with new contents, under the target's names."""
     changed = [(name, item.content) for name, item in siblings if item.content is not None]
     return [shell(name, value, Storages()) for name, value in changed]
 
 
 def _kept_in(states: list[Scheduler]) -> Change:
-    """A change that only collects each state in `states`."""
+    """A `change` function that adds each scheduler's state to `states` and leaves it unchanged."""
 
     def keep(scheduler: Scheduler) -> Scheduler:
         states.append(scheduler)
@@ -108,7 +109,10 @@ def _kept_in(states: list[Scheduler]) -> Change:
 
 
 def _changed(value: Any, change: Change, depth: int = DEPTH) -> Any:
-    """A program's own state, with the states of torch's schedulers in it changed."""
+    """Applies `change` to the states of torch's schedulers within a program's own state.
+
+    Returns the program's state with the results.
+    """
     if not isinstance(value, dict) or not depth:
         return value
 

@@ -22,7 +22,7 @@ Group = dict[str, Any]
 
 
 class Template:
-    """A run as a template, filled with the source's weights, states and groups.
+    """A run that is filled with the weights, states and groups of a source.
 
     Both must have the same parameters with the same shapes. A vocabulary may lack padding rows:
     `rows` has the number of used rows by name. `spelled` normalizes names that engines spell
@@ -30,7 +30,7 @@ class Template:
     """
 
     way_to_groups = "give a run whose groups are those of the source"
-    """The hint for a next run with other groups."""
+    """The hint for an error about groups that do not fit the run."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's states; numbers have the run's names."""
+        """The source's optimizer states, in which states of one number have the run's names."""
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}
         )
@@ -159,9 +159,10 @@ class Template:
                 )
 
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
-        """The source's group for each group of the run, by number, with its first parameter's name.
+        """For each group of the run: the source's group with the same members.
 
-        `keys` returns the hyper-parameters of a group that all of its members must share. Raises
+        Keyed by the run's group number; each with the name of the group's first parameter. `keys`
+        returns the hyper-parameters of a group that all of its members must share. Raises
         InconsistentCheckpoint if they do not.
         """
         groups = given_groups(self.source, self.options)

@@ -17,7 +17,10 @@ from ..naming.families.layouts import with_rows
 
 
 def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
-    """The model with `rows` rows of each vocabulary; missing rows are zeros."""
+    """Changes the number of vocabulary rows; `rows` has the new numbers by parameter name.
+
+    Added rows are zeros.
+    """
 
     def with_asked_rows(entry: Entry) -> Entry:
         count = rows.get(entry.parameter)
@@ -42,9 +45,10 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
 
 
 def padded(root: str, name: str, used: int, given: int | None, multiple: int) -> int:
-    """The rows of a vocabulary with `used` rows, or with the rows that the user has `given`.
+    """The number of rows of a vocabulary, rounded up to a multiple.
 
-    The number is rounded up to a multiple. Raises WrongOption if used rows would be lost.
+    It has `used` rows, or as many as the user has `given`. Raises WrongOption if used rows would be
+    lost.
     """
     if given is not None and given < used:
         raise WrongOption(

@@ -23,7 +23,7 @@ from ..errors import (
 from .reading import Reading
 
 OF_FILES = (IncompleteCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint)
-"""Errors of files that are missing, damaged, or of an unsupported kind."""
+"""Error classes for files that are missing, damaged, or of an unsupported kind."""
 HALVES = ("BF16", "F16")
 
 
@@ -41,8 +41,9 @@ def weights_or_raise(
     has_masters: bool = False,
     is_all: Callable[[Manifest], bool] = lambda _: False,
 ) -> Manifest:
-    """The weights of the checkpoint at `path`, marked in `lost`; raises `error` if not asked for.
+    """Reads the weights of a checkpoint whose optimizer cannot be read.
 
+    The manifest's `lost` states this. Raises `error` if the command does not accept weights alone.
     `read_weights` reads them without the optimizer's files. `has_masters` states that the engine
     rounded them from masters. `is_all` states that every optimizer file is lost: then every command
     may read the weights, and commands that train refuse them.

@@ -32,7 +32,7 @@ def round_robin(count: int, dp: int) -> list[int]:
 
 
 def undo_round_robin(count: int, dp: int) -> list[int]:
-    """The position in the laid-out order of each parameter of the user's order."""
+    """For each parameter in the user's order, its position after `round_robin`."""
     places = [0] * count
     for laid_out, original in enumerate(round_robin(count, dp)):
         places[original] = laid_out
@@ -49,7 +49,7 @@ def offsets(numels: Sequence[int], paddings: Sequence[int]) -> list[int]:
 
 
 def fits(total: int, padded: int, dp: int) -> bool:
-    """Whether a group of `total` elements with padding can have `padded` elements on its ranks.
+    """Whether a group of `total` elements may be stored as `padded` elements on `dp` ranks.
 
     The padding fills up to a multiple of 2*dp (of dp before 0.5.1; DeepSpeed's
     `nccl_start_alignment_factor`), so it is smaller than that. Stripped files have none.
@@ -58,7 +58,10 @@ def fits(total: int, padded: int, dp: int) -> bool:
 
 
 def partition_sizes(total: int, dp: int) -> set[int]:
-    """Possible lengths of a padded partition of a group, for either alignment."""
+    """The two lengths that a rank's padded partition of a group may have.
+
+    DeepSpeed has aligned a group to dp elements (before 0.5.1) or 2*dp.
+    """
     return {2 * -(-total // (2 * dp)), -(-total // dp)}
 
 
@@ -68,10 +71,10 @@ def partition_size(total: int, dp: int) -> int:
 
 
 def alignment_paddings(numels: Sequence[int], size: int) -> list[int]:
-    """Zeros after each parameter except the last under `parameter_alignment` (DeepSpeed 0.19).
+    """The number of zeros that follow each parameter under `parameter_alignment` (DeepSpeed 0.19).
 
-    The next parameter then begins at a multiple of 16 bytes; `size` is bytes per element of the
-    module.
+    None follow the last one. The next parameter then begins at a multiple of 16 bytes; `size` is
+    bytes per element of the module.
     """
     alignment, end, paddings = max(1, 16 // size), 0, []
     for numel in numels[:-1]:
@@ -81,10 +84,11 @@ def alignment_paddings(numels: Sequence[int], size: int) -> list[int]:
 
 
 def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
-    """ZeRO-3's sub-groups of a group, as positions; `widths` are a rank's elements per parameter.
+    """Cuts a group into ZeRO-3's sub-groups: lists of the parameters' positions.
 
-    A sub-group is closed once it has `limit` elements, so the cuts depend on the data-parallel size
-    (DeepSpeed 0.19.8, stage3.py `_create_fp16_sub_groups`).
+    `widths` are a rank's elements per parameter. A sub-group is closed once it has `limit`
+    elements, so the cuts depend on the data-parallel size (DeepSpeed 0.19.8, stage3.py
+    `_create_fp16_sub_groups`).
     """
     if limit >= sum(widths):
         return [list(range(len(widths)))]
@@ -100,7 +104,10 @@ def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class FlatGroup(Struct, eq=False, dict=True):
-    """Ranks' partitions of one flat buffer, one behind the other; `size` is bytes per element."""
+    """One flat buffer, made of the ranks' partitions one after another.
+
+    `size` is bytes per element.
+    """
 
     partitions: Sequence[Extent]
     size: int

@@ -118,7 +118,10 @@ def folders(path: str) -> list[str]:
 
 
 def _pair(path: str) -> list[str]:
-    """The folders `model` and `optim` (or `optimizer`) in a path; empty unless both exist."""
+    """The folder `model` in `path` and the optimizers' folders `optim` and `optimizer`, as paths.
+
+    Empty unless there are both weights and items of an optimizer.
+    """
     model = os.path.join(path, MODEL)
     optimizers = [os.path.join(path, name) for name in OPTIMIZERS]
     beside = [folder for folder in optimizers if has_items(folder)]
@@ -208,7 +211,10 @@ def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def refuse_several(root: str, parts: list[str]) -> None:
-    """Raises UnsupportedCheckpoint for several models of one program: their names repeat."""
+    """Raises UnsupportedCheckpoint if the folders contain several models or several optimizers.
+
+    zckpt does not read them as one model, because the names of parameters repeat.
+    """
     names = [os.path.basename(folder) for folder in parts if folder != root]
     numbered = any(not name.endswith("_0") for name in names if PARTS.fullmatch(name))
     if numbered or {*OPTIMIZERS} <= {*names}:
@@ -235,7 +241,11 @@ def _is_megatrons(folder: str) -> bool:
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
-    """The checkpoint's own files directly in its directory, also of an unfinished save."""
+    """Yields the paths of `.metadata` and of item files directly in a checkpoint's directory.
+
+    Temporary files of an unfinished save are included. Nothing is yielded if the items are in
+    subfolders.
+    """
     for name in os.listdir(root) if root in parts else ():
         if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):
             yield os.path.join(root, name)

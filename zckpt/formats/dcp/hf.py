@@ -86,9 +86,9 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
 
 
 def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> None:
-    """Raises IncompleteCheckpoint if another file states a larger shape of a weight.
+    """Raises IncompleteCheckpoint if another file shows that a weight has more rows than were read.
 
-    Then the file of the last rank is missing. No other shard shows the full shape.
+    Then the file of the last rank is missing. The shards themselves do not state the full shape.
     """
     for name, whole, source in _stated_shapes(folder, weights, saved):
         weight = weights.get(name)
@@ -106,9 +106,10 @@ def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> N
 def _stated_shapes(
     folder: str, weights: Mapping[str, Any], saved: SavedTree
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Full shapes of weights by other files: optimizer states, full weights, a configuration.
+    """Yields full shapes of weights that files other than the shards show.
 
-    Yields the weight's name, its shape, and the words that introduce the shape in an error.
+    These are moments of the optimizer, files of full weights, and a configuration's `vocab_size`.
+    Each item is the weight's name, its shape, and the words that introduce the shape in an error.
     """
     for path in find_optimizers(saved.tree):
         for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
@@ -161,9 +162,9 @@ def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
 
 
 def _fronts(owner: str, weights: Sequence[str]) -> list[str]:
-    """Prefixes that the weights' names have before the optimizer's name of a weight.
+    """The prefixes that turn an optimizer's name (`owner`) into names of weights, shortest first.
 
-    Shortest first.
+    For `fc.bias` and the weight `model.fc.bias`, this is `model.`.
     """
     ends = [name.removesuffix(owner) for name in weights if name.endswith(owner)]
     return sorted((front for front in ends if not front or front.endswith(".")), key=len)
@@ -186,10 +187,10 @@ def shells(
     world: int,
     most: int,
 ) -> Iterator[Shell]:
-    """The files of all ranks, of about `most` bytes at most.
+    """Yields the safetensors files of all ranks as shells, each of about `most` bytes at most.
 
-    `box_of` gives a rank's rows of a tensor. Writes the values of `scalars`. All other elements are
-    holes, which the copy fills.
+    `box_of` gives a rank's rows of a tensor. The values of `scalars` are written. All other
+    elements are holes, which the copy fills.
     """
 
     def length(name: str) -> int:
@@ -217,7 +218,10 @@ def _by_numbers(paths: Sequence[str]) -> dict[Numbers, str]:
 
 
 def _require_complete(paths: Sequence[str]) -> None:
-    """Raises IncompleteCheckpoint if a file is missing: shapes would seem smaller without it."""
+    """Raises IncompleteCheckpoint if a shard between the first and the last one is missing.
+
+    Without it, tensors would seem to have smaller shapes.
+    """
     there = _by_numbers(paths)
     ranks, _, count = _last(there)
     wanted = every(range(1, ranks + 1), range(1, count + 1), range(count, count + 1))
@@ -225,5 +229,5 @@ def _require_complete(paths: Sequence[str]) -> None:
 
 
 def _last(there: Iterable[Numbers]) -> list[int]:
-    """The largest number along each axis."""
+    """The largest rank, file number and count of files in the names of the files."""
     return [*map(max, zip(*there, strict=True))]

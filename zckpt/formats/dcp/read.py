@@ -104,7 +104,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _around(path: str) -> tuple[str, str]:
-    """A path and the folder that contains it."""
+    """The path itself and its parent folder."""
     return path, os.path.dirname(path)
 
 
@@ -287,9 +287,10 @@ class _FolderReader:
         return leaves(file, file.value, names)
 
     def _stated(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
-        """The step under a key, once for every file that contains a copy of it.
+        """Yields the step that each file states under a key, if several files have copies of it.
 
-        A file with a single item (single_file_per_rank=False) tells nothing about the other items.
+        A file with a single item (single_file_per_rank=False) is skipped: it does not show of which
+        save the other items are.
         """
         item, box = self.table.items[key], None
         if item is not None:
@@ -331,9 +332,9 @@ class _FolderReader:
     def _are_equal(
         self, key: str, first: ItemLocation, copy: ItemLocation
     ) -> tuple[bool | None, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Whether two files contain the same tensor, and both shapes.
+        """Whether two files have the same value under a key; None if only unread bytes show it.
 
-        None if no bytes were compared.
+        Also returns the shapes of both, if both are tensors.
         """
         stored = [self.files.stored(location, key) for location in (first, copy)]
         if stored[0] is not None and stored[1] is not None:
@@ -358,7 +359,10 @@ class _FolderReader:
         return leaves(file, file.value)
 
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
-        """One leaf for all boxes of a tensor; an inert record for a tensor with its own class."""
+        """The leaf of a tensor, which joins all its boxes.
+
+        Returns an inert record instead for a tensor with a class of its own.
+        """
         dtype, shape = item.dtype, item.shape
         if len(item.boxes) > 1:
             planned = self.files.planned_boxes(self.table, key, dtype)
@@ -418,7 +422,7 @@ class _FolderReader:
     def _planned(
         self, key: str, item: TensorItem, planned: PlannedBoxes, names: Iterator[str]
     ) -> Leaf:
-        """One leaf for all boxes of a tensor, planned without opening the items' files."""
+        """A tensor's leaf, from the `planned` positions of its boxes; opens no item's file."""
         dtype, shape = item.dtype, item.shape
         self.saved.records.join(planned.records)
         fragments: Fragments | None = assembled_rows(shape, planned.boxes, planned.extents)

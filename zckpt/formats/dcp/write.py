@@ -147,7 +147,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         self._files: dict[str, list[Shell]] = {}  # by folder
 
     def _of_ranks(self) -> list[Notice]:
-        """Warnings about values that each rank saved for itself, such as a data loader's state."""
+        """Warnings about values with one key per rank if `--dp` differs from their number.
+
+        Data loaders, for example, have such state.
+        """
         ranks = by_key(
             (path[:place], key)
             for path, _ in self.dicts.items()
@@ -166,7 +169,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         return lines
 
     def _values(self) -> list[Notice]:
-        """A note on values in the model's part that safetensors cannot store."""
+        """A note that lists the values in the model's part which safetensors files cannot store."""
         values = next(each for name, each in self.parts.items() if name in ("", MODEL))
         lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
         if self.source.groups is None:  # the target's groups are assumed
@@ -190,7 +193,11 @@ class DcpWriter(Struct, eq=False, dict=True):
         ]
 
     def _parts(self) -> dict[str, list[PathValue]]:
-        """Items by folder: "" for a single folder, or Accelerate's folders of both kinds."""
+        """The paths and values to save in each folder, by the folder's name.
+
+        The name is "" if the target is a single folder. Otherwise the folders are Accelerate's or
+        the source's pair.
+        """
         dicts, keys, dialect = self.dicts, self.dicts.keys, self.options[DIALECT]
         before = keys.folders
         if dialect is None and keys.adapter and keys.storage is not None:
@@ -354,7 +361,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield 0, ItemShell(key, None, shell("archive", frozen, storages))
 
     def _boxes_of(self, tensor: BlankTensor) -> Iterator[tuple[int, ItemBox]]:
-        """Yields the boxes of rows of a tensor, each with the rank that saves it."""
+        """Cuts a tensor into boxes of rows; yields each box with the rank that saves it."""
         rows, count = self._rows(tensor), tensor.shape[0] if tensor.shape else 1
         rows_of_rank = max(1, -(-count // self.world))
         for start in range(0, max(1, count), rows):
@@ -382,7 +389,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         return value if isinstance(value, BlankTensor) else None
 
     def _rows(self, tensor: BlankTensor) -> int:
-        """The number of rows in a piece: one rank's rows, or several neighbors' if small."""
+        """The number of rows in each saved box of a tensor.
+
+        One rank's rows, or the rows of several neighbor ranks if a rank's rows have few bytes.
+        """
         if not tensor.shape or not prod(tensor.shape):
             return tensor.shape[0] or 1 if tensor.shape else 1
         rows_of_rank = -(-tensor.shape[0] // self.world)

@@ -218,9 +218,10 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] | None) -> Named:
-    """The names of the first ep rank's parameters; raises the same errors as `names_of`.
+    """The names of the parameters in ep rank 0's optimizer; raises the same errors as `names_of`.
 
-    Names that only the files show are found for dense parameters and for experts separately.
+    If neither the files nor the user states names, those of dense parameters and those of experts
+    are searched separately.
     """
     if ranks.listed_shapes or param_names is not None:
         return names_of([ranks], weights, param_names)[0]
@@ -246,9 +247,10 @@ def _of_first(ranks: EngineStates, weights: Weights, param_names: Sequence[str] 
 def _joined(
     wholes: Sequence[WholeOptimizer], experts: Experts, step_policy: str | None
 ) -> Manifest:
-    """The manifest of the full model; copies in several files become its replicas.
+    """Joins the optimizers of all ep ranks into the manifest of the full model.
 
-    The last optimizer may be a copy of the first one, from the model file.
+    Copies of a tensor in several files become replicas. The last item of `wholes` may be the model
+    file's copy of ep rank 0's optimizer.
     """
     first, *other_ranks = wholes
     states, slots = first.states, kept(first, step_policy)
@@ -272,7 +274,10 @@ def _joined(
 
 
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
-    """The weights of the full module, as if a further rank had them."""
+    """A manifest of the tensors that no optimizer trains: frozen weights, buffers, second names.
+
+    It has the form of a rank's manifest, so that `merge` can add these tensors.
+    """
     tensors = ManifestTensors(whole)
     tensors.add_frozen()
     tensors.add_buffers()
@@ -289,7 +294,10 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest of another rank's optimizer, with the first rank's groups."""
+    """The manifest of a further ep rank's optimizer; its groups are those of the first ep rank.
+
+    Raises InconsistentCheckpoint if its copy of a dense parameter has other states.
+    """
     states, slots = whole.states, kept(whole, step_policy)
     tensors = ManifestTensors(states)
     for buffer in slots:

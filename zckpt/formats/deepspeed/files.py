@@ -62,7 +62,7 @@ from . import sequence_ranks
 from .sequence_ranks import FilesByRole
 
 COUNTERS = "global_steps", "global_samples"
-"""Keys of a model file, which follow each other; the first one counts the updates (0.19.8)."""
+"""Two neighboring keys of a model file; `global_steps` counts updates (DeepSpeed 0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = role("expert", r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt", "expert", "mp")
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
@@ -207,10 +207,11 @@ def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> FilesByRole:
-    """The checkpoint's files among the names of the directory, by role; all must be of one run.
+    """Sorts the names in a directory by role; returns the paths of the checkpoint's files.
 
-    Raises InconsistentCheckpoint. Raises UnsupportedCheckpoint if the names show NVMe offload, or
-    experts of an old release.
+    Names without a role are left out. Raises InconsistentCheckpoint if files are not of one run
+    (two files of one rank, for example). Raises UnsupportedCheckpoint if the names show NVMe
+    offload, or experts of an old release.
     """
     names = sorted(names)
     if any(map(OLD_EXPERT.names.fullmatch, names)):

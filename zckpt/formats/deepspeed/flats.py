@@ -37,7 +37,10 @@ from ..deepspeed_states.states import (
 MOST_IN_SEQUENCE = 64  # largest factor to try when the files may be of some of the ranks only
 GROUP_STEP = "base_optimizer_state_step"  # elastic files have this key instead of groups
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
-"""Maps a group's place and parameters to its flat buffers: their ranks and parameters."""
+"""A function that returns the flat buffers of a group, given its place and parameters.
+
+Each buffer is a pair: the states of the ranks that share it, and its parameters.
+"""
 
 
 def flat_buffers(
@@ -129,7 +132,10 @@ class _RankedBuffer(Struct, dict=True):
             )
 
     def _is_of_more_ranks(self, numels: Sequence[int], held: Sequence[int]) -> bool:
-        """Whether each rank's partition has the length for a multiple of the ranks (stage 3)."""
+        """Whether partitions are as short as in a run of two, three or more times as many ranks.
+
+        `numels` are the sizes of the parameters, `held` the lengths of the partitions (stage 3).
+        """
         worlds = range(2 * self.ranks.dp, MOST_IN_SEQUENCE * self.ranks.dp + 1, self.ranks.dp)
         lengths = (sum(-(-numel // world) for numel in numels) for world in worlds)
         return len({*held}) == 1 and held[0] in lengths
@@ -205,9 +211,10 @@ class _RankedBuffer(Struct, dict=True):
     # -- tensors
 
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
-        """A state as a slot, if every rank's tensor is as long as its partition; else None.
+        """The slot of a state whose tensor on every rank is as long as the rank's partition.
 
-        Lengths with and without padding match: masters are saved without it, states with it.
+        The length may include padding or not: masters are saved without it, states with it. A state
+        of complete parameters (`_whole`) is a slot too. None for any other state.
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
@@ -271,9 +278,10 @@ class _RankedBuffer(Struct, dict=True):
     def _steps(
         self, group: int, kept: Sequence[Any], policy: str | None
     ) -> tuple[list[Sighting], StepPlace | None, list[Notice]]:
-        """Every place that states this buffer's step; all ranks must agree on the step.
+        """Collects the steps that ranks state for this buffer, in their states and their groups.
 
-        `kept` has the step in each rank's state.
+        Returns every statement, the place of the true step, and warnings. Raises unless all ranks
+        agree. `kept` has the step in each rank's state.
         """
         if any(map(_is_empty, kept)):
             what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "

@@ -65,9 +65,9 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
-    """Differences between the engine that saved `run` and the engine of a target.
+    """Settings in which a target's engine differs from the engine that saved `run`, as problems.
 
-    Types do not count: the loader casts them, and finds the files by both names (0.19.8).
+    Types are not compared: the loader casts them, and finds the files by both names (0.19.8).
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []
@@ -92,9 +92,10 @@ def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
 
 
 def begins(source: Manifest, options: Options) -> Beginning:
-    """What a target needs for parameters that were never updated.
+    """Which state (a `Beginning`) a target stores for parameters that were never updated.
 
-    `source` has the target's engine.
+    "group" if all parameters of a group share one step, else "bare". `source` has the target's
+    engine.
     """
     return "group" if shares_steps(_engine_of(source, options), source) else "bare"
 
@@ -106,7 +107,10 @@ def _engine_of(source: Manifest, options: Options) -> TargetEngine:
 
 
 def _pairs(engine: TargetEngine, new: TargetEngine) -> dict[str, tuple[Any, Any]]:
-    """Settings of two engines that decide the content of files, in pairs by display name."""
+    """The values that two engines have for each setting that decides the content of files.
+
+    Keyed by the display name of the setting.
+    """
     pairs = {what: (getattr(engine, name), getattr(new, name)) for what, name in OF_ENGINES.items()}
     if engine.partitioned and new.partitioned:
         pairs["sub_group_size"] = engine.sub_group_size, new.sub_group_size

@@ -57,7 +57,7 @@ def untied_layers(names: Iterable[str]) -> list[int]:
 
 
 def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Values of the tensors of tied layers, by key and then by the name in the layer's file."""
+    """Selects the values of tied layers' tensors, by the layer's key and then by the inner name."""
     parts = ((LayerName.of(name), value) for name, value in values.items())
     inner_names = by_key(
         (part.key, (part.inner, value)) for part, value in parts if part.key is not None
@@ -66,7 +66,10 @@ def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
 
 
 def layers_with(name: str, uses: Uses) -> Sequence[int]:
-    """The layers that have a parameter."""
+    """The numbers of the layers that have a parameter; several for a tied layer.
+
+    `uses` maps the keys of tied layers to the layers at which they are used.
+    """
     key = tied_key(name)
     return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
 
@@ -75,7 +78,7 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
 
 
 def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
-    """For each tied layer's key, the layers whose files belong to it."""
+    """Maps each tied layer's key to the numbers of the layer files that store this layer."""
     keys = (tied_key(name) for names in pipeline.parameters for name in names)
     of_files = by_key((key, number) for number, key in pipeline.tied.items())
     return {key: {*of_files.get(key, ())} for key in keys if key is not None}

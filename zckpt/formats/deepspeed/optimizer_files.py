@@ -44,7 +44,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 
 
 class _RankFile:
-    """The content of one rank's optimizer file."""
+    """Builds the content of one rank's optimizer file."""
 
     def __init__(self, target: DeepSpeedTarget, rank: int, is_elastic: bool) -> None:
         self.target, self.rank, self.is_elastic = target, rank, is_elastic
@@ -95,7 +95,11 @@ class _RankFile:
         }
 
     def _states(self, partition: _RankPartition) -> dict[str, Any]:
-        """The states of one flat buffer; Muon keeps the momentum of complete parameters."""
+        """The optimizer states of one flat buffer as the rank's file stores them, by key.
+
+        Each has the length of the rank's partition, except Muon's momentum: that is complete for
+        each parameter in the partition.
+        """
         target, buffer = self.target, partition.buffer
         states = numbers(target, buffer, self.storages)
         for slot, dtype in buffer.slots.items():
@@ -175,7 +179,7 @@ class _RankPartition:
                 yield self.buffer.names[number], numel, start, stop
 
     def mapping(self) -> OrderedDict[str, Foreign]:
-        """The places of parameters in this partition, as DeepSpeed's converter reads them."""
+        """The place of each parameter in this partition, as DeepSpeed's converter reads it."""
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
         for name, _, start, stop in self.overlaps():
@@ -229,11 +233,11 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """Warnings for resuming from elastic files.
+    """Warnings about what an engine that resumes from elastic files gets otherwise than before.
 
     The engine's own elastic save removes a partition's padding from its step as well. This happens
-    if the loader has turned the step into a tensor of one element (0.19.8). All ranks load rank
-    0's.
+    if the loader has turned the step into a tensor of one element (0.19.8). All ranks load the
+    states of rank 0.
     """
     message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "

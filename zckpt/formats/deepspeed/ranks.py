@@ -97,7 +97,7 @@ def open_ranks(
 
 
 def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) -> dict[str, Any]:
-    """The base optimizer's {state, param_groups}; in elastic files only the states."""
+    """The base optimizer's state dict; of elastic files only `state`, by buffer number."""
     base = state.get("optimizer_state_dict" if partitioned else "base_optimizer_state")
     if isinstance(base, list):
         return {"state": dict(enumerate(base))}
@@ -109,7 +109,7 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
 
 
 def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
-    """The error for a directory without optimizer files, whose model file has no optimizer."""
+    """The error for a directory without optimizer: neither in its own files nor in the model's."""
     return IncompleteCheckpoint(
         "missing-file",
         f"{directory.path} holds no optimizer files",
@@ -203,7 +203,7 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of all groups that all ranks must state equally."""
+    """The groups' hyper-parameters that must be equal on all ranks: all but steps and estimates."""
     groups, own_keys = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {
         "param_groups": [{k: v for k, v in each.items() if k not in own_keys} for each in groups]
@@ -245,7 +245,11 @@ def shapes_of_stage(
 def _shape(
     name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
 ) -> tuple[int, ...]:
-    """The shape of a parameter by the layer files; no file states which layer is a tied one."""
+    """The shape of a parameter with `numel` elements, found in the files of layers.
+
+    For a tied layer, all files that are not of `untied` layers are searched, because no file states
+    its key. Raises UnsupportedCheckpoint if these show several shapes.
+    """
     layer_name = LayerName.of(name)
     shapes = {
         tensor.shape
@@ -341,7 +345,10 @@ LISTS = (
     "partition_count",
     "param_alignment_paddings",
 )
-"""Keys of a rank's optimizer state that are lists by group, as far as zckpt reads them."""
+"""Keys of a rank's optimizer state whose values are lists with one item per group.
+
+Only those that zckpt reads.
+"""
 
 
 def _in_order(

@@ -43,7 +43,7 @@ from .stage_0.stages import open_stages
 from .weights import without_optimizer
 
 Keys = Mapping[int, str] | None
-"""Keys of tied layers by the numbers of their files, for files whose bytes are not written yet."""
+"""Maps the numbers of tied layers' files to keys, for files whose bytes are not written yet."""
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
 )
@@ -90,7 +90,7 @@ def _read(directory: TagDirectory, reading: Reading) -> Manifest:
 def of_tensor_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """The model of each tensor rank: its slices of all pipeline stages."""
+    """Reads one manifest per tensor rank, in which all its pipeline stages are joined."""
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
@@ -98,7 +98,7 @@ def of_tensor_ranks(
 
 
 def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None) -> list[Manifest]:
-    """The model of each tensor rank, from its stages."""
+    """Joins the stages of each tensor rank into one model; returns one manifest per tensor rank."""
     pp, tp, models = files.grid.pp, files.grid.tp, []
     for number in range(tp):
         stages = ranks[number::tp]
@@ -148,7 +148,11 @@ def of_model_ranks(
 def _opened(
     directory: TagDirectory, files: GridFiles, reading: Reading, tied: Keys
 ) -> Iterator[tuple[EngineStates, Callable[[str | None], Manifest], Keys]]:
-    """For each model rank: its states, a function from step policy to manifest, its tied layers."""
+    """Opens the files of each model rank.
+
+    Yields the rank's states, a function that makes its manifest with a given step policy, and its
+    keys of tied layers.
+    """
     ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
     if ranks[0].optimizers:
         for number, rank_files in enumerate(ranks):

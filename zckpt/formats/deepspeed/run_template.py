@@ -35,7 +35,7 @@ SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in Megatron-DeepSpeed's client state
 OF_SOURCE: tuple[Form, ...] = ("number", "other", "unsupported")
-"""Forms of optimizer states that a target takes from the source; other states come from the run."""
+"""The forms of optimizer states whose values come from the source; the run has the others."""
 OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 
@@ -171,7 +171,10 @@ class _Run(Template):
         }
 
     def _counters(self) -> dict[str, Any]:
-        """Counters for the source's steps, with as many samples per step as in the run."""
+        """The engine's counters for the source's number of updates.
+
+        `global_samples` assumes as many samples per step as in the run, or is 0, with a warning.
+        """
         step, before = counted_updates(self.source), self.run.state.get("counters") or {}
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
         rate, rest = divmod(int(samples), int(steps)) if steps else (0, 1)

@@ -24,15 +24,16 @@ from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ..deepspeed_states.directories import EXPERT, LAYER, MODEL, MODEL_3, OPTIMIZER
 
 FilesByRole = Mapping[Role, Mapping[Numbers, str]]
-"""The paths of all files by role, and by the numbers in their names."""
+"""The paths of files, by their role and then by the numbers in their names."""
 DIMENSIONS, PP, TP = "checkpoint_parallel_dimensions", "pp_degree", "tp_degree"
 WORLDS = ("dp_world_size", "mp_world_size")
 
 
 def of_names(files: FilesByRole) -> int:
-    """The sequence-parallel size that the names count as model ranks; 1 if they count none.
+    """The sequence-parallel size, if file names count sequence ranks as model ranks; else 1.
 
-    Each data rank has the files of one model rank only, which no grid of model ranks does.
+    Such names are recognized because each data rank has files of one model rank only. In a grid of
+    model ranks, each data rank has files of all.
     """
     places = {*files[MODEL_3], *files[OPTIMIZER]}
     sp = 1 + max((model for _, model in places), default=0)

@@ -63,21 +63,21 @@ OF_RANKS = [
 
 
 class TargetRanks(Struct, frozen=True, kw_only=True):
-    """The model ranks of a target, in order, each as a separate checkpoint; `source` fills them.
+    """The model ranks of a target, in order, each as a separate checkpoint.
 
-    `grid` is None for one rank without a pipeline.
+    `source` has the tensors that fill their files. `grid` is None for one rank without a pipeline.
     """
 
     source: Manifest
     ranks: Sequence[Manifest]
     grid: Grid | None = None
     wholes: Sequence[Manifest] = ()
-    """The models that were cut into stages, by tensor rank.
+    """The model of each tensor rank before it was cut into stages.
 
     Empty if the source's stages are kept.
     """
     copies: Sequence[Manifest] = ()
-    """Models with several copies of a tensor, of which the target gets one."""
+    """Models in which ranks have several copies of a tensor; the target gets one of them."""
     layers: Sequence[Manifest] = ()
     """Models whose layer files are copied unchanged.
 
@@ -107,12 +107,12 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         return [path for _, path in sorted((own.rank, path) for path, own in names.items() if own)]
 
     def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
-        """The copied layer files as siblings, under the tag's folder."""
+        """The layer files that are copied unchanged, as siblings with their names in the target."""
         names = {path: f"{tag}/{path.rpartition('/')[2]}" for path in self.copied}
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def check(self) -> list[Notice]:
-        """Compares tensors whose copies become one; returns warnings."""
+        """Compares copies of tensors of which the target gets only one; warns if they differ."""
         warnings = (compare_copies(model, None, IF_COPIES_DIFFER) for model in self.copies)
         return [*chain.from_iterable(warnings)]
 
@@ -152,7 +152,10 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
-    """Raises WrongOption for options that would change files of layers or the full model."""
+    """Raises WrongOption for options that cannot apply while model ranks are written one by one.
+
+    These options change files of layers, or the full model, which does not exist then.
+    """
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
         fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name
@@ -175,7 +178,10 @@ def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
 
 
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
-    """The source's ranks, or ranks of other stages if the options ask for them."""
+    """The model ranks of a target with the source's tensor ranks.
+
+    The stages are the source's, or are cut again if the options ask for other ones.
+    """
     models, ranks, inferred = source.models, source.ranks, list[Notice]()
     wholes: Sequence[Manifest] = ()
     if not grid.staged and not layers_of(source.run.engine):

@@ -69,10 +69,10 @@ def without_optimizer(
 
 
 def _is_of_optimizer(error: ZckptError) -> bool:
-    """Whether an error may concern the optimizer's files alone.
+    """Whether an error may concern the optimizer's files alone, so that weights remain readable.
 
-    Files that contradict each other are from different saves. Only a named optimizer file is left
-    out.
+    Files that contradict each other are from different saves. Then this is true only if the error
+    names an optimizer file.
     """
     if isinstance(error, OF_FILES):
         return True
@@ -85,7 +85,11 @@ def _is_of_optimizer(error: ZckptError) -> bool:
 
 
 def _opened(path: str, error: ZckptError) -> TorchFile:
-    """The opened model file; raises `error` unless it has all trained weights unchanged."""
+    """Opens a model file from which all weights can be read without an optimizer.
+
+    Raises `error` if it cannot: other model ranks or files of experts have weights too, stage 0's
+    optimizer is in it, or ZenFlow's weights may be transposed.
+    """
     (file,) = open_files([path], Parsed())
     file.value = model = as_in_module(dictionary(file, file.value))
     is_alone = model.get("mp_world_size") in (None, 1) and not model.get("num_experts")
@@ -107,7 +111,10 @@ def _had_none(weights: Manifest) -> bool:
 
 
 def _manifest_of(directory: TagDirectory, file: TorchFile) -> Manifest:
-    """The manifest of one model file; without a list of shapes all weights count as trained."""
+    """The manifest of the weights in one model file.
+
+    If the file does not list the trained parameters, all weights count as trained.
+    """
     model, dp = file.value, file.value.get("dp_world_size")
     module = ((name, file, value) for name, value in model["module"].items())
     weights = shapes_of(weights_in(module, {*(model.get("buffer_names") or ())}))

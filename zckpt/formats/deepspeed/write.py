@@ -107,7 +107,10 @@ def _targets(ranks: TargetRanks, options: Options) -> list[DeepSpeedTarget]:
 
 
 def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
-    """Raises for combinations with pipelines or tensor ranks that the engine or zckpt lacks."""
+    """Raises for settings with which pipelines or tensor ranks are not supported.
+
+    Either DeepSpeed does not support them or zckpt does not.
+    """
     engine, is_pipeline = targets[0].engine, ranks.pipeline is not None
     if is_pipeline and engine.stage > 1:
         raise WrongOption(
@@ -132,7 +135,7 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
 
 
 def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[Notice]:
-    """The warnings for the user; `first` is the target of the first rank."""
+    """All warnings about the target, in the report's order; `first` is model rank 0's target."""
     yield from ranks.source.notices.warnings
     yield from reports.of_config(first)
     if not first.options.weights_only:

@@ -58,7 +58,10 @@ def check_facts(
 
 
 def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]]) -> None:
-    """Compares tensors among the facts: files with equal pickles may have other bytes in them."""
+    """Raises InconsistentCheckpoint if tensors in the files' facts have different bytes.
+
+    Files with equal pickles can still differ in the bytes of tensors.
+    """
     for key, first in values[0].items():
         if not any(_tensors(first)):
             continue
@@ -74,7 +77,7 @@ def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]])
 
 
 def _tensors(value: Any) -> Iterator[bool]:
-    """One item for each tensor in dictionaries and lists."""
+    """Yields True once for each tensor in a value, also in its dictionaries and lists."""
     if isinstance(value, Tensor):
         yield True
     elif isinstance(value, (dict, list, tuple)):
@@ -83,7 +86,7 @@ def _tensors(value: Any) -> Iterator[bool]:
 
 
 def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """The result of `of` for each state; computed once for states that were parsed once."""
+    """Applies `of` to each state; computes the result once for states that are the same object."""
     values: dict[int, Any] = {}
     for state in states:
         if id(state) not in values:

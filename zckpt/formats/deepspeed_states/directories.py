@@ -56,7 +56,7 @@ LAYER = role(
 )
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 ROLES = (*FILES, OF_EP, EXPERT, LAYER)
-"""The roles of these files; `mp` counts tensor ranks within stages."""
+"""The roles of DeepSpeed's files; in a pipeline, `mp` in a name counts stages and tensor ranks."""
 # files that identify a trainer's directory: Hugging Face Trainer, Accelerate
 TRAINER = file_names(
     r"trainer_state\.json|training_args\.bin|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"
@@ -79,10 +79,10 @@ class TagDirectory(Struct, frozen=True):
 
 
 class TagKind(Struct, frozen=True):
-    """How one kind of checkpoint is stored in tags' folders: a run's own kind, or universal.
+    """Describes one kind of tag folder: of a run, or of DeepSpeed's universal checkpoints.
 
     `what` names the kind in errors. `pointer` is the file that names the current tag. `holds` tells
-    whether a folder is a tag's. `tags` lists the tags in a run directory.
+    whether a folder is of this kind. `tags` lists the tags in a run directory.
     """
 
     what: str
@@ -140,9 +140,10 @@ class TagKind(Struct, frozen=True):
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
 
     def _own_tag(self, path: str) -> str:
-        """The run's name of the tag folder `path`, which may contain slashes.
+        """The tag of the tag folder `path`, which may contain slashes.
 
-        `epoch_1/step_3` has as many folders as the tag that the run's pointer names.
+        For a tag such as `epoch_1/step_3`, the run directory is the folder above whose pointer
+        names a tag with as many parts.
         """
         run, names = os.path.abspath(path), list[str]()
         while len(names) < MOST_FOLDERS:
@@ -232,9 +233,10 @@ def universal_tags(path: str) -> list[str]:
 
 
 def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[str]:
-    """The folders that are tags; nested folders count if the pointer names a nested one.
+    """The names of the folders that are tags.
 
-    A program that saves with `tag="epoch_1/step_3"` does so each time.
+    Nested folders are included if the pointer names a nested tag: a program that saves with
+    `tag="epoch_1/step_3"` does so each time.
     """
     tag_in_pointer = pointed(path, pointer) or ""
     level, tags = _folders(path), list[str]()
@@ -290,7 +292,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     own_names = {*(tag.partition("/")[0] for tag in tags), *OWN}
 
     def is_other(name: str, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is a tag, or a directory that zckpt has written or was writing."""
+        """Whether an entry is left out: a tag, or a directory that zckpt wrote or was writing."""
         if name in own_names or files.is_closed(entry) or not files.is_folder(entry):
             return name in own_names
         manifest_path = os.path.join(entry.path, "manifest.json")
@@ -326,7 +328,7 @@ LAST = 200  # bytes; the JSON ends with that key
 
 
 def whole_name(name: str) -> str:
-    """The name of the complete file if this is a part of it; any other name unchanged."""
+    """The name of the complete file, for a FastPersist part's name; other names unchanged."""
     whole, _, numbers = name.rpartition("-")
     return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name
 

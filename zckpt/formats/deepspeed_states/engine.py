@@ -84,12 +84,12 @@ class TargetEngine:
         return self.before is not None and self.dtype == self.before.dtype
 
     def option(self, *names: str) -> Any:
-        """The config's value at these keys; None for "auto"."""
+        """The ds_config's value at a path of keys; None if it is "auto" or missing."""
         value = nested(self.config, *names)
         return None if value == "auto" else value
 
     def number(self, default: float, *names: str) -> float:
-        """The config's number at these keys, or `default`, the engine's own."""
+        """The ds_config's number at a path of keys; `default`, the engine's, if it states none."""
         value = self.option(*names)
         return value if isinstance(value, (int, float)) else default
 
@@ -220,7 +220,11 @@ class TargetEngine:
         return next((dtype for dtype in dtypes if dtype in ("BF16", "F16")), "F32")
 
     def _sequence_ranks(self, source: Manifest) -> int:
-        """The sequence-parallel size: how many data-parallel ranks share each sequence."""
+        """The number of data-parallel ranks that share each sequence: `--sp`, or as in the source.
+
+        Raises WrongOption if the ranks cannot be divided by it, or beside pipelines, tensor ranks
+        and experts.
+        """
         asked, place = self.options[SP], source.place
         is_shared = place is not None and place.grid.pp * place.grid.tp > 1
         if asked is None:
@@ -241,7 +245,7 @@ class TargetEngine:
         return asked
 
     def _has_older_names(self, source: Manifest) -> bool:
-        """Whether file names contain the rank within the sequence."""
+        """Whether the target's file names contain the rank within the sequence (to 0.19.5)."""
         asked = self.options[NAMES]
         is_asked, has_them = asked == OLDER_NAMES, self.sp > 1 and not self.whole
         if is_asked and not has_them:

@@ -42,7 +42,7 @@ def estimates_of(ranks: EngineStates) -> Estimates:
 
 
 def warnings(estimates: Estimates) -> list[Notice]:
-    """A warning that names the keys, with the values of the first one."""
+    """A warning that lists the estimated hyper-parameters, with some values of the first one."""
     keys = sorted({key for group in estimates for key in group})
     if not keys:
         return []
@@ -98,7 +98,7 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
 
 
 def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
-    """The hyper-parameters of a group that a rank has estimated separately."""
+    """A rank's own estimates of a group's hyper-parameters; empty if the source has none."""
     estimates = stated_estimates(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
     own_values: dict[str, Any] = thawed(values, source.entries, storages)

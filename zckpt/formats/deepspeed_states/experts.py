@@ -138,12 +138,12 @@ class ExpertLayers(Struct, frozen=True):
         return self.is_held(name, dict.fromkeys(self.layers, 0))
 
     def is_held(self, name: str, of_layer: Mapping[str, int]) -> bool:
-        """Whether a rank has a tensor; `of_layer` gives the rank's ep rank in each layer."""
+        """Whether a rank has a tensor, given the rank's ep rank in each layer (`of_layer`)."""
         parts, layer = expert_name(name), self.layer_of(name)
         return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
     def on_first(self, names: Sequence[str]) -> list[str]:
-        """The members of a group that ep rank 0 has, whose local names are the same."""
+        """The members of a group that ep rank 0 has; their local names are their full names."""
         return [name for name in names if self.is_on_first(name)]
 
     def global_name(self, name: str, ep_rank: int) -> str:
@@ -154,14 +154,17 @@ class ExpertLayers(Struct, frozen=True):
         return parts.numbered(ep_rank * layer.local + parts.number)
 
     def named_in(self, name: str, of_layer: Mapping[str, int]) -> str:
-        """The name in the full model for a rank; `of_layer` gives its ep rank in each layer."""
+        """The name in the full model of the tensor that a rank calls `name`.
+
+        `of_layer` gives the rank's ep rank in each layer.
+        """
         layer = self.layer_of(name)
         return name if layer is None else self.global_name(name, of_layer[layer.name])
 
     def everywhere(self, local: Sequence[str]) -> list[str]:
-        """The members of a group in the full model, from the members of one rank in their order.
+        """Extends one rank's members of a group to the members in the full model.
 
-        For any expert-parallel size, the members on a rank keep the order that this rank gives
+        For any expert-parallel size, the members on a rank then keep the order that `local` gives
         them.
         """
         runs = groupby(local, self.layer_of)  # consecutive names of the same layer
@@ -193,7 +196,10 @@ def refuse_experts(source: Manifest) -> None:
 
 
 def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
-    """Consecutive tensors of a layer on one rank, with all other ranks' tensors in between."""
+    """Adds the tensors of all other ranks' experts to a rank's consecutive tensors of one layer.
+
+    They are placed so that the engine's order of experts is kept, if `run` follows one (`_orders`).
+    """
     if layer is None:
         return list(run)
     parts = [part for part in map(expert_name, run) if part is not None]
@@ -209,9 +215,10 @@ def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
 
 
 def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
-    """The orders in which the engine lists the tensors of `count` experts: (number, inner name).
+    """The four orders in which the engine may list the tensors of `count` experts.
 
-    Expert after expert, or tensor after tensor of all experts; ascending or descending.
+    Expert after expert, or tensor after tensor of all experts; each ascending or descending. An
+    item is (number, inner name).
     """
     inners, ways = [*inners], (range(count), range(count)[::-1])
     return [
@@ -253,7 +260,7 @@ class ExpertRanks(Struct, frozen=True):
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
-        """Ep ranks by layer, for the ranks that have ep rank `number` in the largest size."""
+        """A rank's ep rank in each layer, if its ep rank is `number` in the largest size."""
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}
 

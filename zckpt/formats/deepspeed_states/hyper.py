@@ -79,10 +79,11 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
 
 
 def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether the target keeps one step for all parameters of a group.
+    """Whether the target stores one step for all parameters of a group.
 
-    ZeRO and FP16_Optimizer do, in flat buffers. So do optimizers without flat buffers that count in
-    groups, or in the state of a group's last parameter (DeepSpeed's FusedAdam, 0.19.8).
+    ZeRO and FP16_Optimizer do, because their buffers are flat. So do optimizers without flat
+    buffers that keep the step in groups, or in the state of a group's last parameter (DeepSpeed's
+    FusedAdam, 0.19.8).
     """
     if not engine.whole or wrapper(engine, source) == FLAT:
         return True
@@ -91,7 +92,7 @@ def shares_steps(engine: TargetEngine, source: Manifest) -> bool:
 
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
-    """Whether the source's groups are complete, as an engine's optimizer wrote them."""
+    """Whether the source's groups have all keys, because DeepSpeed's own optimizer wrote them."""
     stored = source.groups is not None and not are_inferred(source)
     return stored and engine.before is not None
 
@@ -171,7 +172,10 @@ def _refuse_groups_of_adagrad(
 
 
 def _scheduled(source: Manifest) -> tuple[str, ...]:
-    """The hyper-parameters that the learning rate scheduler's state contains."""
+    """The names of hyper-parameters that torch's scheduler in the source sets: the learning rates.
+
+    Empty without such a scheduler.
+    """
     scheduler = source.state.get("lr_scheduler")
     return ("lr", "initial_lr") if isinstance(scheduler, dict) and "_last_lr" in scheduler else ()
 
@@ -213,7 +217,7 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
 
 
 def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
-    """The ds_config's hyper-parameters of the optimizer."""
+    """The hyper-parameters that the ds_config states for its optimizer, among the `needed` keys."""
     in_config = engine.option("optimizer", "params")
     params = in_config.items() if isinstance(in_config, dict) else ()
     return {
@@ -224,9 +228,10 @@ def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_type(key: str, dtypes: Sequence[str]) -> str:
-    """The type of a state in a flat buffer: the parameters' common type, or one for all floats.
+    """The common type of a state in a flat buffer, for the types of its parameters.
 
-    Raises UnsupportedState for a mix of integers and other types.
+    If the types are different floats, F64 or F32. Raises UnsupportedState for a mix of integers and
+    other types.
     """
     types = {*dtypes}
     if len(types) == 1:
@@ -242,7 +247,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 
 def _no_states(source: Manifest) -> MissingData:
-    """The error for a source without an optimizer, or for one of several models without one."""
+    """The error if the source, or the model that `--root` names, has no optimizer."""
     root, ways = source.run.origin.root, "write --weights-only"
     if root is None:
         return MissingData(

@@ -42,7 +42,7 @@ from .states import (
 from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
-"""Key beside the optimizer's state: parameters whose names no file of the source stated."""
+"""Key in a file that zckpt wrote: parameters whose names no file of the source stated."""
 
 
 def manifest_of(
@@ -143,7 +143,7 @@ def manifest_of(
 
 
 def _files(ranks: EngineStates) -> list[TorchFile]:
-    """Each file once: in stage 0 one file has the model and its optimizer."""
+    """All opened files, each once: in stage 0 one file has the model and its optimizer."""
     return list(dict.fromkeys((*ranks.models, *ranks.optimizers, *ranks.apart.values())))
 
 
@@ -209,7 +209,7 @@ def _elastic_groups(
 
 
 def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
-    """Everything except parameters' tensors that an engine's files need to be rewritten."""
+    """The manifest's state: all that is needed to write the files, without parameters' tensors."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
@@ -349,7 +349,7 @@ def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | No
 
 
 STEPS_OF = "zckpt_optimizer"
-"""Key beside the optimizer's state: the class that `--optimizer` named, which places the step."""
+"""Key in a file that zckpt wrote: the `--optimizer` class, which decides where the step is."""
 
 
 def stated_optimizer(
@@ -370,7 +370,10 @@ def stated_optimizer(
 
 
 def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
-    """Where the base optimizer keeps its step, and the stale step of its groups."""
+    """Where the base optimizer keeps its true step; None without a step.
+
+    If that is the state, the result also has the stale step of the groups.
+    """
     place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
     if place is None:
         return None
@@ -410,9 +413,9 @@ def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
 
 
 def counters(ranks: EngineStates) -> list[Sighting]:
-    """The steps of engine counters and schedulers, which are never taken as true.
+    """The counters of the engine and of its scheduler, which are never taken as the true step.
 
-    They differ after skipped fp16 steps and warm starts.
+    They differ from it after skipped fp16 steps and warm starts.
     """
     sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")

@@ -93,7 +93,7 @@ def _contents(
 
 
 def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
-    """The names that param_shapes lists: per flat buffer, or per group in stage 0.
+    """The parameter names to write as `param_shapes`: per flat buffer, or per group in stage 0.
 
     In stage 0 the engine writes no such list and does not read one. zckpt writes it to name the
     numbers of the optimizer's state.
@@ -104,7 +104,10 @@ def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
 
 
 def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
-    """Second names of tied weights; the engine writes none in stage 0."""
+    """The value of `shared_params`: second names of tied weights, mapped to the first names.
+
+    Only rank 0's file has them. None in stage 0, where the engine writes none.
+    """
     if target.engine.whole:
         return None
     names = target.aliases.items() if rank == 0 else ()
@@ -112,7 +115,7 @@ def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
 
 
 def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
-    """What a model file states about the model's experts."""
+    """The keys of a model file that describe experts; none for a dense model."""
     if not target.experts:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
@@ -129,7 +132,11 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
 def module_weights(
     target: DeepSpeedTarget, derives: bool, storages: Storages, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """The module's tensors under some names; in stage 3, placeholders for parameters."""
+    """Blank tensors for the module's tensors with these `names`.
+
+    In stage 3, parameters get empty placeholders. A weight that the source lacks is left out,
+    unless `derives` allows to cast it from its master.
+    """
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}
     for name in names:
@@ -150,7 +157,10 @@ def module_weights(
 
 
 def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
-    """The type of a frozen weight, which changes with the module's type."""
+    """The type of a frozen weight in the target.
+
+    It becomes the module's type if the target changes that type; otherwise it stays.
+    """
     before = target.engine.before
     changes = target.engine.dtype != (dtype if before is None else before.dtype)
     return target.engine.dtype if changes and dtype in FLOATS else dtype

@@ -19,7 +19,7 @@ from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapp
 from .tensors import is_extra
 
 RANK_KEYS = ("lr_scheduler", "data_sampler", "random_ltd")
-"""Keys of a model file, and of the manifest's state, that each model rank states separately."""
+"""Keys of a model file that each model rank states separately, also in the manifest's state."""
 # keys of model states that the engine itself writes; all others are the user's client_state
 ENGINE_KEYS = frozenset(
     (
@@ -52,10 +52,7 @@ def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model file other than weights and counters.
-
-    `module` is the module's state.
-    """
+    """The values of a model file except weights and counters; `module` is its module's state."""
     return {
         "lr_scheduler": model.get("lr_scheduler"),
         "module_metadata": getattr(module, "_metadata", None),
@@ -67,7 +64,7 @@ def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[st
 
 
 def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """Values that the files of other ranks state differently from the first file of their kind."""
+    """By file name, the values in which a rank's file differs from the first file of its kind."""
     differing: dict[str, dict[str, Any]] = {}
     for files, values_of in (
         (ranks.optimizers, lambda value: optimizer_values(value["optimizer_state_dict"])),
@@ -87,10 +84,10 @@ def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """The statements of each file about the run's sizes and partitions, which the reader computes.
+    """What each file states about the run's sizes and partitions, by file name.
 
-    Under `round_robin_gradients` DeepSpeed's own slice mappings do not match its buffers, and those
-    that zckpt writes do. Nothing reads them.
+    The reader computes the same facts; these are kept for comparison. Slice mappings under
+    `round_robin_gradients` are left out: DeepSpeed's do not match its buffers, and zckpt's do.
     """
     statements: dict[str, dict[str, Any]] = {}
     for file in ranks.models:
@@ -125,14 +122,14 @@ def _numbers(address: Any) -> Any:
 
 
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a model file other than weights; each of the user's has its own key."""
+    """The values of a model file except weights, with one prefixed key per item of client state."""
     values = model_values(model, model["module"])
     client_state = values.pop("client_state")
     return {**values, **{f"{CLIENT}{key}": value for key, value in client_state.items()}}
 
 
 def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[Notice]:
-    """Notes on client state in which ranks differ from rank 0, whose values are kept."""
+    """Notes on client state in which other ranks differ from rank 0: only rank 0's is kept."""
     keys = {key for values in differing.values() for key in values}
     client_keys = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
     return [
@@ -161,9 +158,9 @@ OF_ENGINE = OF_BASE | {
 
 
 def extra_states_of(ranks: EngineStates) -> list[StateRow]:
-    """Optimizer state that belongs to no parameter, and states that zckpt does not read.
+    """Rows of optimizer state that belongs to no parameter, and of states that zckpt does not read.
 
-    Each one has the values of all ranks, unless these are one number. Keys that begin with `zckpt`
+    Each row has the values of all ranks, unless these are one number. Keys that begin with `zckpt`
     are skipped, because zckpt wrote them.
     """
 

@@ -31,9 +31,9 @@ def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def clipping(target: DeepSpeedTarget) -> dict[str, Any]:
-    """The source's clip_grad.
+    """The item `clip_grad` of an optimizer file: the source's norm, else the ds_config's.
 
-    Without it the engine keeps its own (1.0 unless its config differs).
+    Empty if neither states one. Then the engine keeps its own (1.0 unless its config differs).
     """
     value = target.optimizer_state.get("clip_grad", target.engine.option("gradient_clipping"))
     return {} if value is None else {"clip_grad": value}
@@ -50,9 +50,10 @@ def base_state(
     rank: int = 0,
     numbers: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """A rank's state_dict of the base optimizer, without empty states (plain SGD).
+    """The base optimizer's state dict for a rank: `states` without empty ones, and the groups.
 
-    `numbers` are the numbers in each group; None for the numbers in the group's flat buffers.
+    `numbers` are the parameter numbers in each group; without them, a group lists the numbers of
+    its flat buffers.
     """
     groups = []
     for number, group in enumerate(target.groups):
@@ -75,7 +76,7 @@ def base_state(
 
 
 def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """Step and other 0-d states of one flat buffer."""
+    """The step and the other 0-d states of one flat buffer, by key."""
     values: dict[str, Any] = {}
     if buffer.step is not None and target.step_place.where == "state":
         step = buffer.step if target.counts(buffer) else 0
@@ -86,14 +87,18 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
 
 
 def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages) -> Any:
-    """A step in the type, and as a tensor in the shape, that the target's optimizer expects."""
+    """A step as the target's optimizer stores it: a number or a tensor, of the expected type."""
     return target.thawed(target.step_place.number(step).unwrapped(), storages)
 
 
 def group_step(
     target: DeepSpeedTarget, members: Iterable[TargetBuffer], storages: Storages
 ) -> dict[str, Any]:
-    """The key `step` of a param group with the flat buffers `members`, if the group has one."""
+    """The item `step` of a param group that has the flat buffers `members`.
+
+    Empty if the optimizer's groups have no step. Raises InconsistentCheckpoint if the group would
+    need several.
+    """
     place = target.step_place
     if target.options.weights_only:
         return {}
@@ -155,7 +160,7 @@ def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
 
 
 def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -> Foreign:
-    """A loss scaler with the numbers of stage 0; the ds_config determines the others."""
+    """A loss scaler object with the numbers `kept` from stage 0; the ds_config gives all others."""
     if not dynamic:
         return _static(float(kept["cur_scale"]))
     numbers = {key: kept[key] for key in ("cur_scale", "cur_iter", *DYNAMIC) if key in kept}
@@ -165,7 +170,7 @@ def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -
 def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
     """A new loss scaler as the engine makes it (0.19.8, fp16/loss_scaler.py).
 
-    Whether it is dynamic.
+    The second result is whether its scale is dynamic.
     """
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
     if static:

@@ -23,7 +23,7 @@ TRAINED_ALONE = (
 
 
 def of_config(target: DeepSpeedTarget) -> list[Notice]:
-    """The source's warnings, a warning if no ds_config is known, and notices on the scheduler."""
+    """The source's warnings, one more if no ds_config is known, and the scheduler's notices."""
     warnings = list(target.source.notices.warnings)
     if not target.engine.has_config:
         message = "no ds_config is known: DeepSpeed's defaults are assumed"
@@ -49,7 +49,7 @@ def usual_norm(target: DeepSpeedTarget) -> float:
 
 
 def of_weights(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about weights, batch sizes and clipping that the ds_config should set."""
+    """Warnings about guessed frozen weights, about masters, and about batch sizes and clipping."""
     return [
         *_of_guessed(target),
         *_of_masters(target),
@@ -59,7 +59,7 @@ def of_weights(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
-    """Warnings about differences if one side has no ZeRO.
+    """Warnings about a change between a run with ZeRO and one without, or about frozen parameters.
 
     `wholes` are the pipelines that contain the target's stage. The target does not record which
     stage lists their frozen parameters.
@@ -79,11 +79,12 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Noti
 
 
 def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
-    """Warnings about shared sequences: gradients differ by stage, and loading by release.
+    """Warnings for runs in which several ranks share a sequence.
 
-    Stage 3 divides gradients by all ranks (0.19.8, runtime/comm/coalesced_collectives.py), stages 1
-    and 2 by the number of sequences (stage_1_and_2.py). Releases whose file names contain the rank
-    in the sequence (0.18.2 to 0.19.5) load no file in such a run.
+    Gradients change if the stage does: stage 3 divides them by all ranks (0.19.8,
+    runtime/comm/coalesced_collectives.py), stages 1 and 2 by the number of sequences
+    (stage_1_and_2.py). Releases whose file names contain the rank in the sequence (0.18.2 to
+    0.19.5) load no file in such a run.
     """
     engine, origin = target.engine, target.source.run.origin
     warnings = []
@@ -178,9 +179,9 @@ def _of_batch(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_clipping(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning about the source's clipping norm if the target's optimizer stores none.
+    """A warning if the target's files cannot store the source's clipping norm.
 
-    DeepSpeed 0.19.8.
+    Then the ds_config must state it (DeepSpeed 0.19.8).
     """
     norm = number(target.optimizer_state.get("clip_grad"))
     keeps = not target.engine.partitioned and (not target.engine.whole or target.wrapper == FLAT)

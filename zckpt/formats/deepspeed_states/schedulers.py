@@ -29,7 +29,7 @@ from ..schedulers import OF_TORCH
 OF_DEEPSPEED = frozenset(("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
 COUNTER = "last_batch_iteration"
 WITHOUT = "load_checkpoint(..., load_lr_scheduler_states=False)"
-"""The call with which DeepSpeed loads no scheduler."""
+"""The call of DeepSpeed that loads a checkpoint without a scheduler's state."""
 
 
 class Decided(Struct, frozen=True):
@@ -83,7 +83,7 @@ def decide(source: Manifest, name: str | None) -> Decided:
 
 
 def updates(source: Manifest) -> int | None:
-    """The completed updates without skipped ones; None if nothing states them."""
+    """The number of completed updates, without those skipped in fp16; None if nothing states it."""
     every = [each for own in source.each for each in own.parameters.values()]
     steps = [int(each.step) for each in every if each.trainable and each.step is not None]
     if steps:
@@ -115,14 +115,17 @@ def _unnamed(source: Manifest) -> Notice:
 
 
 def lacking(source: Manifest, name: str) -> Notice:
-    """A warning that the ds_config's scheduler finds no state, with a call that needs none."""
+    """The warning that the target has no state for the scheduler `name` of the ds_config.
+
+    It names the call that loads the files without one.
+    """
     return _lacking(source, counter_of(name), f"the ds_config's {name}", name)
 
 
 def lacking_of(source: Manifest, run: Manifest) -> Notice | None:
-    """The same warning for the scheduler of the program that saved `run`.
+    """The warning that the target has no state for the scheduler of the program that saved `run`.
 
-    None if it finds a state.
+    None if the source's state has the counter of that scheduler.
     """
     theirs, ours = (side.state.get("lr_scheduler") or {} for side in (run, source))
     keys = [key for key in (COUNTER, OF_TORCH) if key in theirs and key not in ours]

@@ -31,12 +31,12 @@ ParameterShapes = dict[str, tuple[int, ...]]
 
 
 class ModuleOverrides(Struct, frozen=True):
-    """Overrides of the model file. None keeps the file's value.
+    """Values that replace those of the model file; None keeps the file's value.
 
-    Experts: their tensors lie in separate files, and rank 0's names are repeated for all ranks;
-    AutoEP's stacked parameters become slices. Pipelines: files of layers have the tensors, and
-    sometimes the shapes. Stage 0: the names of the optimizer's parameters are found. Universal
-    directories: values that all model ranks share.
+    Used for experts (their tensors lie in separate files, and rank 0's names are repeated for all
+    ranks; AutoEP's stacked parameters become slices), for pipelines (files of layers have the
+    tensors, and sometimes the shapes), for stage 0 (the names of the optimizer's parameters are
+    found), and for universal directories (values that all model ranks share).
     """
 
     module: dict[str, Any] | None = None
@@ -74,9 +74,9 @@ class EngineStates(Struct, frozen=True):
     numbers: tuple[int, ...] = ()
     """The ranks whose files these are; empty for all ranks."""
     everyone: EngineStates | None = None
-    """The states of all ranks, if these are states of some ranks only."""
+    """The states of all ranks of the run, if this object has those of some ranks only."""
     apart: Mapping[str, TorchFile] = field(default_factory=dict)
-    """Files of module tensors that the model file does not have, by tensor name."""
+    """Maps names of module tensors to the file they are in, if that is not the model file."""
     overrides: ModuleOverrides = ModuleOverrides()
 
     @property
@@ -204,7 +204,7 @@ class EngineStates(Struct, frozen=True):
         return any(len(names) > self.dp > 1 for names in groups)
 
     def effective_config(self, round_robin: bool) -> dict[str, Any]:
-        """The ds_config; if only its file name was saved, the settings that the files show."""
+        """The ds_config; if only its file name was saved, the settings that the files imply."""
         if self.config:
             return self.config
         paddings = self.first.get("param_alignment_paddings") or ()
@@ -255,13 +255,16 @@ class EngineStates(Struct, frozen=True):
         return f"rank {rank}, {os.path.basename(self.optimizers[place].path)}"
 
     def number(self, rank: int, value: Any) -> Any:
-        """A value of a rank's optimizer file; a tensor of one element becomes its number."""
+        """The number in a value of a rank's optimizer file, if it is a tensor of one element.
+
+        Any other value unchanged.
+        """
         return self.optimizers[rank].number(value)
 
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
-        """The number that is equal on all ranks, else None.
+        """The number that all ranks state; None if they differ, or if a value is no number.
 
-        A plain one keeps its Python type's name.
+        The type of a Python number is its Python name, such as `int`.
         """
         numbers: dict[str, Scalar | None] = {}  # keyed by text, so that a NaN equals itself
         for rank, value in enumerate(values):
@@ -349,7 +352,10 @@ def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
 
 
 def version_of(*places: Mapping[str, Any]) -> str:
-    """The engine's version, from the first place that states one."""
+    """The engine's version, from the first dictionary that states one.
+
+    Raises UnsupportedCheckpoint if none does.
+    """
     for place in places:
         version = place.get("ds_version")
         if isinstance(version, str) and re.match(r"\d+\.\d", version):
@@ -372,10 +378,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def item(items: Any, place: int) -> dict[str, Any]:
-    """Item `place` of a list or dictionary of dictionaries.
-
-    An empty dictionary if it is missing.
-    """
+    """The dictionary at `place` in a list or dictionary of dictionaries; empty if it is missing."""
     if isinstance(items, list):
         value = items[place] if place < len(items) else {}
     else:
@@ -398,7 +401,10 @@ def comparable(value: Any) -> Any:
 
 
 class BufferSlot(Struct, frozen=True):
-    """One kind of tensor for all parameters of a flat buffer; `copies` are replicas of it."""
+    """The masters, or one optimizer state, of all parameters of a flat buffer, by parameter name.
+
+    `copies` are replicas, each with its parameter's name.
+    """
 
     name: str
     dtype: str
@@ -407,11 +413,11 @@ class BufferSlot(Struct, frozen=True):
 
 
 class FlatBuffer(Struct, frozen=True):
-    """One flat buffer: its parameters in the user's order, and what they share.
+    """One flat buffer: its parameters in the user's order, and the values that they share.
 
     `step_place` is the place of the true step; `sightings` are all places that state a step.
-    `partition_values` are states without a part for each parameter: by key, the values of every
-    rank, each in the rank's file in `files`. `starts` maps parameters, in the user's order, to
+    `partition_values` are states that cannot be divided among parameters: by key, the values of all
+    ranks, each from the rank's file in `files`. `starts` maps parameters, in the user's order, to
     their first elements. `other` are the first parameter's states that are neither slots nor
     numbers.
     """

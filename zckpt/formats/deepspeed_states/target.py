@@ -68,7 +68,10 @@ class TargetBuffer(Struct, frozen=True):
 
 
 def _refuse_grid(source: Manifest) -> None:
-    """Raises UnsupportedCheckpoint for a source of several model ranks, or of a pipeline."""
+    """Raises UnsupportedCheckpoint for a full model of a pipeline or tensor ranks.
+
+    A single model rank of such a run (with a `place`) is accepted.
+    """
     pp, tp = source.run.origin.pp, source.run.origin.tp
     if (pp or tp) and source.place is None:
         raise UnsupportedCheckpoint(
@@ -129,11 +132,11 @@ class DeepSpeedTarget:
         self.buffers = list(self._buffers())
         self.client_state = self._client_state()
         self.model_contents: dict[int, Contents] = {}
-        """Of the model files, by the first rank that has them; they are laid out once."""
+        """The contents of model files by the first rank that writes them; each is laid out once."""
 
     @property
     def mp_rank(self) -> str:
-        """The model rank in the form that file names have."""
+        """The model rank as file names spell it, such as `mp_rank_00`."""
         return self.mp_rank_of(0)
 
     def mp_rank_of(self, rank: int) -> str:
@@ -194,7 +197,11 @@ class DeepSpeedTarget:
         members_on_all_ranks: Sequence[str],
         ep: int,
     ) -> TargetBuffer:
-        """One flat buffer; `members_on_all_ranks` are those of the group on all of `ep` ranks."""
+        """Makes one flat buffer of the parameters `names`.
+
+        `members_on_all_ranks` are the buffer's parameters on all `ep` ranks, which must have the
+        same states. Raises MissingData if some lack a state.
+        """
         paddings = [0] * len(names)
         if self.engine.aligned:
             paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
@@ -228,11 +235,10 @@ class DeepSpeedTarget:
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Optimizer states of a parameter with their dtypes, widened where the master is.
+        """The optimizer states of a parameter that the target stores: pairs of slot and dtype.
 
-        If a master is cast from a 16-bit weight, its states are 16-bit too, and become fp32. A
-        state that is left out here is refused by `writing/state_loss.py`, which reads the shells
-        back.
+        If the master is cast from a 16-bit weight, 16-bit states become fp32 as it does. A state
+        that is left out here is refused by `writing/state_loss.py`, which reads the shells back.
         """
         if self.options.weights_only:
             return ()
@@ -250,7 +256,10 @@ class DeepSpeedTarget:
 
     @cached_property
     def _shaped(self) -> frozenset[str]:
-        """States whose shape differs from the parameter's, for at least one parameter."""
+        """Keys of states whose shape is not the parameter's, for at least one parameter.
+
+        Also of those that have its shape only by chance.
+        """
         parameters, all_states = self.source.parameters, states_of(self.source).values()
         return frozenset(
             state.key
@@ -325,10 +334,10 @@ class DeepSpeedTarget:
         return names or [*source.parameters, *source.buffers, *self.aliases]
 
     def listed_names(self) -> list[list[str | None]]:
-        """By group, what torch's own optimizer has a number for; None is a frozen parameter.
+        """For each group, the parameters that torch's own optimizer numbers; None is a frozen one.
 
-        A program may give it frozen ones too. The source's list is taken if it has the same trained
-        parameters; without it there are no others.
+        A program may give its optimizer frozen parameters too. The source's list is used if it has
+        the same trained parameters. Without it, the optimizer has only trained ones.
         """
         trained = self.trained_names
         module = self.source.state.get("module") or []
@@ -349,16 +358,19 @@ class DeepSpeedTarget:
 
     @property
     def other_values(self) -> dict[str, dict[str, Any]]:
-        """States that are neither numbers nor of the parameter's shape.
+        """States that are neither numbers nor of the parameter's shape, by parameter.
 
-        Empty without a place for them.
+        Empty if the target has no place for them, because its buffers are flat.
         """
         if self.options.weights_only or not self._by_itself:
             return {}
         return self.source.states.other_values
 
     def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
-        """States of a rank's partition of a flat buffer, if the source has the same partitions."""
+        """A rank's states that exist only per partition (SOAP's matrices), for one flat buffer.
+
+        Empty unless the source has the same partitions.
+        """
         engine, parts = self.engine, self.dp if self.engine.partitioned else 1
         if self.options.weights_only or engine.whole or buffer.ep > 1:
             return {}
@@ -383,7 +395,7 @@ class DeepSpeedTarget:
         return {key: value for key, value in client_state.items() if key not in ENGINE_KEYS}
 
     def take_siblings(self) -> list[tuple[str, Sibling]]:
-        """The trainer's files that are copied beside the tag, where the trainer looks for them.
+        """Chooses the trainer's files to copy beside the tag; returns them with their names there.
 
         Files of single ranks are left out, because they have no meaning at another data-parallel
         size. So are files that the target writes itself, which a universal checkpoint may contain.
@@ -442,10 +454,10 @@ class DeepSpeedTarget:
         return schedulers.decide(self.source, schedulers.named_in(self.engine.config))
 
     def counts(self, buffer: TargetBuffer) -> bool:
-        """Whether the state of a buffer contains the step.
+        """Whether the step is stored in the state of this buffer.
 
-        Without ZeRO, only a group's last buffer may have it. A source without ZeRO keeps its form;
-        other sources get the engine's form.
+        Without ZeRO, some optimizers (DeepSpeed's FusedAdam) store it only for a group's last
+        parameter. A source without ZeRO keeps its form; other sources get the engine's form.
         """
         alone = self._by_itself and steps.counts_by_last(self.step_place)
         before = steps.kept_place(self.source)
@@ -455,9 +467,9 @@ class DeepSpeedTarget:
 
     @cached_property
     def _last_stepped(self) -> dict[int, TargetBuffer]:
-        """The last buffer with a step, by group."""
+        """For each group, its last buffer that has a step."""
         return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:
-        """A value of the source's state, with names of tensors replaced by tensors."""
+        """A value of the source's state in which tensors of the file replace their names."""
         return thawed(value, self.source.entries, storages)

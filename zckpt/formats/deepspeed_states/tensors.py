@@ -42,7 +42,8 @@ class ManifestTensors:
     def add_trainable(self, buffer: FlatBuffer) -> None:
         """Adds the parameters of one flat buffer, in the user's order.
 
-        Stage 3 has placeholders in the module, with one element each before 0.6.
+        Their 16-bit weights come from the module, except in stage 3, which leaves placeholders
+        there (of one element each before 0.6).
         """
         for name, shape in buffer.shapes.items():
             if name in self.parameters:
@@ -79,10 +80,10 @@ class ManifestTensors:
         self.enter(name, "param", tensor.dtype, shape, file.fragments(tensor))
 
     def add_frozen(self) -> list[str]:
-        """Adds parameters outside of the optimizer; returns the names of lost ones.
+        """Adds the frozen parameters; returns the names of those whose values are lost.
 
         Stage 1 (and stage 2 before 0.9.1) keeps them only in the module. Stage 3 keeps them in
-        fragments, one per rank, and before 0.9.1 nowhere.
+        fragments, one per rank; before 0.9.1 it did not save them.
         """
         shapes = self.ranks.frozen_shapes or {}
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
@@ -152,7 +153,10 @@ class ManifestTensors:
             self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
 
     def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
-        """Adds other ranks' equally pickled copies of the state that `kept` entered for rank 0."""
+        """Adds the tensors in other ranks' equal `values` as replicas of rank 0's.
+
+        `kept` has added rank 0's tensors before.
+        """
         for path, value in values.items():
             self._add_state_replica(value, path, files)
 
@@ -199,7 +203,7 @@ class ManifestTensors:
         return alone
 
     def _add_own_copy(self, alias: str, owner: str) -> None:
-        """Adds a replica if a tied weight's second name was saved with a storage of its own."""
+        """Adds a replica if a tied weight was saved twice, once under each of its names."""
         copy, first = self.module.get(alias), self.module.get(owner)
         has_weight = (owner, "param") in self.entries
         if not (
@@ -210,20 +214,24 @@ class ManifestTensors:
             self._add_replica(owner, "param", copy, self.ranks.file_of(alias))
 
     def other_rows(self, buffers: Iterable[FlatBuffer]) -> list[StateRow]:
-        """States of parameters that are neither slots nor numbers."""
+        """Rows for the parameters' states that are neither slots nor numbers."""
         values = {next(iter(each.shapes)): each.other for each in buffers if each.other}
         if not values:
             return []
         return of_parameters("other", self.kept(values, OF_OTHERS, self.ranks.optimizers[0]))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
-        """`value` with its tensors as entries of slot `state`; 0-d tensors become numbers."""
+        """A value for the manifest's state.
+
+        Its tensors become entries of slot `state`, and 0-d tensors become numbers.
+        """
         return file.kept(value, path, self.entries)
 
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
-        """A hyper-parameter of a group; a tensor of one element (Prodigy) becomes a number.
+        """A hyper-parameter of a group for the manifest; a tensor of one element becomes a number.
 
-        A target's shells then state the number too. Comparisons of ranks' estimates read it there.
+        Prodigy has such tensors. A target's shells then state the number too, where comparisons of
+        ranks' estimates read it.
         """
         return self.kept(file.number(value), path, file)
 

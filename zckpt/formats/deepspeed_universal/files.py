@@ -47,11 +47,11 @@ ROLES = (*OF_RUN, role("optimizer", r"zero/.+"))
 """The roles of this format's files: those of the converted run, and the tensors."""
 
 SliceInfo = dict[str, Any]
-"""The keys beside the tensor in its file: how it is cut for tensor parallelism."""
+"""The keys beside the tensor in a parameter's file, which say how the engine cuts it."""
 
 
 def is_name(name: str) -> bool:
-    """Whether a file or folder can have this name."""
+    """Whether a file system accepts this name for a file or folder."""
     try:
         length = len(name.encode())
     except UnicodeEncodeError:

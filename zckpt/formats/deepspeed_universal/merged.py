@@ -39,10 +39,10 @@ from .slicing import info_of_patterns
 
 
 class MergedStates:
-    """The model files and optimizer_state.pt; `states` has the same form as a run's files.
+    """The model files and optimizer_state.pt; `states` has the same form as for a run's files.
 
-    With tensor or pipeline parallelism the modules in the model files are shards. Then `is_whole`
-    is False, and only what all ranks share is read from the modules.
+    With tensor or pipeline parallelism, each model file has only a part of the module. Then
+    `is_whole` is False, and of the modules only tensors that all ranks share are read.
     """
 
     def __init__(self, directory: TagDirectory) -> None:
@@ -86,7 +86,7 @@ class MergedStates:
                 refuse(directory, "mixture-of-experts layers")
 
     def _of_all_ranks(self) -> ModuleOverrides:
-        """Overrides of the module if each model rank has a shard of it."""
+        """Overrides for a module of which each model file has only a part."""
         aliases = [top.get("shared_params") or {} for top in self.tops]
         owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
         return ModuleOverrides(
@@ -143,9 +143,9 @@ class MergedStates:
             yield shapes_of_groups(top.get("param_shapes"), file)
 
     def shapes(self) -> list[ParameterShapes]:
-        """Parameters of every group (stage 3: sub-group), in the user's order, of all ranks.
+        """The parameters of every group (in stage 3, sub-group) on all ranks, in the user's order.
 
-        If the model was cut for tensor parallelism, the shapes are those of shards.
+        If the model was cut for tensor parallelism, the shapes are those of the ranks' slices.
         """
         merged: list[ParameterShapes] = []
         for groups in self._listed_shapes():
@@ -156,7 +156,7 @@ class MergedStates:
         return merged
 
     def group_of(self, place: int) -> int:
-        """The group of a sub-group; in stages 1 and 2 both are the same."""
+        """The number of the group that contains a sub-group; in stages 1 and 2, `place` itself."""
         if self.states.partitioned:
             groups = self.states.bases[0]["param_groups"]
             for group in range(len(groups) if isinstance(groups, list) else 0):
@@ -214,7 +214,11 @@ def _base(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dp(directory: TagDirectory, model: dict[str, Any], count: int, cuts_frozen: bool) -> int:
-    """The run's data-parallel size; in stage 3 frozen weights are cut over as many files."""
+    """The run's data-parallel size: as stated, else the number of model files.
+
+    In stage 3 frozen weights are cut over one file per rank: raises IncompleteCheckpoint if some of
+    these files are missing.
+    """
     stated_size = model.get("dp_world_size")
     dp = stated_size if isinstance(stated_size, int) and stated_size > 0 else count
     if cuts_frozen and model.get("frozen_param_shapes") and dp != count:

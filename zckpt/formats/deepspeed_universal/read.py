@@ -63,7 +63,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def is_of_optimizer(file: str) -> bool:
-    """Whether a file below zero/ is an optimizer state; masters are the weights here."""
+    """Whether a file below zero/ has an optimizer state; fp32.pt has the weight itself."""
     folder, name = os.path.split(file)
     return os.path.basename(os.path.dirname(folder)) == ZERO and name != f"{MASTER}.pt"
 
@@ -162,7 +162,10 @@ class ParameterFolders:
         refuse_others(saved_names((ANY,), folders), "states")
 
     def _copies(self, names: set[str]) -> list[str]:
-        """The converter's files of frozen weights and buffers; other files below zero/ raise."""
+        """The paths of the copies that the converter makes of frozen weights and buffers.
+
+        Raises InconsistentCheckpoint for optimizer states of a parameter that no model file lists.
+        """
         paths = []
         for name in sorted(set(os.listdir(self.root)) - names):
             folder = os.path.join(self.root, name)
@@ -181,7 +184,7 @@ class ParameterFolders:
     def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
         """One flat buffer per parameter, in the user's order.
 
-        The first one has the shared facts.
+        The first buffer of each group also has the statements of the step and its warnings.
         """
         buffers = []
         for place, shapes in enumerate(self.shapes):
@@ -249,9 +252,9 @@ class ParameterFolders:
         return tensor.part(0, numel) if longer else tensor
 
     def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
-        """The tensor (or number) in a file, and the keys beside it.
+        """The tensor (or number) in a file, and the other keys of the file's dictionary.
 
-        None if the file is the tensor.
+        The keys are None if the file contains nothing but the tensor.
         """
         value = file.value
         info = None
@@ -304,7 +307,7 @@ class ParameterFolders:
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
     ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
-        """Steps by name, all places that state a step, and the place of the true one."""
+        """The step of each parameter, all statements of a step, and the place of the true one."""
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
         of_group = _number(states.optimizers[0], states.groups(group)[0].get("step"))

@@ -34,12 +34,12 @@ Shape = tuple[int, ...]
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
-    """The keys beside the tensor in a parameter's files, kept from the source or derived.
+    """The keys to write beside a parameter's tensor, which say how the engine cuts it.
 
-    DeepSpeed derives them from the `universal_checkpoint_info` in the client state. None for the
-    flat tensor alone, as stage 3 stores it if nothing is cut. Raises InconsistentCheckpoint,
-    MissingData if no rule covers a parameter, UnsupportedCheckpoint if no keys of DeepSpeed can
-    describe the cut.
+    They are those of the source's files, or derived as DeepSpeed does from the
+    `universal_checkpoint_info` in the client state. None if the file contains only the flat tensor,
+    as in stage 3 if nothing is cut. Raises InconsistentCheckpoint, MissingData if no rule covers a
+    parameter, UnsupportedCheckpoint if no keys of DeepSpeed can describe the cut.
     """
     kept = target.source.state.get("universal")
     if isinstance(kept, dict):
@@ -69,7 +69,7 @@ def stated_patterns(source: Manifest) -> Mapping[str, Any]:
 
 
 def used_rows(source: Manifest) -> dict[str, int]:
-    """The used rows of each padded vocabulary, by the rules of tensor ranks."""
+    """For each vocabulary with padding, the number of its rows without padding."""
     facts = source.run.tensor_parallel or UNCUT
     return {
         name: about.used
@@ -82,7 +82,7 @@ def used_rows(source: Manifest) -> dict[str, int]:
 
 
 def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
-    """How a parameter is cut by the patterns that match its name; by rows if none does.
+    """The keys for a parameter's cut by the patterns that match its name; by rows if none does.
 
     Raises InconsistentCheckpoint if the patterns do not fit.
     """
@@ -144,9 +144,10 @@ def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
 def _info_of_rule(
     target: DeepSpeedTarget, facts: TensorParallel, name: str, stated_info: SliceInfo
 ) -> SliceInfo:
-    """How a parameter of tensor ranks is cut, by the rule that joined them.
+    """The keys for a parameter's cut, by the rule that joined the tensor ranks.
 
-    `stated_info` is the cut by the checkpoint's own patterns. It is used if it means the same.
+    `stated_info` are the keys by the checkpoint's own patterns. They are used if they mean the same
+    cut. Raises MissingData if no rule names the parameter.
     """
     placement = facts.placements.get(name)
     shape = target.trainable[name].shape
@@ -210,9 +211,9 @@ def placement_of(info: SliceInfo, shape: Shape) -> Placement:
 
 
 def _cuts_alike(patterns: Mapping[str, Any], name: str, info: SliceInfo) -> bool:
-    """Whether patterns cut along the same dimension as the affine map.
+    """Whether the keys in `info` cut a parameter along the dimension that its affine map shows.
 
-    Without a map, by the view.
+    Without a map, whether they cut a view.
     """
     maps = (patterns.get("affine_map") or {}).get("params") or {}
     mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)
@@ -232,8 +233,9 @@ def cuts_of(
 ) -> TensorParallel | None:
     """How the parameters of a directory are cut over tensor ranks; None if nothing states it.
 
-    `rules` are the rules that zckpt wrote. DeepSpeed's converter writes the program's `patterns`.
-    The files of tensors do not suffice: those of AutoTP name no dimension.
+    `rules` are rules that zckpt wrote into the directory. Without them, the program's `patterns`
+    decide, which DeepSpeed's converter keeps. The files of tensors do not suffice: those of AutoTP
+    name no dimension.
     """
     if rules is not None:
         return TensorParallel.of_state(convert(rules, dict[str, Any]))

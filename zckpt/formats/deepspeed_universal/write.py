@@ -303,7 +303,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
 
 
 def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
-    """A sub-group's step, where stage 3 looks for it with every optimizer."""
+    """The item `step` of a sub-group's state, where stage 3 looks for it with every optimizer."""
     return {} if buffer.step is None else {"step": typed_step(target, buffer.step, storages)}
 
 

@@ -34,11 +34,11 @@ from .sharded_tensors import (
 )
 
 Tensors = dict[int, Tensor]
-"""The plain tensor of each rank."""
+"""The plain tensor that each rank saved at the same place."""
 
 
 class RankFiles(Struct, frozen=True):
-    """The files of one kind by rank; `place` is the path of their trees."""
+    """The files of one kind (model, optimizer) by rank; `place` is the path of their values."""
 
     place: TreePath
     files: Mapping[int, TorchFile]
@@ -118,7 +118,10 @@ def _of_model(
     place: TreePath,
     differing: set[TreePath],
 ) -> tuple[dict[Any, Leaf], bool]:
-    """The joined leaves if the tensors match one model's parts; and whether they are slices."""
+    """Joins ranks' tensors into leaves, if they match the parts of one model's DTensors.
+
+    The second result is whether they are slices at all, joined or not.
+    """
     is_slices = False
     for model in models:
         called = _called(tensors, model)
@@ -152,7 +155,7 @@ def _of_model(
 
 
 def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> bool:
-    """Whether some of these shapes by rank match the parts of a DTensor."""
+    """Whether any tensor has, on every rank, the shape of that rank's part of a DTensor."""
     for model in models:
         for name in model.names:
             cut = model.cut(name)
@@ -251,7 +254,7 @@ def _by_rank(ranks: RankFiles, path: TreePath) -> Tensors:
 
 
 def _at(tree: Any, path: TreePath) -> Any:
-    """The value at a path; None if a rank has none there."""
+    """The value at a path of a tree; None if the tree has none there."""
     for key in path:
         if isinstance(tree, dict):
             tree = tree.get(key)

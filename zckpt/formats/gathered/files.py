@@ -145,9 +145,9 @@ def detect(path: str) -> list[str]:
 
 
 def detect_weak(path: str) -> list[str]:
-    """Tags of folders that other formats have too, so they count only if no format is found.
+    """Tags for a model's weights alone (one empty tag), or for single files (their names).
 
-    These are a model's weights alone (one empty tag), and a folder of single files (their names).
+    Folders of other formats contain such files too, so this counts only if no format is detected.
     """
     if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
@@ -223,7 +223,10 @@ def _seen(folder: str) -> list[str]:
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The complete file of each kind, and of further models and optimizers of one program."""
+    """The name of the complete file for each kind (`model`, `optim`, ...), if it is among `names`.
+
+    Accelerate's further models and optimizers have a number in their kind: `model_1`.
+    """
     present = set(names)
     whole = {
         kind: name
@@ -264,7 +267,7 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_others(name: str) -> bool:
-    """Whether files of this name belong to other formats or to trainers."""
+    """Whether a file of this name is known to belong to another format, or to a trainer."""
     is_random_state = name.startswith(("rng_state", "rng_global_rank"))  # AutoModel's is the last
     is_part = "_states.pt-" in name  # a part of DeepSpeed's file that FastPersist wrote
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
@@ -276,7 +279,10 @@ def _of_rank(name: str) -> Known | None:
 
 
 def _is_part(folder: str, name: str) -> bool:
-    """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
+    """Whether a file is one rank's part of a model or of an optimizer.
+
+    Its name shows it, or else its content: a DTensor, a ShardedTensor or an optimizer's groups.
+    """
     rank_name = _of_rank(name)
     if rank_name is None or not is_torch(path := os.path.join(folder, name)):
         return False
@@ -317,7 +323,10 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
 
 
 def whole_of(path: str) -> str | None:
-    """The folder of the checkpoint that a file of an optimizer or an item belongs to."""
+    """The folder of a checkpoint of which `path` is one file: an optimizer, or an item of a rank.
+
+    None for other files.
+    """
     if not sources.is_file(path):
         return None
     folder, name = os.path.split(path)
@@ -330,7 +339,10 @@ def whole_of(path: str) -> str | None:
 
 
 def slices(path: str) -> list[str]:
-    """The safetensors files that are slices of one model, if `path` is a slice or their folder."""
+    """The safetensors files that are ranks' slices of one model; else an empty list.
+
+    `path` is one slice, or the folder of all.
+    """
     is_folder = sources.is_folder(path)
     names = _names(path) if is_folder else [os.path.basename(path)]
     if not any(counted(name, ".safetensors") for name in names) or "model" in _whole(names):
@@ -342,7 +354,7 @@ def slices(path: str) -> list[str]:
 
 
 def locate(path: str) -> StateDictFiles:
-    """The files of the one checkpoint at `path`; one rank's file stands for all ranks' files.
+    """The files of the one checkpoint at `path`; given one rank's file, the files of all ranks.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """
@@ -385,7 +397,10 @@ def locate(path: str) -> StateDictFiles:
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
-    """Ranks' files by kind, and complete files of the kinds that no rank has."""
+    """The files of all ranks, by kind and rank, and complete files for kinds that no rank has.
+
+    Raises InconsistentCheckpoint or AmbiguousCheckpoint if files of several saves are mixed.
+    """
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()
     for rank_name, name in ((rank_name, name) for name in names if (rank_name := _of_rank(name))):

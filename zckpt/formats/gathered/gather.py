@@ -68,7 +68,7 @@ def _partitions(files: StateDictFiles) -> list[Partition]:
 
 
 def _whole_file(path: str, parsed: Parsed) -> Any:
-    """The values of a file that belongs to no single rank."""
+    """The values of a file (or of an index's files) that belongs to no single rank."""
     if path.endswith(".json"):
         with sources.opened(path) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -123,9 +123,9 @@ class _Ranks:
         return gather.whole(self.files[first], value) if isinstance(value, Tensor) else value
 
     def _joined(self, by_rank: Mapping[int, Foreign]) -> gather.Saved:
-        """All ranks' parts of a DTensor or ShardedTensor.
+        """Joins all ranks' parts of a DTensor or ShardedTensor.
 
-        Of equal boxes the first rank's counts.
+        If several ranks have the same box, the first rank's is used.
         """
         _, cls, about, _ = next(iter(by_rank.values())).arguments
         shape = tuple(about[2])
@@ -138,7 +138,10 @@ class _Ranks:
         return gather.joined(TORCH_DTYPES[about[1].name], shape, list(boxes.values()))
 
     def _of_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
-        """Every rank's local tensor, placed after those of smaller coordinates along each axis."""
+        """The local tensor of every rank, as a box of the full tensor.
+
+        Along each axis, a box follows those of ranks with smaller mesh coordinates.
+        """
         tensors: dict[int, Tensor] = {}
         positions: dict[int, list[tuple[int, ...]]] = {}
         lengths: list[dict[tuple[int, ...], int]] = [{} for _ in shape]
@@ -202,12 +205,12 @@ class _Ranks:
 
 
 def _is_strided(placed: tuple[Foreign, int]) -> bool:
-    """Whether FSDP cuts a part that another axis of the mesh has already cut."""
+    """Whether a placement is `_StridedShard`: FSDP cuts a part that another mesh axis has cut."""
     return placed[0].name.endswith("._StridedShard")
 
 
 def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """The start of the part at each position, if parts follow each other in order."""
+    """The first element of each part along an axis; parts follow each other by position."""
     starts, end = {}, 0
     for position in sorted(lengths):
         starts[position] = end
@@ -252,9 +255,9 @@ def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
 
 
 def _content(file: TorchFile, value: Any) -> Any:
-    """A value that is equal for equal content.
+    """A key that is equal for values of equal content.
 
-    A tensor's checksum is computed if none is stated.
+    For a tensor it has the checksum, which is computed if none is stated.
     """
     if not isinstance(value, Tensor):
         return value

@@ -35,11 +35,11 @@ Items = dict[str | None, dict[int, str]]
 
 
 def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
-    """The torch.save files of all items if one item is distributed over ranks; else empty.
+    """The torch.save files of items by rank, if one of the items is distributed; else empty.
 
-    An item whose plain tensors are rows that ranks share also counts; merging its ranks is refused
-    later. Other items are read if they have the same ranks. Other numbered files belong to the
-    program. If `of` names one file, only its item counts.
+    An item is distributed if its files have DTensors, or plain tensors that are rows which ranks
+    share (merging these is refused later). Other items are included if they have the same ranks.
+    All other numbered files belong to the program. If `of` names one file, only its item counts.
     """
     items = _by_item(folder, names, ".pt", of)
     likeliest = _likeliest(items)
@@ -56,16 +56,16 @@ def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
 
 
 def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
-    """The safetensors files of the likeliest item whose files are slices, by rank; or none.
+    """The safetensors files of the first item whose files are slices, by rank; else empty.
 
-    If `of` names one file, only its item counts.
+    Items with `model` in their names come first. If `of` names one file, only its item counts.
     """
     items = _by_item(folder, names, ".safetensors", of)
     return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])
 
 
 def said_of(files: Sequence[str]) -> str:
-    """Describes files that seem to be slices of one model, for an error."""
+    """The sentence of an error for files that seem to be slices of one model."""
     first, last = (os.path.basename(files[place]) for place in (0, -1))
     return (
         f"{first} to {last} have the same tensor names: they seem to be slices of one model on "
@@ -96,7 +96,7 @@ def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> 
 
 
 def _likeliest(items: Items) -> list[str]:
-    """The items, with a model's items first."""
+    """The names of the items, sorted; those with `model` in their names come first."""
     return sorted(map(str, items), key=lambda item: ("model" not in item, item))
 
 

@@ -63,7 +63,7 @@ SCHEDULER = re.compile(r"(lr_)?schedulers?")
 """Keys under which verl, Lightning and other programs save learning rate schedulers."""
 
 Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
-"""A replicated tensor: the first rank's leaf, and the other ranks' tensors."""
+"""A tensor that ranks replicate: the first rank's leaf, and the other ranks' files and tensors."""
 
 
 def merge(
@@ -72,7 +72,7 @@ def merge(
     place: TreePath,
     by_checksums: bool,
 ) -> MergedRanks:
-    """The merged tree of the ranks' files; `files` are by rank, `place` is the tree's path.
+    """Merges the files of all ranks into one tree, which lies at `place` in the full tree.
 
     With `by_checksums`, no tensor is read for comparison.
 
@@ -159,7 +159,11 @@ class MergedRanks(Struct, eq=False):
     meshes: MeshCache = field(default_factory=dict)
 
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """Merges the values of several ranks into one."""
+        """Merges the values that several ranks have at one path.
+
+        Parts of a tensor are joined, containers are merged item by item. Of any other value, rank
+        0's is kept.
+        """
         values = list(by_rank.values())
         kinds = {type(value) for value in values}
         if any(is_distributed(value) for value in values):
@@ -188,7 +192,10 @@ class MergedRanks(Struct, eq=False):
         return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
 
     def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The first rank's value; notes ranks that have another one."""
+        """The first rank's value, compared with those of the other ranks.
+
+        Differences are collected in `different`; a scheduler that differs raises.
+        """
         first, *other_ranks = by_rank
         value = leaves(self.files[first], by_rank[first])
         if {type(each) for each in by_rank.values()} == {Tensor}:
@@ -251,7 +258,7 @@ class MergedRanks(Struct, eq=False):
         return first_text() == text(b, files[1])
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
-        """The step of all ranks; raises if ranks disagree, unless the step policy decides."""
+        """The step that all ranks state; raises if they disagree and no step policy decides."""
         first = min(by_rank)
         numbers = {
             rank: self.files[rank].number(value)
@@ -340,13 +347,13 @@ def _is_scheduler(key: Any) -> bool:
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    """Whether the values are lists of different parameter names per rank, as in a pipeline."""
+    """Whether ranks list different parameter names, as the stages of a pipeline do."""
     are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
     return are_names and any(value != values[0] for value in values)
 
 
 def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
-    """One leaf of a tensor's parts, which together have each element once."""
+    """Makes one leaf of a tensor's parts; together, the parts have each element once."""
     pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 
     def number() -> Scalar:
@@ -362,5 +369,8 @@ def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> L
 
 
 def text(value: Any, file: TorchFile) -> str:
-    """A text that is equal for equal values; tensors count by their checksums."""
+    """A text by which values are compared: equal values have equal texts.
+
+    A tensor is represented by its checksum.
+    """
     return repr(file.summary(value))

@@ -43,7 +43,7 @@ from .items import METADATA, refusal, said_of
 CONFIG = "fsdp_config.json"
 """verl's file beside files of ranks: the version of FSDP and the number of ranks."""
 STATED = "zckpt"
-"""The key under which zckpt states facts of its own."""
+"""The key under which zckpt writes its own facts into a program's file."""
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -123,10 +123,10 @@ def _read_located(
 
 
 def _slices(path: str, reading: Reading) -> list[str]:
-    """The files of all ranks if `path` is a slice or a directory of slices, for inspection.
+    """The slices of all ranks, if `path` is one or their folder and is only inspected; else empty.
 
-    Raises UnsupportedCheckpoint for any other use. `--from gathered` declares that one file is a
-    full model.
+    Raises UnsupportedCheckpoint for slices that would be used otherwise. `--from gathered` declares
+    that one file is a full model.
     """
     if reading.format == "gathered" and sources.is_file(path):
         return []
@@ -157,7 +157,11 @@ def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
 
 
 def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
-    """The parameters of every group in the model's order; the ranks had sorted them by size."""
+    """Sorts the parameters of every group into the model's order.
+
+    Before, they are sorted by size, as ZeroRedundancyOptimizer deals them. `names` is the order; by
+    default, that of the module.
+    """
     places = {name: place for place, name in enumerate(names or manifest.state["module"])}
 
     def key(name: str) -> tuple[bool, int, int]:
@@ -219,7 +223,10 @@ class _TreeReader:
             self.saved.omitted += omitted
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
-        """Joins all trees into one; values other than model and optimizer keep their keys."""
+        """Joins the trees of all files into one.
+
+        Models and optimizers keep the keys of their files, all other values their own keys.
+        """
         extras = [trees.pop(key) for key in [*trees] if is_extra(key)]
         extra = {key: value for each in extras for key, value in each.items()}
         alone = trees.pop(None, {})
@@ -253,7 +260,7 @@ class _TreeReader:
         return extra
 
     def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
-        """A program's values in a file, without what zckpt stated there about a model."""
+        """The program's values in a file; removes what zckpt wrote there, and remembers it."""
         value = dict(file.value)
         record = checked(value.pop(STATED, None), file.path)
         if record is not None:
@@ -317,7 +324,10 @@ class _TreeReader:
         return merged.tree
 
     def rows_mesh(self, manifest: Manifest) -> tuple[str, str | None] | None:
-        """The mesh on which FSDP2 cut each parameter into rows: `sharded_tensors.rows_mesh`."""
+        """The mesh (device type, axis) if FSDP2 cut every parameter into rows; else None.
+
+        See `sharded_tensors.rows_mesh`.
+        """
         model = self.files.ranks.get("model")
         if model is None or self.files.world is None or self.files.whole:
             return None
@@ -357,9 +367,9 @@ def is_extra(key: str | None) -> bool:
 
 
 def is_kept(engine: StateDictEngine) -> bool:
-    """Whether the checkpoint is one file in a form that zckpt writes again.
+    """Whether the checkpoint is a single file that zckpt writes as a single file again.
 
-    The model and the optimizer have separate keys in it, and the optimizer has lists of groups.
+    The model and the optimizer must have separate keys in it, and the optimizer lists of groups.
     """
     return (
         engine.file is not None
@@ -369,7 +379,7 @@ def is_kept(engine: StateDictEngine) -> bool:
 
 
 def _dialect_of(weights: str) -> str | None:
-    """The `--dialect` whose weights file has such a name."""
+    """The `--dialect` whose targets name their weights file like this; None for other names."""
     if weights == "pytorch_model_fsdp.bin":
         return "accelerate"
     return "safetensors" if ".safetensors" in weights else None

@@ -215,9 +215,10 @@ def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
 
 
 def _split_factor(placement: Any) -> int:
-    """The number of parts into which an axis was cut before; 1 if the mesh's order decides.
+    """The `split_factor` of a `_StridedShard`: the parts into which its axis was cut before.
 
-    FSDP2 cuts parts that tensor parallelism has cut along the same axis (`_StridedShard`).
+    FSDP2 cuts parts that tensor parallelism has cut along the same axis. 1 for other placements, 0
+    if it is not stated.
     """
     if not placement.name.endswith("._StridedShard"):
         return 1
@@ -226,14 +227,18 @@ def _split_factor(placement: Any) -> int:
 
 
 def _axes_of(entry: Any) -> tuple[int, ...]:
-    """Mesh axes that cut one axis of a tensor, in order: a ShardOrderEntry (torch >= 2.10)."""
+    """The mesh axes that cut one axis of a tensor, in order.
+
+    `entry` is the record of a ShardOrderEntry (torch >= 2.10).
+    """
     return _ints(entry.arguments[1])
 
 
 class DeviceMesh(Struct, frozen=True):
-    """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
+    """A device mesh: `places` maps each rank to its row-major number in the mesh.
 
-    `record` is kept alive so that no other record gets its id while the cache refers to it.
+    `axes` has the counts and strides of each axis. `record` is kept alive so that no other record
+    gets its id while the cache refers to it.
     """
 
     record: Any
@@ -241,7 +246,7 @@ class DeviceMesh(Struct, frozen=True):
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
     def coordinate(self, rank: int) -> list[tuple[int, int]]:
-        """A rank's position on every axis, with the number of positions on that axis."""
+        """For each axis: the rank's position, and the number of positions on that axis."""
         positions = []
         for counts, strides in self.axes:
             position = 0
@@ -305,7 +310,7 @@ def _refuse_other(rank: int, stated_rank: int | None, world: int, file: TorchFil
 
 
 def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
-    """All ranks, in the order of the (outermost) mesh."""
+    """The ranks of a mesh (of the outermost one, if meshes are nested) in row-major order."""
     flat = _attribute(mesh, "_flatten_rank_map", None)
     if flat is not None:
         return list(_ints(flat))

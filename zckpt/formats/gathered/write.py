@@ -49,14 +49,15 @@ from ..statedict.write import BlankTensor, StateDicts, omitted
 from .read import STATED
 
 Make = Callable[[BlankTensor], Any]
-"""Makes the value that stands for a blank tensor in a file."""
+"""A function that makes the value which represents a blank tensor in a file."""
 
 
 class FileNames(Struct, frozen=True):
-    """A program's names of its files; `by_name` if its optimizer uses parameter names.
+    """The names that a program gives to its files.
 
-    Without a file name for the scheduler, it is in extra.pt. `keys` are the keys of the state dicts
-    in a single file.
+    `by_name` if its optimizer uses parameter names instead of numbers. With `scheduler` None, the
+    scheduler's state is in extra.pt. `keys` are the keys of the state dicts, if all are in a single
+    file.
     """
 
     weights: str
@@ -299,7 +300,10 @@ class StateDictWriter(StateDicts):
         return {**tree, STATED: {**record, "model": list(keys.model)}}
 
     def _extra(self, taken: Sequence[str]) -> dict[Any, Any]:
-        """The scheduler, and the program's own state without the keys that are `taken`."""
+        """The content of extra.pt: the scheduler and the program's own state.
+
+        Keys that are `taken` or used twice are left out, with a note.
+        """
         source = self.source
         extra: dict[Any, Any] = {}
         if source.state.get("lr_scheduler") is not None and self.file_names.scheduler is None:
@@ -313,7 +317,7 @@ class StateDictWriter(StateDicts):
         return extra
 
     def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """Facts that only zckpt states (see own_facts.py), and names of the tensors in `files`."""
+        """The facts that zckpt adds to a file (see own_facts.py), with the names of its tensors."""
         names = {
             name: tensor_names
             for name, value in files
@@ -334,10 +338,10 @@ class StateDictWriter(StateDicts):
     def with_tensors(
         self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
     ) -> Any:
-        """`value` with tensors of the file; a blank tensor at several places becomes one tensor.
+        """Replaces the blank tensors and numbers in a value by tensors of the file.
 
-        `made` caches the tensors of blank tensors by identity. `make` creates them; None makes full
-        ones.
+        A blank tensor at several places becomes one tensor: `made` caches them by identity. `make`
+        creates them; without it, each has the full shape.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)

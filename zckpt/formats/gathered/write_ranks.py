@@ -40,7 +40,10 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of `--dp` ranks; raises WrongOption unless the source has FSDP2's rows."""
+    """Lays out the files of `--dp` ranks.
+
+    Raises WrongOption unless the source's parameters are rows that FSDP2 cut on a mesh of one axis.
+    """
     ranks, mesh = options[DP], source.run.origin.mesh
     assert ranks is not None
     if source.format != "gathered" or mesh is None:
@@ -114,7 +117,7 @@ class RanksWriter(StateDictWriter):
     def _made(
         self, rank: int, storages: Storages, mesh: Foreign, blank: BlankTensor
     ) -> Tensor | Foreign:
-        """A rank's rows of a tensor, as `torch.chunk` cuts them.
+        """The record of a rank's rows of a tensor as a DTensor, cut as `torch.chunk` does.
 
         Buffers are complete on every rank.
         """

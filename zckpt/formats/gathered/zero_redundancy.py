@@ -47,10 +47,10 @@ def merge(
     step_policy: str | None,
     param_names: Sequence[str] | None,
 ) -> dict[Any, Any]:
-    """The optimizer's state dict; `saved` has the model's tree and gets `orders`.
+    """Joins the ranks' local states into one optimizer's state dict.
 
-    Raises InconsistentCheckpoint (ranks of different saves) and MissingData (a parameter whose size
-    no state shows).
+    Sets `saved.orders`, by which the new numbers get names. Raises InconsistentCheckpoint (ranks of
+    different saves) and MissingData (a parameter whose size no state shows).
     """
     _check_alike(files, step_policy)
     groups = [file.value["param_groups"] for file in files.values()]
@@ -90,9 +90,9 @@ def _owners_by_names(
 
 
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
-    """Every group's parameters, the largest first.
+    """The owner of every parameter by group, in the order in which parameters were dealt.
 
-    Equally large ones are in the program's order.
+    The largest come first; equally large ones are in the program's order. Sets `saved.orders`.
     """
     ranks = [
         [
@@ -175,7 +175,10 @@ OwnedParameter = tuple[int, int]
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
-    """The parameters that each rank owns in each group, by place in the group: `[rank][group]`."""
+    """Deals parameters to ranks as the optimizer does: the largest first, to the smallest rank.
+
+    `groups` has element counts. The result `[rank][group]` lists places in the group.
+    """
     parts: list[list[list[int]]] = [[] for _ in range(world)]
     sizes = [0] * world
     for numels in groups:
@@ -194,11 +197,11 @@ def dealt(
     files: Sequence[str],
     hint: str,
 ) -> list[list[OwnedParameter]]:
-    """The owner of every parameter of every group; `groups` has each group's element counts.
+    """The owner of every parameter of every group, by the optimizer's rule.
 
-    `ranks[rank][group]` lists element counts in the order of a rank's local numbers, None for
-    unknown ones. Raises InconsistentCheckpoint with the rank's file and the group if the lists
-    contradict the rule.
+    `groups` has the element counts of each group's parameters. `ranks[rank][group]` lists element
+    counts in the order of a rank's local numbers, None for unknown ones. Raises
+    InconsistentCheckpoint with the rank's file and the group if these contradict the rule.
     """
     owners = [[(0, 0)] * len(numels) for numels in groups]
     for rank, parts in enumerate(partition(groups, len(ranks))):

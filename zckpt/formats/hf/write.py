@@ -125,9 +125,9 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return peft.CONFIG if self.adapter else ties.CONFIG
 
     def _files_to_load_by(self) -> list[Sibling]:
-        """Configuration, tokenizer and processor, from the source's folder or from `--config`.
+        """The files of configuration, tokenizer and processor, from the source or from `--config`.
 
-        `refused` gets notes on files that are not copied, such as links out of the folder.
+        Sets `refused` to notes on files that are not copied, such as links out of the folder.
         """
         self.refused: list[Notice] = []
         files = {item.name: item for item in files_to_load_by(self.source.files.siblings)}
@@ -188,7 +188,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return owners
 
     def _are_one(self, one: str, other: str) -> bool:
-        """Whether two names are one weight or equal ones: DCP files have tied weights twice."""
+        """Whether two names are one weight, or two weights with equal bytes.
+
+        DCP files store a tied weight twice.
+        """
         if one == other:
             return True
         own_weight, its = (weight_of(self.source.entries, name) for name in (one, other))
@@ -199,9 +202,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return not any(result.differs for result in results_of(self.source, matches))
 
     def _is_exported(self, name: str) -> bool:
-        """Whether a tensor is exported; for an adapter: its own tensors, and what it trains.
+        """Whether a tensor is written to the folder.
 
-        If nothing is frozen, the files have no optimizer, and do not show what was trained.
+        For an adapter: its own tensors, those that it trains, and those of the base model that PEFT
+        saves with it. If nothing is frozen, the files have no optimizer, and do not show what was
+        trained.
         """
         if self.adapter and name.endswith(peft.RANKS):
             return False

@@ -20,7 +20,7 @@ from ...files.torchfile import TorchFile
 from ...training.options import DP, EP, PP, TP
 
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(?P<rest>.+)")
-"""Keys of the optimizer; experts that are spread over ranks may have a prefixed one."""
+"""Keys of the optimizer's items; with a separate optimizer for experts, `chained_N.` precedes."""
 FILE = "common.pt"
 ITEM = "common_state/shard_0_1"
 SHARDING = "distrib_optim_sharding_type"
@@ -42,7 +42,10 @@ SIZES_OF_RUN = {
 
 
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
-    """The file of the common state, and its content; Megatron-Core also prefers `common.pt`."""
+    """The file of the common state, and its content.
+
+    If there are both forms, `common.pt` is read, as Megatron-Core does.
+    """
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
         file = TorchFile(path)
@@ -108,9 +111,10 @@ def with_groups(
     listed: Sequence[Sequence[Any]],
     beside: Sequence[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """Adds to the common state the groups that the ranks of flat buffers saved, by optimizer.
+    """Adds param groups to the common state, for runs that store them beside flat buffers.
 
-    Ranks have equal groups; each group is kept once. `beside` are other values of the optimizers.
+    `listed` has, for each optimizer, the groups that its ranks saved; equal ones are kept once.
+    `beside` has further values of each optimizer.
     """
     known_optimizers = optimizers_of(common)
     states: list[dict[Any, Any]] = []

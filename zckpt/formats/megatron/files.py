@@ -37,7 +37,7 @@ LEGACY = "model_optim_rng.pt"
 COMMON, COUNTERS = "common.pt", ("iteration", "global_step")
 BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
-"""Kinds of directories without a marker."""
+"""Kinds of directories that no `metadata.json` names: recognized by folders or keys."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
 KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 OF_RANK = r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?"
@@ -54,7 +54,10 @@ ROLES = (
 
 
 def detect(path: str) -> list[str]:
-    """Tags at `path`: one empty tag for a checkpoint, else a run's latest iteration or all."""
+    """Tags at `path`: one empty tag for a checkpoint.
+
+    For a run: its latest iteration, or all iterations if no file names the latest.
+    """
     if not sources.is_folder(path):
         return []
     if kind_of(path) or kind_of(os.path.join(path, WEIGHTS)):
@@ -114,7 +117,7 @@ def _is_one_of_run(run: str, name: str) -> bool:
 def kind_of(path: str) -> str | None:
     """The kind of Megatron-Core files in a folder; None for any other folder.
 
-    It is the --ckpt-format that the marker names, or one of the kinds above.
+    It is the --ckpt-format that `metadata.json` names, or one of OF_RANKS, OF_FSDP and UNMARKED.
     """
     if not sources.is_folder(path):
         return None

@@ -59,7 +59,7 @@ HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])"
 STATES, GROUPS = "state", "param_to_group_meta"
 
 Keys = dict[str, str]
-"""Keys of items, by names in the saved state."""
+"""Maps names in the saved state to the keys of items."""
 
 
 class FsdpReader:
@@ -146,7 +146,7 @@ class FsdpReader:
     # -- the ranks
 
     def _places(self) -> list[tuple[int, ...]]:
-        """The stages and tensor ranks that have random states."""
+        """The numbers (stage, tensor rank) of the ranks whose random states were saved."""
         ranks = dict.fromkeys(
             str(path[1]) for path in self.other_keys if path[0] == "rng_state" and len(path) > 1
         )
@@ -270,9 +270,9 @@ class FsdpReader:
     # -- values that torch_dist also has
 
     def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """The keys of the weights in torch_dist, and the states of modules by torch_dist's keys.
+        """The torch_dist keys of weights, and the modules' own states under torch_dist's keys.
 
-        0.16.1 does not save these states; an empty one stands for each.
+        0.16.1 does not save these states; each is then empty (None).
         """
         state_keys = {plain_name(raw): key for raw, key in self.modules.items()}
         state_keys.pop(OF_OUTPUT, None)
@@ -309,9 +309,9 @@ class FsdpReader:
     # -- values
 
     def tree(self, place: str, *begin: str) -> Any:
-        """The values whose paths begin with `begin`, nested as saved.
+        """All values whose paths in the saved state begin with `begin`, as one nested value.
 
-        `place` is the tree's own path.
+        `place` is its path in the manifest's state.
         """
         tree: dict[Any, Any] = {}
         room = MAX_LIST
@@ -322,9 +322,9 @@ class FsdpReader:
         return tree.get("", {})
 
     def value(self, key: str, place: str) -> Any:
-        """A value with its tensors as entries of slot `state`; 0-d ones as numbers.
+        """The value of an item, for the manifest's state; None if its file is lost.
 
-        None if lost.
+        Tensors become entries of slot `state`, and 0-d tensors become numbers.
         """
         item = self.table.items[key]
         if item is None or (not item.shape and len(item.boxes) == 1):
@@ -345,7 +345,10 @@ class FsdpReader:
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:
-        """Adds a tensor; the rows of a second key follow the first key's rows."""
+        """Adds an entry made of the tensors under `keys`: one, or the two halves of a gated layer.
+
+        The rows of the second key follow those of the first.
+        """
         pieces: list[TensorPiece] = []
         shapes, dtypes, rows = set(), set(), 0
         for key in keys:
@@ -375,7 +378,7 @@ class FsdpReader:
         return entry
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
-        """The boxes of a tensor, shifted down by `rows`."""
+        """The boxes of a key's tensor, with row offsets increased by `rows`."""
         return [
             piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
             for box, file in self.files.boxes(self.table, key)
@@ -388,7 +391,10 @@ def plain_name(raw: str) -> str:
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys of every parameter: one key, or two for its gate and its other half."""
+    """Maps each parameter to its keys: one key, or two for the gate and the other half.
+
+    Raises InconsistentCheckpoint or IncompleteCheckpoint if halves are double or missing.
+    """
     parts: dict[str, dict[str, str]] = {}
     for raw, key in keys.items():
         match = HALF.fullmatch(raw)

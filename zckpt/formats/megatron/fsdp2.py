@@ -37,7 +37,10 @@ def data_ranks(args: Mapping[str, Any]) -> int:
 
 
 def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
-    """A warning about rows that are read in another order than in the files."""
+    """A warning that rows of gated layers lie in the files in another order than in the module.
+
+    Empty for runs without this fault.
+    """
     if not is_interleaved(args) or data_ranks(args) == 1:
         return []
     message = f"rows of gated layers are read in the module's order: {INTERLEAVED.message}"
@@ -45,7 +48,10 @@ def put_in_order(args: Mapping[str, Any]) -> list[Notice]:
 
 
 def refuse_target(source: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for a Megatron-Core target whose run has these arguments."""
+    """Raises UnsupportedCheckpoint for a target that a run with torch's FSDP2 would load.
+
+    `args` are the arguments of that run.
+    """
     if is_interleaved(args):
         raise UnsupportedCheckpoint(
             "engine-fault",

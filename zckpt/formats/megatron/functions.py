@@ -20,7 +20,7 @@ from .write import lay_out, lay_out_like, seal
 
 
 def obstacles(source: Manifest, options: Options) -> list[Notice]:
-    """Every size of the run by which the files are cut, if it differs from the options."""
+    """The sizes by which the files are cut and for which the options ask for another number."""
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
     kept = source.state.get("megatron")

@@ -28,7 +28,7 @@ from .common_state import optimizers_of
 from .names import EMBEDDING, OUTPUT
 
 FileStep = tuple[str, Any]
-"""The path of a file, and a step that it states: a `Scalar`, Python's number, or None."""
+"""A file's path, and the step that the file states: a `Scalar`, a Python number, or None."""
 
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -38,7 +38,10 @@ def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
-    """The groups in an optimizer's state dict, `usual` without any; raises CorruptCheckpoint."""
+    """The groups in an optimizer's state dict; `usual` if it has none.
+
+    Raises CorruptCheckpoint if they are no list of dictionaries.
+    """
     listed = state.get("param_groups", usual) if isinstance(state, dict) else None
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
         raise CorruptCheckpoint(
@@ -111,7 +114,7 @@ def agreed_step(folder: str, steps_of_files: Iterable[FileStep], policy: str | N
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
 ) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
-    """The completed updates, their place, and every place that states them.
+    """The completed updates, where they are stored, and every place that states a step.
 
     Raises InconsistentCheckpoint if groups differ and no policy decides.
     """

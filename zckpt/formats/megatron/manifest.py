@@ -79,9 +79,9 @@ class Content(Struct, eq=False):
     steps: list[FileStep] = field(default_factory=list)
 
     def join(self, parts: Iterable[tuple[int, Entry]], cuts: Mapping[str, Sliced]) -> None:
-        """Adds the full tensors of which tensor ranks hold parts.
+        """Joins the parts that tensor ranks hold, and adds the full tensors.
 
-        Further copies become replicas.
+        Further copies of a tensor become replicas.
         """
         held: dict[Key, list[list[Entry]]] = {}
         for rank, part in parts:
@@ -214,7 +214,10 @@ def stranger(folder: str, name: str) -> Notice:
 
 
 def is_stranger(notice: Notice) -> bool:
-    """Whether `stranger` made a note; notes on a trainer's files name no key."""
+    """Whether a notice is one that `stranger` made: its subject is a file's name.
+
+    Notices on a trainer's omitted files have the same code and no such subject.
+    """
     return notice.code == "file-omitted" and notice.subject not in (None, FOLLOW)
 
 
@@ -232,9 +235,9 @@ def _other_iteration(content: Content) -> list[Notice]:
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
-    """The corresponding ZeRO stage.
+    """The ZeRO stage that corresponds to how the optimizer's state is sharded; None if unknown.
 
-    For Megatron-FSDP by its strategy, if the arguments state it.
+    For Megatron-FSDP it follows from the strategy in the arguments.
     """
     if sharding == FSDP:
         return STRATEGIES.get(str(args.get("data_parallel_sharding_strategy")))
@@ -242,7 +245,7 @@ def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
 
 
 def size_of(args: Mapping[str, Any], key: str) -> int | None:
-    """A positive number of Megatron's command line; None if it is not stated."""
+    """The number that an argument states, if it is positive; else None."""
     value = args.get(key)
     return value if type(value) is int and value > 0 else None
 
@@ -266,7 +269,7 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
 
 
 def without_weights(folder: str, states: Iterable[str], other_words: Iterable[str]) -> MissingData:
-    """The error for a directory without weights and masters; it lists what there is.
+    """The error for a directory without weights and masters, with a list of what it has.
 
     `states` are the optimizer's states, `other_words` the first words of other keys.
     """

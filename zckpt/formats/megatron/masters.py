@@ -33,9 +33,9 @@ OTHERS = (
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
-    """Compares the copies of every tensor before a conversion writes anything.
+    """Compares all copies of tensors; a conversion calls this before it writes anything.
 
-    Raises InconsistentCheckpoint with the tensors of which ranks hold different copies.
+    Raises InconsistentCheckpoint with the parameters whose copies differ between ranks.
     """
     results = results_of(manifest, [*copies_of(manifest)])
     different = dict.fromkeys(r.match.a.parameter for r in results if r.differs)
@@ -51,7 +51,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def way_out(manifest: Manifest) -> str:
-    """The hint for masters that do not round to their weights."""
+    """The hint that tells the user what to do about masters that do not round to their weights."""
     if sharding(manifest) != READABLE:
         return OTHERS
     return f"{MIXED_BUCKETS.message}; {MIXED_BUCKETS.hint}"

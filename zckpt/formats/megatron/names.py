@@ -26,7 +26,7 @@ EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<rest>\..
 GROUPED = re.compile(
     r"\A(?P<experts>.*\bmlp\.experts)\.(?P<linear>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)\Z"
 )
-"""A parameter of Transformer Engine's module of all experts of a rank."""
+"""The name of a parameter in Transformer Engine's grouped experts: it ends with a number."""
 PREFIX = re.compile(r"\Amod(?:ule|el)\.")
 """The prefix of NeMo's keys: it saves a module around the model."""
 PLACE = "*"  # instead of a number
@@ -71,14 +71,17 @@ def with_plain_norms(name: str) -> str:
 
 
 def with_own_expert(name: str) -> str:
-    """A name with its expert as a separate module, as in the local spec."""
+    """The local spec's name, in which each expert is a module, for a name of grouped experts.
+
+    Other names stay unchanged.
+    """
     return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
 
 def keys_of(
     names: Iterable[str], keys: Iterable[str]
 ) -> tuple[dict[str, dict[tuple[int, ...], str]], list[str]]:
-    """The parameters under every key, by their places: the inverse of `named`.
+    """Sorts parameter names under keys, by their places (layer, expert): the inverse of `named`.
 
     Also returns the names that no key has.
     """
@@ -96,7 +99,10 @@ def keys_of(
 
 
 def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name itself, and with PLACE for the numbers of its expert, its layer, and both."""
+    """Yields the name as it is, then forms in which PLACE replaces the numbers.
+
+    First the expert's number, then the layer's, then both; each with the replaced numbers.
+    """
     yield name, ()
     for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):
         general, place = name, []
@@ -177,7 +183,7 @@ class KeysOfGpt:
         }
 
     def items(self) -> dict[str, str]:
-        """The key of every module's own state, by its name.
+        """Maps the names of modules' own states (`_extra_state`) to their torch_dist keys.
 
         A run loads only if all of its modules have a state, even an empty one. If no name is such a
         state, the linear modules of the local spec get one. The modules of Transformer Engine's
@@ -197,7 +203,7 @@ class KeysOfGpt:
         return items
 
     def _grid(self, axes: int) -> tuple[int, ...]:
-        """The sizes of a key's leading axes."""
+        """The sizes of a key's leading axes: the numbers of layers and of experts."""
         return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
 
     def _key(self, name: str, norms: bool = True) -> tuple[str, int]:

@@ -41,11 +41,12 @@ Group = dict[str, Any]
 
 
 def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
-    """The value of `optimizer` in the common state, for runs with the distributed optimizer.
+    """The optimizer's part of the common state: one optimizer, or two with one for experts.
 
-    `common` is the source's common state. Without `--ep` the target has as many optimizers as the
-    source. The values of `--group-defaults` replace the source's. Raises MissingData, WrongOption
-    and InconsistentCheckpoint.
+    It has the form that runs with the distributed optimizer load. `common` is the source's common
+    state. Without `--ep` the target has as many optimizers as the source. The values of
+    `--group-defaults` replace the source's. Raises MissingData, WrongOption and
+    InconsistentCheckpoint.
     """
     step, ep = _step(source), options[EP]
     step_key = {} if step is None else {"step": step}
@@ -72,7 +73,10 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
 def _optimizer(
     groups: Sequence[Group], saved: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One optimizer with the program's values in `saved`; `first` has the loss scale."""
+    """The state of one optimizer, with these groups.
+
+    It keeps the program's own values in `saved`, and the loss scale in `first`.
+    """
     inner = saved.get("optimizer")
     inner_values = inner if isinstance(inner, Mapping) else {}
     return {
@@ -84,7 +88,7 @@ def _optimizer(
 
 
 def extra_states_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that Megatron-Core did not write."""
+    """The values in an optimizer's state that the program added: all but Megatron-Core's keys."""
     return {key: value for key, value in optimizer.items() if key not in OF_WRAPPER}
 
 
@@ -101,7 +105,10 @@ def _step(source: Manifest) -> float | int | None:
 
 
 def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
-    """The groups with the values of `--group-defaults`; raises WrongOption for unknown ones."""
+    """Replaces values of the groups by those of `--group-defaults`.
+
+    Raises WrongOption for a key that no group has.
+    """
     given = options.defaults(len(groups))
     known_keys = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
     if extra_states := sorted({key for values in given for key in values} - known_keys):
@@ -114,7 +121,10 @@ def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
 
 
 def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
-    """The groups that contain experts, for the experts' own optimizer."""
+    """Copies of the groups that contain experts, marked for the experts' own optimizer.
+
+    Raises MissingData without experts, UnsupportedCheckpoint if the groups' members are unknown.
+    """
     numbers = {
         parameter.group
         for name, parameter in source.parameters.items()

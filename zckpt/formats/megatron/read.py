@@ -111,7 +111,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 class _Reader:
-    """Reads one directory, item by item."""
+    """Reads the items of one torch_dist directory into a `Content`."""
 
     def __init__(self, folder: str, reading: Reading) -> None:
         self.folder = folder
@@ -193,10 +193,11 @@ class _Reader:
                 self.key_of[name] = weight
 
     def _masters(self) -> dict[str, tuple[str, TensorItem]]:
-        """The masters of a directory without weights, by the keys of weights.
+        """The masters, by the keys of weights, for a directory without weights.
 
-        Raises UnsupportedCheckpoint for flat buffers, which cannot be read without weights: weights
-        prove their layout (buffers/placing.py). Raises MissingData without masters.
+        They replace the weights. Raises UnsupportedCheckpoint for flat buffers, which cannot be
+        read without weights: weights prove their layout (buffers/placing.py). Raises MissingData
+        without masters.
         """
         sharding = sharding_of(self.table, self.content.common)
         if sharding in (*FLAT, MODEL_SPACE):
@@ -274,7 +275,7 @@ class _Reader:
             self._place(list(experts), ranks, tp)
 
     def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:
-        """Adds the states of parameters that `ranks` have in flat buffers.
+        """Finds the parameters `names` in the flat buffers of `ranks`, and adds their states.
 
         Each of `tp` ranks has a slice of a parameter, or all of it.
         """
@@ -300,7 +301,10 @@ class _Reader:
         self.content.join(states, cuts)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
-        """The number of ranks with slices of parameters: by the arguments, else by pieces."""
+        """The number of tensor ranks that share the parameters `names`.
+
+        The run's `argument` states it; otherwise, the largest number of pieces of a weight.
+        """
         seen = [len(self.pieces[name]) for name in names if "linear_fc1" not in name]
         return size_of(self.args, argument) or max(seen, default=1)
 

@@ -135,7 +135,10 @@ class RunTemplate(Template):
         )
 
     def _with_rows(self, entry: Entry) -> Entry:
-        """The entry with as many rows as in the run."""
+        """The entry with as many rows as its weight has in the run; added rows are zeros.
+
+        Raises UnsupportedCheckpoint for a state with another shape than its weight.
+        """
         wanted = self.shape(entry.parameter)
         if entry.shape == wanted:
             return entry
@@ -157,7 +160,7 @@ class RunTemplate(Template):
     # -- the optimizer
 
     def _check_states(self, entries: Mapping[Key, Entry]) -> None:
-        """Raises unless both have the same states of the same weights.
+        """Raises unless source and run have the same optimizer states for the same weights.
 
         Warns about missing masters.
         """
@@ -258,9 +261,10 @@ class RunTemplate(Template):
         return common
 
     def _counted(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
-        """A counter of samples after `step` steps; empty unless the run's steps have equal counts.
+        """The item `key` with the number of samples after `step` steps, as a dictionary.
 
-        Adds a warning with the result.
+        It assumes as many samples per step as in the run, and adds a warning that says so. Empty if
+        the run's count is no multiple of its steps.
         """
         before, count = self.common.get("iteration"), values.get(key)
         if type(count) is not int:

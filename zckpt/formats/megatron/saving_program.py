@@ -49,7 +49,10 @@ def program_of(folder: str) -> str | None:
 
 
 def beside(folder: str) -> SiblingList:
-    """The program's own files, by their names in its directory; raises OSError."""
+    """The files that the program put around the items, by their names in its directory.
+
+    Raises OSError.
+    """
     of_nemo = program_of(folder) == NEMO
     root = os.path.dirname(folder) if of_nemo else folder
     names = (CONTEXT,) if of_nemo else (CONFIG, TRAIN_STATE, TOKENIZER)
@@ -67,7 +70,7 @@ def small_file(path: str) -> bytes:
 
 
 def arguments_of(folder: str) -> dict[str, Any]:
-    """Sizes in Megatron-Bridge's run_config.yaml, under the names of Megatron-LM's arguments."""
+    """The sizes that Megatron-Bridge's run_config.yaml states, by Megatron-LM's names for them."""
     text = small_file(os.path.join(folder, CONFIG)).decode("utf-8", "replace")
     section = SECTION.search(text if text.endswith("\n") else f"{text}\n")
     if section is None:
@@ -87,7 +90,10 @@ def arguments_of(folder: str) -> dict[str, Any]:
 def placed(
     siblings: Iterable[Sibling], program: str | None, iteration: str
 ) -> Iterator[tuple[str, Sibling]]:
-    """The files beside a target whose items are in the folder `iteration`, with their names."""
+    """Yields the program's files with their names in the target.
+
+    `iteration` is the target's folder of items.
+    """
     for item in siblings:
         if program == BRIDGE and item.name.split("/")[0] in (CONFIG, TRAIN_STATE, TOKENIZER):
             yield f"{iteration}/{item.name}", item

@@ -24,9 +24,10 @@ WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_la
 
 
 def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
-    """The source with the rows of a run of `--tp` ranks, whose tokenizer has `--vocab-size` rows.
+    """Changes the vocabulary's rows to those of a run with `--tp` ranks and `--vocab-size` tokens.
 
-    Raises WrongOption and MissingData if the rows cannot be determined.
+    Without these options the source is unchanged. Raises WrongOption and MissingData if the rows
+    cannot be determined.
     """
     kept = source.state.get("megatron")
     names = [name for name in WEIGHTS if name in source.parameters]
@@ -58,7 +59,7 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
 def _rows(
     root: str, rows: int, kept: Mapping[str, Any], args: Mapping[str, Any], options: Options
 ) -> int:
-    """The number of rows to which the run pads its vocabulary."""
+    """The number of rows, with padding, that the vocabulary has in the run."""
     used = (kept.get("vocabulary") or {}).get("used")
     given, tp = options[VOCAB_SIZE], options[TP]
     if tp is None:

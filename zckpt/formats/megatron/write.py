@@ -120,7 +120,10 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 
 
 class TargetTensor(Struct, frozen=True):
-    """A tensor of the target; `names` are the parameters of `slot`, by layer and expert."""
+    """A tensor of the target in which the parameters of all layers and experts are stacked.
+
+    `names` are these parameters by their place (layer, expert).
+    """
 
     key: str
     slot: str
@@ -130,7 +133,7 @@ class TargetTensor(Struct, frozen=True):
 
 
 class MegatronWriter:
-    """One conversion to Megatron-Core's files; the constructor decides everything.
+    """Writes one target; the constructor decides names, tensors and files.
 
     `types` are the types of weights and buffers, by name, that differ from the source's.
     """
@@ -207,7 +210,12 @@ class MegatronWriter:
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
-        """The tensor under a key for a slot; None if its parameters are not trained."""
+        """The stacked tensor to write under a key for one slot.
+
+        None for optimizer states of frozen parameters. Raises UnsupportedCheckpoint if the
+        parameters differ in shape or type, or if only some are trained, and MissingData if layers
+        are missing.
+        """
         every = () if slot == "param" else names.values()
         frozen = [name for name in every if name not in self.trained]
         if len(frozen) == len(names):
@@ -255,7 +263,10 @@ class MegatronWriter:
     # -- what is not a tensor
 
     def _objects(self, common: dict[Any, Any]) -> dict[str, Any]:
-        """Objects of modules and ranks, by key, without those that other ranks could not load."""
+        """The objects of modules and ranks to write, by key.
+
+        Left out, with a note: random states that a run of the target's sizes could not load.
+        """
         kept = self.kept.get("objects") or {}
         grid = self._grid(arguments(common))
         objects, lost = {}, []
@@ -326,7 +337,7 @@ class MegatronWriter:
         return result
 
     def _moved(self, value: Any, path: str) -> Any:
-        """The value with its tensors named by their new path."""
+        """A value of the state whose tensors get names below the new `path`."""
         if isinstance(value, TensorName):
             entry = self.source.entries[value.name, "state"]
             self.moved[path, "state"] = replace(entry, parameter=path)
@@ -346,7 +357,7 @@ class MegatronWriter:
     # -- files
 
     def loading(self, path: str) -> str:
-        """How the program resumes from the target."""
+        """The command-line options, or line of code, with which the program resumes from `path`."""
         name = literal(path)[1:-1]
         if self.program is not None:
             return LOADING[self.program].format(name) + WITHOUT_RANDOM * (

@@ -24,9 +24,9 @@ from . import hdf5, legacy
 from .ranks import Save
 
 OTHER_FILES = (".safetensors", ".json", ".jsonl", ".distcp", "_states.pt", ".py")
-"""Endings of other programs' files, which are not opened to test for HDF5."""
+"""Endings of other programs' files, which are therefore not opened to look for HDF5."""
 MOST_OPENED = 32
-"""The number of files of one ending to open at either end of the sorted list.
+"""How many files of one ending are opened at each end of the sorted list.
 
 A folder may have 50,000 samples or logs. All files are opened if no format recognizes the folder
 otherwise.
@@ -80,7 +80,7 @@ def _hold_one(folder: str, names: Iterable[str]) -> bool:
 
 
 def _some_of_each_kind(names: Sequence[str]) -> Iterator[str]:
-    """All files of rare endings; of frequent endings, the first and the last ones."""
+    """Yields the names to open: all files of rare endings, the first and last of frequent ones."""
     endings = ((name[name.rfind(".") + 1 :], name) for name in names)
     kinds = by_key((end if end.isalpha() else NUMBERS.sub("#", end), name) for end, name in endings)
     for alike in kinds.values():
@@ -139,7 +139,7 @@ def locate(path: str) -> CheckpointFiles:
 
 
 def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
-    """All checkpoints among the files of a folder."""
+    """All checkpoints that the files of a folder make up, even incomplete ones."""
     checkpoints: list[CheckpointFiles] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}
     partitions: list[hdf5.RankFile] = []

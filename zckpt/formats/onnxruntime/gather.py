@@ -55,7 +55,7 @@ def _number(path: str) -> int:
 
 
 def _weight(save: Save, name: str) -> Iterator[Partition]:
-    """Every tensor of one weight."""
+    """Yields the tensors of one weight: its fp32 values, 16-bit copy and moments, as joined."""
     whole = [rank.weights[name] for rank in save.ranks if name in rank.weights]
     halves = [rank.halves[name] for rank in save.ranks if name in rank.halves]
     pieces = [rank.pieces[name] for rank in save.ranks if name in rank.pieces]
@@ -95,7 +95,10 @@ def _is_apart(save: Save, name: str) -> bool:
 
 
 def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
-    """The current part of each owner's full weight: as long as its piece of the first moment."""
+    """The part of each owner's full weight that is current.
+
+    The owner's piece of the first moment has the same length; parts follow each other by rank.
+    """
     parts, start = [], 0
     for rank in owners:
         weight, numel = rank.weights[name], rank.moments[name]["exp_avg"].numel

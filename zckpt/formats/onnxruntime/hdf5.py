@@ -179,7 +179,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
 
 
 def _omitted(files: Sequence[RankFile]) -> list[Notice]:
-    """Notes on content of the files that the manifest lacks."""
+    """Notes on values in the files that the manifest does not get."""
     omitted = []
     for name, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),
@@ -225,7 +225,10 @@ def _check_kind(file: RankFile) -> None:
 
 
 def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
-    """Shapes of split weights, which each of their owners states."""
+    """The shapes of weights that are split over ranks; each owner of one states its shape.
+
+    Raises InconsistentCheckpoint if owners state different shapes.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         for name, shape in _split_weights(file).items():

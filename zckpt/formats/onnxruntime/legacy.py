@@ -136,7 +136,11 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 
 
 def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
-    """Names of weights: those with 16-bit copies, and all keys without another meaning."""
+    """The names of all weights in the files.
+
+    These are keys that have a 16-bit copy, and keys that are neither such a copy nor a piece nor an
+    optimizer state.
+    """
     every = [(model, key, tensor) for model in models for key, tensor in model.items()]
     copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
     weights = set(copied)
@@ -162,11 +166,11 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
 def _rank(
     file: TorchFile, model: Mapping[str, Tensor], suffix: str, weight_names: set[str]
 ) -> RankStates:
-    """One file's tensors, by the weight to which they belong."""
+    """Sorts the tensors and counters of one file by the weight to which they belong."""
     rank = RankStates(file.path)
 
     def weight_of(name: str, key: str) -> str:
-        """The weight with this name, or with this name as its piece."""
+        """The weight that `name` denotes: itself, or the weight of which it names a piece."""
         view = VIEW.fullmatch(name)
         if name in weight_names:
             return name

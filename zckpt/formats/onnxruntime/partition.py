@@ -42,13 +42,19 @@ def by_name(names: Iterable[str]) -> list[str]:
 
 
 def per_rank(total: int, dp: int) -> int:
-    """Elements of each rank's partition; one block more if `total` fills its blocks exactly."""
+    """The number of elements in each rank's partition, padding included.
+
+    It is a multiple of ALIGNMENT, and `total` is always padded: by a full block if it needs none.
+    """
     block = ALIGNMENT * dp
     return (total + block - total % block) // dp
 
 
 def shares(numels: Mapping[str, int], dp: int) -> dict[str, list[Share]]:
-    """The owners of every trainable weight; `numels` has the number of elements of each weight."""
+    """Which ranks own which elements of each trainable weight, by the partition rule.
+
+    `numels` has the number of elements of each weight.
+    """
     width = per_rank(sum(numels.values()), dp) if dp > 1 else sum(numels.values()) + 1
     owned: dict[str, list[Share]] = {}
     begin = 0
@@ -88,9 +94,10 @@ WRONG_FILE = (
 
 
 def weights_apart(save: Save) -> set[str]:
-    """The weights whose fp32 values only some ranks store: the trained ones in mixed precision.
+    """The names of weights whose fp32 values only their owners store.
 
-    Sets `save.mixed` for a mixed-precision run that was saved without its 16-bit copies.
+    These are the trained weights of a mixed-precision run. Sets `save.mixed` for such a run that
+    was saved without its 16-bit copies.
     """
     halves = {name for rank in save.ranks for name in rank.halves}
     everywhere = set.intersection(*(set(rank.weights) for rank in save.ranks))
@@ -120,9 +127,10 @@ def weights_apart(save: Save) -> set[str]:
 
 
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
-    """The shares of each rank by the partition rule, and the trained weights.
+    """The owners of each weight by the partition rule, and the names of the trained weights.
 
-    `apart` is the result of `weights_apart`.
+    `apart` is the result of `weights_apart`. Raises if the moments or pieces in the files
+    contradict the rule.
     """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
@@ -197,7 +205,10 @@ def _check_moments(save: Save, owned: Owned) -> None:
 
 
 def _refuse_torch_names(save: Save) -> None:
-    """Raises MissingData for files with torch's names only: they lack split weights."""
+    """Raises MissingData for files that were saved with torch's names only.
+
+    They do not have the weights that ranks share.
+    """
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     raise MissingData(

@@ -78,7 +78,7 @@ def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
 
 
 def manifest(save: Save, step_policy: str | None) -> Manifest:
-    """The manifest of opened files."""
+    """Builds the manifest from the contents of all ranks' files."""
     shapes = _shapes(save)
     apart = weights_apart(save)
     owned, trainable = owners_of(save, shapes, apart)
@@ -273,7 +273,7 @@ class _Entries:
 
 
 def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoint:
-    """The error for different copies of one tensor."""
+    """The error for a tensor of which two files have different copies."""
     return InconsistentCheckpoint(
         "copies-differ",
         f"{os.path.basename(first)} and {os.path.basename(other)} hold different values of "
@@ -295,7 +295,10 @@ def _check_dtype(rank: RankStates, name: str, tensor: RankTensor, allowed: Seque
 
 
 def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
-    """Completed updates, each with the weight and the file that state them."""
+    """Yields every counter in the files as completed updates, with its weight and its file.
+
+    Lamb's counter is for all weights; then the weight is "".
+    """
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
         raise IncompleteCheckpoint(
@@ -332,7 +335,10 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
 def _steps(
     sightings: Sequence[tuple[str, str, Sighting]], owned: Owned, policy: str | None
 ) -> dict[str, agreement.Step | None]:
-    """Completed updates of every weight; they may differ only with the policy `keep`."""
+    """The number of completed updates of each weight.
+
+    It is the same for all weights, unless the policy is `keep`.
+    """
     steps_by_weight: dict[str, list[tuple[str, agreement.Step]]] = {}
     for name, file, line in sightings:
         weight = name if policy == agreement.KEEP else ""

@@ -303,7 +303,10 @@ class OnnxRuntimeWriter:
     def _held(
         self, rank: int
     ) -> Iterator[tuple[TargetWeight, Share | None, tuple[int, ...] | None]]:
-        """Every weight, the share of `rank` in it, and the stored shape; None if it stores none."""
+        """Yields every weight with the rank's share of it, and the shape that the rank stores.
+
+        The share is None if the rank owns no part, the shape None if it stores nothing.
+        """
         for weight in self.weights:
             share = share_of(weight.owned, rank)
             own_shape = None if share is None else _shape(weight, share)
@@ -311,7 +314,7 @@ class OnnxRuntimeWriter:
 
     @property
     def _shared(self) -> Scalar | None:
-        """Lamb's number of updates, which is one for all weights; None for Adam."""
+        """The counter that Lamb keeps for all weights together; None for Adam."""
         is_lamb = self.states and self.optimizer == "LambOptimizer"
         return COUNTED.number(max(self.updates)) if is_lamb else None
 
@@ -394,7 +397,7 @@ class OnnxRuntimeWriter:
         return hdf5shell.shell(f"checkpoint{part}.ortcp", tree)
 
     def _step_info(self) -> dict[str, int]:
-        """ORTTrainer's own counters: the source's, or those of a run with one step per update."""
+        """ORTTrainer's counters: the source's; else as if every step of the run were an update."""
         kept = self.source.state.get("train_step_info")
         if isinstance(kept, dict) and kept:
             return kept

@@ -146,20 +146,29 @@ class ManifestBuilder:
         )
 
     def _are_several(self) -> bool:
-        """Whether no single target can store everything: several models, or several optimizers."""
+        """Whether the checkpoint has several models or several optimizers.
+
+        No single target can store all of them.
+        """
         return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
 
     # -- weights
 
     def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
-        """Owners by alias: as stated by zckpt or shown by content, and as a config ties names."""
+        """Maps second names of tied weights to their owners.
+
+        The ties are those that zckpt stated, or else equal contents, and those of a config.json.
+        """
         record = self.saved.record
         aliases = self._same_content(trained) if record is None else dict(record["aliases"])
         config = config_of(self.saved.siblings, ties.CONFIG)
         return aliases | ties.stated_ties(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
-        """Second names of tied weights, by content; warns about possible frozen copies."""
+        """Maps second names of tied weights to their owners, found by equal contents.
+
+        Warns about names that may be frozen copies instead.
+        """
         aliases: dict[str, str] = {}
         doubtful: list[str] = []
         of_model, of_trained = self._by_root(self.model), self._by_root(trained)
@@ -178,7 +187,7 @@ class ManifestBuilder:
         return aliases
 
     def _by_root(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The names of each model, by their prefix."""
+        """Sorts names by the prefix of the model to which they belong."""
         prefixes = {root.prefix for root in self.roots}
         lengths = {len(prefix) for prefix in prefixes}  # there are few lengths
         pairs = ((name[:length], name) for name in names for length in lengths)
@@ -196,7 +205,7 @@ class ManifestBuilder:
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
-        """Adds weights outside of all optimizers, and then the buffers."""
+        """Adds the weights that no optimizer has, as frozen ones, and then the buffers."""
         record, owned = self.saved.record, set(trained)
         untrained_names = [
             name for name in self.model if name not in owned and name not in self.aliases
@@ -300,7 +309,10 @@ class ManifestBuilder:
     # -- steps
 
     def _steps(self) -> dict[str, agreement.Step]:
-        """Completed updates by parameter; records every place that states them."""
+        """The completed updates of each parameter.
+
+        Adds every place that states a step to `sightings`, and warnings.
+        """
         if not self.optimizers:
             return {}
         in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")

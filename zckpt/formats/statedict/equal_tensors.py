@@ -15,7 +15,10 @@ def is_float(value: Any) -> bool:
 
 
 def is_updated(state: Mapping[str, Any]) -> bool:
-    """Whether moments show an update; torch's helpers count one that never happened."""
+    """Whether a parameter's moments show that it was updated: they have different elements.
+
+    A step alone does not show it, because torch's helpers count one that never happened.
+    """
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
 
@@ -24,7 +27,10 @@ def is_complex(value: Any) -> bool:
 
 
 def is_distinctive(leaf: Leaf) -> bool:
-    """Whether equal bytes mean the same tensor; all zeros or all ones may be equal by chance."""
+    """Whether a tensor has different elements, so that equal bytes mean the same tensor.
+
+    All zeros or all ones may be equal by chance.
+    """
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
         return False
@@ -34,12 +40,13 @@ def is_distinctive(leaf: Leaf) -> bool:
 def second_names(
     model: Mapping[str, Leaf], trained: Sequence[str], state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Owners by second name: same storage, or bytes that are not equal by chance.
+    """Finds the second names of tied weights; maps each one to its owner.
 
-    `trained` are the names in an optimizer, `state` its state by name. A tied weight has its state
-    under its first name, so its second name is not a parameter. Before the first update a frozen
-    copy, such as a teacher, has equal bytes too. It is not an alias if the file shows that its
-    storage is another one. The second result are the names for which no file shows this.
+    Both names have the same storage, or bytes that are not equal by chance. `trained` are the names
+    in an optimizer, `state` its state by name. A tied weight has its state under its first name, so
+    its second name is not a parameter. Before the first update a frozen copy, such as a teacher,
+    has equal bytes too. It is not an alias if the file shows that its storage is another one. The
+    second result are the names for which no file shows this.
     """
     owned = set(trained)
     untrained = {name: leaf for name, leaf in model.items() if name not in owned}

@@ -28,7 +28,7 @@ from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 
 Saved = Joined | Whole
-"""A tensor that has no name yet."""
+"""A tensor as saved, before its name is known."""
 
 TreePath = tuple[Any, ...]
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")
@@ -71,7 +71,10 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
 
 
 def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Separates two state dicts that a program has put into one dictionary."""
+    """Splits a dictionary into `model` and `optim`, if a program has mixed the two state dicts.
+
+    Returns any other dictionary unchanged.
+    """
     optimizer = {
         key: tree[key] for key in tree if str(key).partition(".")[0] in ("state", "param_groups")
     }
@@ -137,7 +140,7 @@ def _is_optimizer(value: Mapping[Any, Any]) -> bool:
 
 
 def _members(group: Mapping[Any, Any]) -> list[Any] | None:
-    """The parameters of a group; torch_checkpointing may keep only their names."""
+    """The list of a group's parameters: `params`, else `param_names` (torch_checkpointing)."""
     return _listed(group.get("params", group.get("param_names")))
 
 
@@ -149,13 +152,13 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 States = dict[Any, Any]
-"""The state of one parameter."""
+"""One parameter's optimizer state, by key."""
 
 
 def _optimizer(
     state_dict: Mapping[Any, Any], numbers: Sequence[str]
 ) -> tuple[dict[str, States], list[States]]:
-    """The state of every parameter, by stated name; and the states without names."""
+    """The states of named parameters, by name; and a list of states whose names are unknown."""
     if "param_groups" not in state_dict:
         return _flat(state_dict), []
     groups = _listed(state_dict["param_groups"]) or []
@@ -174,7 +177,10 @@ def _optimizer(
 
 
 def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
-    """The states by parameter; names have dots, options and slots have none."""
+    """The states in a flat state dict, by parameter name.
+
+    Names may have dots; options and slots have none.
+    """
     groups, state = "param_groups.", "state."
     keys = [key for key in state_dict if isinstance(key, str)]
     names = [key[len(groups) :].rpartition(".")[0] for key in keys if key.startswith(groups)]
@@ -216,7 +222,7 @@ def whole(file: TorchFile, tensor: Tensor) -> Whole:
 
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a file as a box of another tensor, at `offsets`."""
+    """A tensor of a file, placed at `offsets` as a box of a larger tensor."""
     extent, strides = file.reach(tensor)
     return BoxPart(offsets, tensor.shape, extent, strides=strides)
 
@@ -233,7 +239,7 @@ def all_stored(tensors: Iterable[SavedTensor]) -> dict[str, Saved]:
 
 
 def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Saved:
-    """A tensor joined from all its boxes; `Whole` if there is only one."""
+    """A tensor made of its boxes; `Whole` if one box has all of it."""
     filled = [box for box in boxes if prod(box.sizes)]
     if len(filled) == 1 and filled[0].sizes == shape:
         return Whole(UNNAMED, dtype, shape, filled[0].extent, filled[0].strides)

@@ -11,19 +11,19 @@ from .tree import TreePath
 OPTIMIZER: TreePath = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
 RANKS, ADAPTER = "ranks", "adapter"
-"""Ways in which sharded storage may keep the weights: see `StateDictEngine.storage`."""
+"""How weights are kept if not as items: see `StateDictEngine.storage`."""
 
 
 def own_key(folder: str) -> str:
-    """The key in the tree for a folder that is one state dict.
+    """The key that zckpt gives, in the tree, to a folder that is one state dict.
 
-    It ends with /, unlike program keys.
+    It ends with /, unlike the keys of programs.
     """
     return f"{os.path.basename(folder)}/"
 
 
 def in_folder(path: TreePath) -> TreePath:
-    """The program's keys for a value in a folder, without the folder's own key."""
+    """The path of a value within its folder: without the first key if that names the folder."""
     return path[1:] if path and str(path[0]).endswith("/") else path
 
 
@@ -35,7 +35,7 @@ def trainers_dialect(engine: Engine | None) -> str | None:
 
 
 def is_optimizers_key(key: Any) -> bool:
-    """Whether a key belongs to an optimizer's state dict, which shares a dictionary with others."""
+    """Whether a key is an optimizer's, in a dictionary that mixes model and optimizer."""
     return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")
 
 

@@ -40,7 +40,10 @@ or, with a Trainer of transformers or TRL, after it is built:
 
 
 class MatchedNames(NamedTuple):
-    """The names of the parameters in every order; only the order shows the `inferred` names."""
+    """The parameter names of every order.
+
+    For the names in `inferred`, nothing but the order shows that they belong there.
+    """
 
     names: list[list[str]]
     inferred: list[str]
@@ -148,14 +151,18 @@ def _stated(
 
 
 def _hint(total: int, names: Sequence[NamedShape]) -> str:
-    """The hint for `total` numbers without names, which may be one rank's share."""
+    """The hint to name an optimizer's `total` numbers.
+
+    If the model has more names, it adds that these numbers may be one rank's share.
+    """
     return f"{HINT}\nBut {LOST}" if total < len(names) else HINT
 
 
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
-    """The orders, with shapes dropped that more parameters show than weights have.
+    """Replaces shapes by None where they cannot be those of parameters.
 
-    Such a shape is only the shape of a state (Amos keeps numbers), not of the parameter.
+    More parameters show such a shape than weights have it: it is only the shape of a state (Amos
+    keeps numbers).
     """
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)
@@ -163,7 +170,10 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
 
 
 def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
-    """Raises WrongOption if these names do not fit the optimizer's parameters."""
+    """Raises WrongOption if the user's names do not fit the optimizer's parameters.
+
+    Their number and their shapes are compared.
+    """
     hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
     hint = f"{LOST}. If not, {hint}" if len(named_shapes) > len(order) else hint
     if len(named_shapes) != len(order):
@@ -222,7 +232,10 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
 def _earliest(
     order: Order, names: Sequence[tuple[int, NamedShape]], spare: Collection[Shape]
 ) -> list[int]:
-    """The first name that each parameter of an order can have, up to one without any."""
+    """For each parameter of an order, the index of the first name that it can have.
+
+    The result ends before the first parameter for which no name is left.
+    """
     first: list[int] = []
     for index, (_, shape) in names:
         if len(first) == len(order):

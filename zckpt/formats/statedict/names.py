@@ -18,7 +18,10 @@ from .tree import Leaf, SavedTree
 ELEMENTWISE = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg")
 )
-"""States that have the parameter's shape in every optimizer that keeps them (torch 2.13)."""
+"""States with one element per element of the parameter, in every optimizer that keeps them.
+
+As of torch 2.13.
+"""
 
 
 def names_of(
@@ -45,7 +48,7 @@ def names_of(
 
 
 def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
-    """Raises InconsistentCheckpoint for a parameter that is in the groups twice."""
+    """Raises InconsistentCheckpoint if the groups list a parameter more than once."""
     if twice := [name for name, count in Counter(members).items() if count > 1]:
         raise InconsistentCheckpoint(
             "file-damaged",
@@ -119,7 +122,10 @@ def _candidates(
 
 
 def without_wrappers(names: Sequence[str], model: Mapping[Any, Any]) -> list[str] | None:
-    """Maps a wrapper's names in an optimizer to the model's names; None if no rule fits all."""
+    """The model's names for an optimizer's `names`, in the same order.
+
+    The two may differ in a wrapper's words or prefix. None if no rule fits all names.
+    """
     weights = [str(name) for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
         return list(matched(names, weights).values())
@@ -133,9 +139,10 @@ def _refuse_mixed(
     names: Sequence[str],
     model: Mapping[str, Any],
 ) -> None:
-    """Raises InconsistentCheckpoint if weights and states have equal shapes in another order.
+    """Raises InconsistentCheckpoint if the states' shapes are the weights' shapes in another order.
 
-    Some optimizers keep states of other shapes than their weights, which prove nothing.
+    If other shapes occur, nothing is proven: some optimizers keep states of other shapes than their
+    weights.
     """
     pairs = [
         (name, model[name].shape, shape)

@@ -13,7 +13,7 @@ from ...errors import CorruptCheckpoint
 
 
 class Stated(Struct):
-    """The form of the record. The first versions wrote only the first four fields."""
+    """The form of zckpt's record. Its first versions had only the first four fields."""
 
     aliases: dict[str, str]
     buffers: list[str]
@@ -37,7 +37,10 @@ def checked(record: Any, where: str) -> dict[str, Any] | None:
 
 
 def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """One record for several models, with names prefixed; None if a model has no record."""
+    """Joins the records of several models into one, with each model's prefix before its names.
+
+    None if a model has no record.
+    """
     whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
     for prefix, record in records.items():
         if record is None:

@@ -123,7 +123,11 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
-    """Handles averages that Lightning saves beside the weights: drops them if not asked for."""
+    """Handles averages that Lightning saves in place of the weights.
+
+    If the averages are read, a warning names the weights that the optimizer updates. If those are
+    read, the averages are left out, with a note.
+    """
     whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
         return
@@ -288,9 +292,9 @@ def _named(
 
 
 def _gaps(optimizer: OptimizerState) -> str:
-    """A sentence about numbers missing in its groups; torch numbers parameters without gaps.
+    """A sentence that lists the numbers missing in an optimizer's groups; "" if none is missing.
 
-    "" if none is missing. Before 1.5, numbers are addresses in memory.
+    torch numbers parameters without gaps. Before 1.5, numbers are addresses in memory.
     """
     numbers = sorted(m for members in optimizer.members for m in members if type(m) is int)
     if not optimizer.is_numbered or numbers[-1] >= ADDRESSES:
@@ -305,7 +309,7 @@ def _with_names_of_adapters(
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
-    """The model's state under the module's own names, since PEFT leaves an adapter's name out."""
+    """Adds the adapter's name to the names of a model's state, where PEFT has left it out."""
     known_names = [*(param_names or ()), *(saved.record or {}).get("numbers", ())]
     for optimizer in optimizers:
         known_names += [

@@ -26,7 +26,7 @@ WHOLE = (
     "save the DTensors themselves, without to_local(): each states which part it is; or save whole "
     "tensors (full_tensor(), or full_state_dict=True)"
 )
-"""What a program should do instead of saving slices."""
+"""A hint: what a program should save instead of slices."""
 
 
 def refuse_tree(tree: Any, where: str) -> None:
@@ -77,10 +77,12 @@ def refuse_flat_states(
 def refuse_parts(
     saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
 ) -> None:
-    """Raises InconsistentCheckpoint for a tensor with the shape of one part of its counterpart.
+    """Raises InconsistentCheckpoint if a weight or a moment is only one rank's slice.
 
-    The names of `optimizer` are those of `model`. A directory of torch.distributed.checkpoint
-    contains only one rank's slice of a plain tensor, and no trace of the other ranks' slices.
+    It shows because the tensor has the shape of one part of its counterpart: a moment of its
+    weight, or a weight of its moment. The names of `optimizer` are those of `model`. A directory of
+    torch.distributed.checkpoint contains only one rank's slice of a plain tensor, and no trace of
+    the other ranks' slices.
     """
     for name, state in optimizer.state.items():
         weight = model.get(name)
@@ -116,7 +118,11 @@ def refuse_unnamed_parts(
 def _part_among(
     tensors: Mapping[str, Leaf], other_tensors: Mapping[str, Leaf]
 ) -> tuple[str, Leaf, Leaf] | None:
-    """The first tensor with the shape of a part of the others, which alone state such parts."""
+    """The first tensor that has the shape of a part of one of `other_tensors`, and that one.
+
+    Returns its name, the tensor, and the other tensor. None if there is none, or if `tensors` are
+    sharded themselves.
+    """
     if any(leaf.sharded for leaf in tensors.values()):
         return None
     parts = {shape: leaf for leaf in other_tensors.values() for shape in leaf.parts}

@@ -32,9 +32,9 @@ USUAL = {
     *("dict", "sd", "optim", "optims", "optimizer", "optimizers", "opt", "opts"),
     *("app", "pytorch", "fsdp"),
 }
-"""Words of keys that do not distinguish models or optimizers."""
+"""Words in keys that say nothing about which model it is, such as `model` or `optimizer`."""
 SOLE = "model"
-"""The name of a model without a key."""
+"""The name of a model whose state dict has no key: it is the full file."""
 
 
 class Root(Struct, frozen=True):
@@ -67,7 +67,7 @@ class Roots(Struct, frozen=True):
         weights: Mapping[TreePath, Mapping[Any, Any]],
         optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
-        """Adds dictionaries of weights without an optimizer as roots."""
+        """These roots, and one more for each dictionary of weights without an optimizer."""
         roots_of_weights = (Root(dotted(path), path) for path in weights)
         fitting = {
             place: [
@@ -85,7 +85,10 @@ class Roots(Struct, frozen=True):
         return {path: models for path, models in self.fitting.items() if path not in owned}
 
     def likely(self, root: Root) -> list[str]:
-        """For a root without optimizers: all optimizers of other roots, or of none, that fit it."""
+        """The optimizers that fit a root to which none is assigned, as dotted paths.
+
+        Empty for a root with optimizers.
+        """
         places = (place for place, models in self.fitting.items() if root.model in models)
         return [] if root.optimizers else [dotted(place) for place in places]
 
@@ -205,7 +208,10 @@ def roots_of(
 
 
 def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
-    """The names of models, without a last key that all of them have, as in `generator.model`."""
+    """The names of models: their dotted paths.
+
+    If all paths end with the same key, as in `generator.model`, it is left out.
+    """
     alike = all(len(a) > 1 and len(b) > 1 and a[-1] == b[-1] for a, b in pairwise(models))
     if len(models) > 1 and alike:
         return {path: dotted(path[:-1]) for path in models}
@@ -239,7 +245,10 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
 
 
 def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
-    """The models whose keys have the optimizer's words; else those that share their beginnings."""
+    """The models whose keys have the same words as an optimizer's key.
+
+    Without one, those whose words begin like them: `g` and `generator`.
+    """
     words = _words(optimizer)
     equal = [path for path in models if _words(path) == words]
     return equal or [path for path in models if _are_alike(_words(path), words)]
@@ -251,7 +260,10 @@ def _words(path: TreePath) -> list[str]:
 
 
 def _are_alike(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Whether each word begins with its counterpart, or vice versa: `g`, `gen`, `generator`."""
+    """Whether two lists of words match pairwise, where one word may abbreviate the other.
+
+    Examples are `g`, `gen` and `generator`.
+    """
     pairs = list(zip(a, b, strict=False))
     alike = all(one.startswith(other) or other.startswith(one) for one, other in pairs)
     return bool(pairs) and len(a) == len(b) and alike

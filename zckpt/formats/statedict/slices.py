@@ -26,7 +26,10 @@ from .tree import Difference, Leaf, SavedTree, TreePath, dotted
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of torch's normalizations that each DDP rank computes separately (torch 2.13)."""
 OF_RANKS = re.compile(r"(?:.*_)?(?:error|errors|err|residual|residuals|feedback|ef)(?:_.*)?")
-"""Names of states that compress gradients: `worker_error` and `server_error` of 1-bit Adam."""
+"""Names of the error states of gradient compression, which each rank keeps separately.
+
+For example `worker_error` and `server_error` of 1-bit Adam.
+"""
 ZERO = (
     "ranks of ZeroRedundancyOptimizer hold states of their own parameters: call "
     "consolidate_state_dict() before saving"
@@ -34,7 +37,7 @@ ZERO = (
 
 
 def taken_of_rank_0(different: Sequence[Difference]) -> list[Notice]:
-    """Notes on values that are rank 0's, one for all values of one place."""
+    """Notes that rank 0's values are used where ranks differ; one note for each place."""
     notes = []
     for place, paths in by_key((item.path[:2], item.path) for item in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
@@ -129,7 +132,10 @@ def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCh
 
 
 def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
-    """Whether each rank may have its own version of a tensor of the model."""
+    """Whether each rank may have its own values of a tensor of the model.
+
+    True for running statistics and for buffers that the user names.
+    """
     return name.rpartition(".")[2] in STATISTICS or matches_any(name, buffers)
 
 
@@ -151,7 +157,7 @@ def _state_of(
 def _is_kept_apart(
     member: Any, key: str, differing: Collection[tuple[Any, str]], optimizer: OptimizerState
 ) -> bool:
-    """Whether an optimizer keeps a separate state on each rank by design.
+    """Whether an optimizer keeps a different value of this state on each rank by design.
 
     Its name shows it, or it is no usual moment and the moments beside it are the same on all ranks.
     """
@@ -166,7 +172,7 @@ def _is_kept_apart(
 
 
 def omitted(key: str) -> Notice:
-    """The warning for averages of slices that cannot be joined."""
+    """The warning that averages under `key` are left out, because they are slices."""
     return warning(
         "rank-slices",
         f"{key} is left out: each rank's tensors in it are slices of the model's weights, and "
@@ -176,7 +182,10 @@ def omitted(key: str) -> Notice:
 
 
 def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
-    """The largest entry around a place that contains none of the `kept` state dicts."""
+    """The shortest prefix of `place` below which none of the `kept` state dicts lies.
+
+    It can be removed from the tree without losing them.
+    """
     ends = range(1, len(place) + 1)
     return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
 
@@ -223,9 +232,9 @@ def omit_parts(
     models: Mapping[TreePath, Mapping[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> list[TreePath]:
-    """Leaves out averages in parts, beside weights that all ranks have; returns their paths.
+    """Leaves out averages that ranks saved as slices although all ranks have the full weights.
 
-    Such averages have names of the model, and another shape on some rank.
+    Such averages have names of the model, and another shape on some rank. Returns their paths.
     """
     shapes = by_key(
         (str(name), leaf.shape)
@@ -268,7 +277,10 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 
 
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
-    """Whether nameless tensors have only the shapes of weights and of their parts."""
+    """Whether nameless tensors seem to be slices of the weights `wholes`.
+
+    Then each has the shape of a weight or of a weight's part, and at least one that of a part.
+    """
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}
     parts = {shape for leaf in wholes for shape in leaf.parts}

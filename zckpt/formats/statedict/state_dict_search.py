@@ -64,7 +64,7 @@ class OptimizerState(Struct, frozen=True):
 
 
 def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
-    """One state with all groups; the optimizers share no parameter."""
+    """Joins the states and groups of several optimizers, which share no parameter, into one."""
     return OptimizerState(
         optimizers[0].layout if optimizers else "",
         {name: state for each in optimizers for name, state in each.state.items()},
@@ -125,7 +125,10 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
 
 
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:
-    """Groups the parameters with equal hyper-parameters, which are stored per parameter."""
+    """The optimizer's state in a flat state dict.
+
+    It stores hyper-parameters per parameter; parameters with equal ones become a group.
+    """
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
     for key, value in state_dict.items():
@@ -175,7 +178,7 @@ def _models_in(
 def lists_in(
     tree: Any, excluded: Collection[TreePath], path: TreePath = ()
 ) -> Iterator[tuple[TreePath, list[Any]]]:
-    """The lists of tensors outside of `excluded`, with their paths."""
+    """Yields the lists that contain tensors, with their paths; skips the paths in `excluded`."""
     if (path and path in excluded) or not isinstance(tree, (dict, list)) or len(path) > DEPTH:
         return
     if isinstance(tree, list) and any(isinstance(item, Leaf) for item in tree):
@@ -192,9 +195,10 @@ def choose_models(
     optimizers: Sequence[OptimizerState],
     asked: str,
 ) -> list[TreePath]:
-    """The paths of the models' state dicts: one, unless nothing shows which one is trained.
+    """The paths of the models' state dicts to read.
 
-    `asked` is the key that the user gives for one. Raises MissingData.
+    There is one, unless nothing shows which of several is trained. `asked` is the key of one that
+    the user gives. Raises MissingData.
     """
     if not models:
         if not optimizers:

@@ -61,9 +61,10 @@ def dotted(path: TreePath) -> str:
 
 
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
-    """Sets the value at a path; an integer in the path is a place in a list.
+    """Sets the value at a path of a tree; an integer in the path is a place in a list.
 
-    All lists together may grow by `room` elements. Returns the remaining room.
+    Containers on the way are created. All lists together may grow by `room` elements. Returns the
+    remaining room. Raises CorruptCheckpoint for a path that does not fit.
     """
     container = tree
     for key, following in pairwise((*path, None)):
@@ -93,7 +94,7 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
 
 
 def no_twin() -> None:
-    """The twin of a leaf with unknown checksums: None."""
+    """Returns None: the `find_twin` of leaves whose checksums are unknown."""
 
 
 class Leaf(Struct, frozen=True, eq=False):
@@ -129,7 +130,7 @@ class Leaf(Struct, frozen=True, eq=False):
 
 
 class StepStatement(Struct, frozen=True):
-    """The value under a key `step` (a leaf or a number) that these files state."""
+    """A step that files state: the value (a leaf or a number) under a key `step`."""
 
     path: TreePath
     files: tuple[str, ...]
@@ -260,7 +261,10 @@ LeafPart = tuple[tuple[int, ...], Tensor, TorchFile]
 
 
 def memory_of(parts: Sequence[LeafPart]) -> Any:
-    """The `memory` of a leaf."""
+    """The value of `Leaf.memory`: where the leaf's parts lie in which storages.
+
+    None for a leaf without elements.
+    """
     views = [
         (*_view(offsets, tensor), file.path, tensor.place[0])
         for offsets, tensor, file in parts
@@ -270,7 +274,10 @@ def memory_of(parts: Sequence[LeafPart]) -> Any:
 
 
 def twin_of(dtype: str, shape: tuple[int, ...], parts: Sequence[LeafPart]) -> Any:
-    """The `twin` of a leaf: the checksums of its storages and how it views them."""
+    """The value of `Leaf.twin`: the checksums of the leaf's storages, and how it views them.
+
+    None if a file states no checksum.
+    """
     crcs = []
     for offsets, tensor, file in parts:
         if tensor.numel:
@@ -286,7 +293,10 @@ def _view(offsets: tuple[int, ...], tensor: Tensor) -> tuple[Any, ...]:
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
-    """The value with a leaf for every tensor; `names` has a name for each one that is not 0-d."""
+    """Replaces every tensor in a value by a leaf.
+
+    `names` yields a name for each tensor that is not 0-d.
+    """
     if isinstance(value, Tensor):
         whole = leaf(file, value)
         return replace(whole, name=next(names, None)) if names and value.shape else whole
@@ -294,7 +304,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
 
 
 def missing_number() -> Any:
-    """Stands for a number in a lost file; returns None."""
+    """Returns None: the `number` of leaves whose file is lost."""
 
 
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
@@ -400,9 +410,9 @@ def _box(whole: Sequence[int], size: int, piece: TensorPiece) -> Box:
 def assembled_rows(
     shape: Sequence[int], boxes: Iterable[ItemBox], extents: Sequence[Extent]
 ) -> RunColumns | None:
-    """The fragments of a tensor whose boxes are consecutive full rows; `extents` have their bytes.
+    """The fragments of a tensor whose boxes are consecutive full rows; None for other boxes.
 
-    None for other boxes.
+    `extents` have the bytes of the boxes.
     """
     inner, starts, stop = tuple(shape[1:]), array("q"), 0
     row, length = prod(inner), shape[0] if shape else 0
@@ -416,9 +426,9 @@ def assembled_rows(
 
 
 def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Runs | None:
-    """The fragments of a tensor whose pieces are consecutive full rows.
+    """The fragments of a tensor whose pieces are consecutive full rows; None for other pieces.
 
-    None for other pieces, which may still be valid.
+    Such pieces may still be valid.
     """
     inner, size, stop = tuple(shape[1:]), SIZES[dtype], 0
     row = prod(inner)

@@ -84,9 +84,10 @@ class StateDicts:
         self.numbers = {name: number for number, name in enumerate(members)}
 
     def _put_steps_in_groups(self) -> None:
-        """Moves the step from states to groups if the source's optimizer keeps one step per group.
+        """Writes steps into the groups, if the source's optimizer keeps them there.
 
-        Apex's FusedAdam restarts at 1 if its group has no step.
+        Only if each group has a single step. Apex's FusedAdam restarts at 1 if its group has no
+        step.
         """
         steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
@@ -135,7 +136,7 @@ class StateDicts:
         return large
 
     def _is_taken(self, path: TreePath) -> bool:
-        """Whether a path of the program's own state collides with a state dict's.
+        """Whether a path of the program's own state is also the path of a state dict.
 
         DeepSpeed keeps its client state separately, so any name is possible there.
         """
@@ -167,15 +168,19 @@ class StateDicts:
                 yield peft.saved_name(name) if self.adapter else name, value
 
     def is_saved(self, name: str) -> bool:
-        """Whether a weight is written; with an adapter, trained biases are too."""
+        """Whether a weight is written.
+
+        If only an adapter is written: its own weights, and other trained ones, such as biases.
+        """
         parameter = self.source.parameters.get(name)
         trained = parameter is not None and parameter.trainable
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """Facts that state dicts lack: which names are aliases, buffers, frozen, or inferred.
+        """Facts that state dicts lack and zckpt writes beside them.
 
-        Also the class that `--optimizer` names, which places the step.
+        They are the names that are aliases, buffers, frozen, or inferred, and the class that
+        `--optimizer` names, which decides where the step is.
         """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
@@ -292,7 +297,10 @@ class StateDicts:
 
 
 def _kept_key(key: Any) -> Any:
-    """A key as text or number; torch.distributed.checkpoint has no other keys."""
+    """The key unchanged if it is a text or a number, else as text.
+
+    torch.distributed.checkpoint has no other keys.
+    """
     return key if isinstance(key, (str, int)) else str(key)
 
 
@@ -368,7 +376,7 @@ def _clipping(source: Manifest, stated_norm: Any) -> list[Notice]:
 
 
 def _rounded_off(source: Manifest, options: Options) -> list[Notice]:
-    """A note on the fp32 values of weights that `--dtype` rounds, which are stored nowhere else."""
+    """A note that `--dtype` rounds fp32 weights whose exact values are stored nowhere else."""
     dtype = options.module_dtype
     if dtype is None or dtype in WIDE:
         return []

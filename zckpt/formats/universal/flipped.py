@@ -1,9 +1,10 @@
-"""Which bit of manifest.json was flipped?
+"""Finds the bit that was flipped in a damaged manifest.json.
 
 The manifest states the CRC-32 of its contents (`agreement.checksum`), not of its bytes. So a bit is
-flipped back and the text is parsed again: the bit that gives the stated CRC-32 was flipped. Where
-to try is known: near the place at which the text stops to be JSON, at the bit of the contents that
-explains the CRC-32, at a name that nothing else in the text has, or in the CRC-32 itself.
+flipped back and the text is parsed again: if the contents then have the stated CRC-32, it was this
+bit. These bits are tried: near the place at which the text stops to be JSON; the bit of the
+contents that explains the CRC-32; bits of a name that nothing else in the text has; and those of
+the CRC-32 itself.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ Bit = tuple[int, int]
 
 
 def flipped(text: bytes) -> list[Bit]:
-    """The single bits with which a damaged manifest has the CRC-32 that it states.
+    """The bits of a damaged manifest such that flipping one of them gives the stated CRC-32.
 
-    Nothing if none is found; it may be in a place that would take too long to find.
+    Empty if none is found: it may be in a place that would take too long to find.
     """
     left = LIMIT
     found: list[Bit] = []
@@ -80,7 +81,10 @@ def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
 
 
 def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
-    """Places of the text whose surroundings are those of the bit that explains the CRC-32."""
+    """Yields the bits of the text that may be the one which explains the wrong CRC-32.
+
+    The CRC-32 shows a bit of the canonical contents; it is found in the text by its surroundings.
+    """
     stated = document.get("crc32")
     if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{8}", stated):
         return
@@ -96,7 +100,10 @@ def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
 
 
 def _in_names(text: bytes) -> Iterator[Bit]:
-    """Bits of words that occur once, if another word differs in this bit; all bits of such keys."""
+    """Yields bits whose flip turns a word that occurs once into another word of the text.
+
+    Then all bits of keys that occur once.
+    """
     words: dict[bytes, list[int]] = {}
     for match in WORD.finditer(text):
         words.setdefault(match[0], []).append(match.start())

@@ -113,7 +113,7 @@ def _is_of_optimizer(file: str) -> bool:
 
 
 def _slot_of(file: str) -> str:
-    """The slot of the tensors in a file, by the file's name."""
+    """The slot to which a safetensors file's tensors belong, by the file's name."""
     stem = os.path.basename(file).removesuffix(ENDING).split("-")[0]
     return "param" if stem == "model" else stem
 
@@ -154,7 +154,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
 
 
 def _laid_out(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
-    """A trainer's files that are not copied, because they get other content."""
+    """The shells of a trainer's files that are written with other content than the source's."""
     changed = [item.name for item in chosen.files.siblings if item.content is not None]
     paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
     return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
@@ -234,7 +234,7 @@ def _manifest(path: str, document: Mapping[str, Any], kept: Container[str] | Non
 
 
 class _Stated(Struct, frozen=True):
-    """The facts that a manifest states about a notice, beside its text."""
+    """What a manifest states about one notice, except its text."""
 
     code: Annotated[str, Meta(pattern=r"\A[a-z]+(-[a-z]+)*\Z", max_length=40)]
     severity: Literal["warning", "note"]
@@ -420,7 +420,7 @@ def _origin(
 def _stored(
     path: str, listed: Collection[str]
 ) -> tuple[dict[Key, safefile.SavedTensor], list[str]]:
-    """Every tensor of the listed safetensors files by its entry's key, and the files.
+    """The tensors of the listed safetensors files, by slot and name; and the paths of these files.
 
     If no file is listed, as while they are being written, all files are read.
     """

@@ -149,7 +149,10 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
 
 DIGEST = len(', "crc32": "00000000"')
 FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
-"""Bytes that each tensor's checksum, and each file without its name, adds to the manifest."""
+"""Bytes that a file's entry adds to the manifest, without the file's name.
+
+A tensor's checksum counts as many.
+"""
 CHECKSUM = ',\n "crc32": "00000000"'
 """The last entry of manifest.json. Spaces are written in its place until the copy is complete."""
 
@@ -207,7 +210,10 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 
 
 def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict[str, Any]:
-    """The contents of manifest.json as a dictionary; `digest_of` returns the entries' digests."""
+    """Makes the contents of manifest.json, as a dictionary.
+
+    `digest_of` returns the digest of an entry, or None if it is unknown.
+    """
     groups = manifest.groups or ()
     tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
     # a link is a fact of this machine; restored tensors have a list of their own
@@ -241,7 +247,7 @@ def describe(manifest: Manifest, digest_of: Callable[[Key], int | None]) -> dict
 
 
 def with_mended(path: str, mended: Sequence[Mended]) -> tuple[str, bytes]:
-    """The file name and bytes of the manifest at `path` with a list of what was restored."""
+    """The name and new bytes of manifest.json, with a list of what `zckpt mend` restored."""
     with sources.opened(os.path.join(path, MANIFEST)) as file:
         document = json.loads(file.read())
     document.pop("crc32", None)
@@ -262,7 +268,7 @@ def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
 
 
 def _text(document: Mapping[str, Any]) -> bytes:
-    """JSON with one line for each key, and for each item of a dictionary such as `parameters`.
+    """The document as JSON, with each key, and each item of a dictionary in it, on a line.
 
     This form suits people and `diff`; json's own indent puts every number of a shape on its own
     line.

@@ -34,9 +34,9 @@ HEAD = 1 << 15  # elements that distinguish copies from slices of untrained tens
 
 
 class Slice(Struct, frozen=True):
-    """A tensor of one tensor rank; its elements lie in `runs`.
+    """One tensor rank's slice of a tensor; `runs` are the places of its elements in files.
 
-    `strides` are given if the tensor has one run that is not row-major.
+    `strides` are set if the slice is a single run that is not row-major.
     """
 
     key: Key
@@ -128,7 +128,7 @@ def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
 
 
 def slices(part: Partition) -> Iterator[Slice]:
-    """Yields the tensors of a partition separately."""
+    """Yields each tensor that a partition contains, as a slice with its places in files."""
     assert not isinstance(part, Nameless | Joined)
     if isinstance(part, Whole):
         runs = solid(prod(part.shape), part.extent)
@@ -209,9 +209,9 @@ def _rounds(master: Slice, weight: Slice | None) -> bool:
 def _joined(
     by_rank: Sequence[Mapping[Key, Sequence[Slice]]], trained: set[str], rules: Rules
 ) -> Iterator[Named]:
-    """Yields the joined slices of all tensor ranks as full tensors.
+    """Joins the slices of all tensor ranks; yields full tensors.
 
-    Further copies of a tensor are yielded separately.
+    If ranks have several copies of a tensor, each copy is joined and yielded separately.
     """
     weights = {
         each.dtype for rank in by_rank for name in trained for each in rank.get((name, "param"), ())

@@ -56,7 +56,10 @@ FLATS = "fp32_groups_flat"
 
 
 class ModelRank:
-    """The files of one model rank, as each data rank loads them; None opens all model ranks."""
+    """The files of one model rank, as each of its data ranks loads them.
+
+    Without a `number`, the files of all model ranks.
+    """
 
     def __init__(self, directory: str, number: int | None = 0) -> None:
         names, parsed = os.listdir(directory), Parsed()
@@ -129,9 +132,10 @@ class ModelRank:
     # -- flat buffers
 
     def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """A rank's tensors of every flat group, by slot; elastic files list the states alone.
+        """For each flat group, a rank's tensors by slot: the masters, and the states.
 
-        Groups are in the order of rank 0. Groups of experts of several sizes have no fixed order.
+        Groups are in the order of rank 0, because groups of experts of several sizes have no fixed
+        order. In elastic files the base optimizer is only a list of the states.
         """
         base, masters = state[self.base], state[self.masters]
         states = base
@@ -239,7 +243,11 @@ def _partitioned(
 def _behind_each_other(
     slot: str, shapes: Shapes, paddings: Sequence[int] = (), dp: int = 1
 ) -> list[FlatMember]:
-    """The parameters of a flat buffer: each one's `dp`-th part, followed by its padding."""
+    """The places of parameters that follow each other in a flat buffer, each followed by padding.
+
+    With `dp`, a place counts the elements of one rank: a `dp`-th part of every parameter, rounded
+    up.
+    """
     if len(paddings) < len(shapes):  # none; AutoEP's stacks are never aligned
         paddings = [0] * len(shapes)
     members, first = [], 0
@@ -250,10 +258,11 @@ def _behind_each_other(
 
 
 def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
-    """Replaces AutoEP's stack of a rank's experts by slices, whose names end with a number.
+    """Replaces AutoEP's stack of a rank's experts by one slice per expert.
 
-    Files of experts contain slices. auto_ep_layer.py, `load_moe_state_dict` of engine.py: a rank's
-    slices are in the order of experts.
+    A slice is named after the stack and the expert's number, as in the files of experts
+    (auto_ep_layer.py, `load_moe_state_dict` of engine.py). A rank's slices are in the order of
+    experts.
     """
     layers = model.get("ds_autoep_layers") or ()
     stacks = {f"{each['expert_key_prefix']}.{w}" for each in layers for w in ("w1", "w2", "w3")}
@@ -335,7 +344,10 @@ def _group(
     numbers: Sequence[Any],
     shapes: Shapes,
 ) -> Iterator[Partition]:
-    """The tensors of one group; `shapes` has its parameters' names and shapes, if there are any."""
+    """Yields the optimizer's tensors of one group.
+
+    `shapes` has the group's parameters, by name. If it is empty, the tensors are `Nameless`.
+    """
     states = optimizer.get("optimizer_state_dict", optimizer)["state"]
     if FLATS in optimizer:
         (number,) = numbers
@@ -363,7 +375,11 @@ def _group(
 
 
 def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
-    """Names and shapes of every group, by the 16-bit buffer that equals its rounded master."""
+    """For each flat master: the names and shapes of its parameters.
+
+    These are the module's weights in the 16-bit buffer whose bytes equal the rounded master. Raises
+    MissingData if there is no such buffer.
+    """
     buffers: dict[str, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in model.value["module"].items():
         if isinstance(tensor, Tensor) and tensor.numel:

@@ -55,9 +55,10 @@ class Cut(Struct, frozen=True):
     def along(
         cls, shapes: Shapes, axis: int, widths: Widths = (), folds: int = 1, unit: int = 1
     ) -> Cut:
-        """Slices that follow each other along an axis, separately for each sub-parameter.
+        """The cut of a tensor whose slices follow each other along `axis`.
 
-        The axis is a view of `folds` x sub-parameters x `unit`; the sub-parameters are cut.
+        With several sub-parameters (`widths`), the slices of each one follow each other. The axis
+        is a view of `folds` x sub-parameters x `unit` elements; only the sub-parameters are cut.
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
@@ -91,7 +92,7 @@ FIRST = {
     "parameter_with_2_sub_params_cat_dim_0": "0:2x",
 }
 LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_patterns": "0"}
-"""Keys of a checkpoint that apply before and after sub-parameters, as lines of --tp-rules."""
+"""Two pattern lists of a checkpoint, each with the --tp-rules line that has the same meaning."""
 
 
 def stated_rules(info: Mapping[str, Any]) -> Rules:
@@ -114,7 +115,11 @@ def stated_rules(info: Mapping[str, Any]) -> Rules:
 def _by_view(
     info: Mapping[str, Any], pattern: str, about: Mapping[str, Any], name: str, shapes: Shapes
 ) -> Cut:
-    """The cut of sub-parameters in a view: full widths; before version 0.4 also their count."""
+    """The cut of a fused tensor whose sub-parameters lie along one axis of a stated view.
+
+    Since version 0.4 the info states each rank's widths. Before, it states the full widths, or only
+    the number of equal sub-parameters.
+    """
     view, axis = about["shape"], about["partition_dim"]
     spec, ranks = view[axis], len(shapes)
     present = [shape for shape in shapes if shape is not None]
@@ -144,7 +149,7 @@ def _by_view(
 
 
 def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
-    """The cut by an affine map: views of the full tensor and of slices (affine.py)."""
+    """The cut that an affine map states: offset and strides of each rank's pieces (affine.py)."""
     shape = tuple(about["logical_shape"])
     steps = _strides(shape)
     boxes: dict[Any, list[list[Piece]]] = {}

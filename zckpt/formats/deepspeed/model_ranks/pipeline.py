@@ -128,7 +128,10 @@ class _Layers:
     # -- tied layers
 
     def _keys_by_shape(self) -> dict[int, list[str]]:
-        """Maps layers without numbered names to the keys of tied layers with their shapes."""
+        """For each layer file that may be a tied layer's: the keys of tied layers with its shapes.
+
+        These are files none of whose tensors has the layer's number in a known name.
+        """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
         for number, tensors in self.tensors.items():
@@ -138,7 +141,11 @@ class _Layers:
         return alike
 
     def _tied(self) -> dict[int, str]:
-        """The key of the tied layer for each layer file whose weights equal the rounded masters."""
+        """Maps the numbers of layer files to the key of the tied layer that they store.
+
+        The masters of a tied layer, rounded, equal the weights in its files. Raises
+        UnsupportedCheckpoint if several keys fit a file.
+        """
         every = (entry for stage in self.stages[::-1] for entry in stage.entries.values())
         masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
         names = of_tied({name: name for name in self.shapes})
@@ -216,9 +223,10 @@ class _Layers:
     # -- what files of layers have
 
     def beside(self) -> Manifest:
-        """The tensors of all layer files, as if a further rank had them; tied layers give replicas.
+        """A manifest of all tensors in the layer files; a tied layer's further copies are replicas.
 
-        Raises unless every trained parameter is in the file of its layer, with the same shape.
+        It has the form of a rank's manifest, so that `merge` can add these tensors. Raises unless
+        every trained parameter is in the file of its layer, with the same shape.
         """
         entries, copies = dict[Key, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
@@ -243,7 +251,7 @@ class _Layers:
         )
 
     def _weight(self, number: int, inner: str, name: str) -> Entry:
-        """A tensor in a layer's file, under its name in the full model."""
+        """The entry of the tensor `inner` in layer `number`'s file; `name` is its full name."""
         tensor = self.tensors[number][inner]
         fragments = self.files[number].fragments(tensor)
         return Entry(name, "param", tensor.dtype, tensor.shape, fragments)
@@ -276,7 +284,10 @@ class _Layers:
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
-    """Groups whose parameters stand as the layers do: tied ones by first use, then by number."""
+    """Yields the groups whose parameters are in the order of the layers, with tied layers first.
+
+    A group whose names show fewer than three different layers proves no order, and is left out.
+    """
     for names in by_key((about.group, name) for name, about in stage.parameters.items()).values():
         numbers = (LayerName.of(name).number for name in names)
         places = [-1 if number is None else number for number in numbers]

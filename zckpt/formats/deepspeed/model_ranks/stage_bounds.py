@@ -72,7 +72,10 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
 
 
 def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[Notice]:
-    """A warning with the assumptions about the program that DeepSpeed's rule makes."""
+    """A warning that states the bounds and what was assumed about the program's layers.
+
+    Empty unless `--pp-partition` is given.
+    """
     if (method := options[PP_PARTITION]) is None:
         return []
     message = (
@@ -145,7 +148,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
-    """Trained elements of each layer; each use of a tied layer counts.
+    """The number of trained elements in each layer; a tied layer counts at each of its uses.
 
     Raises WrongOption if no file shows all uses of a tied layer.
     """
@@ -179,10 +182,10 @@ def layers_alike(model: Manifest) -> list[int]:
 
 
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
-    """The bounds if the method balances the number of layers of one class.
+    """The bounds that give every stage the same number of layers of one class (`type:REGEX`).
 
-    No file states classes. Layers with equal parameters count as this class if the source's stages
-    agree with it. Raises WrongOption otherwise.
+    No file states classes, so the layers with equal parameters are assumed to be this class. Raises
+    WrongOption if the bounds of the source's stages contradict this.
     """
     alike = layers_alike(model)
     says = f"--pp-partition {method} goes by the classes of layers, which no file states"

@@ -40,7 +40,11 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """The full model, with the sizes that each rank states for `tp` tensor ranks."""
+    """The full model, with `tp` tensor ranks in the arguments and the configuration it states.
+
+    These are the program's saved arguments, the padded vocabulary, the `universal_checkpoint_info`
+    and AutoTP's size in the ds_config.
+    """
     client = dict(source.state.get("client_state") or {})
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
     padded_size = {PADDED: max(rows)} if rows else {}
@@ -68,7 +72,10 @@ def sized(source: Manifest, tp: int) -> Manifest:
 
 
 def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[Notice]]:
-    """The table of cuts over the target's ranks, each rank's manifest, and warnings."""
+    """Cuts the full model for `tp` ranks: the table of cuts, each rank's manifest, and warnings.
+
+    Raises MissingData if nothing states how a parameter is cut.
+    """
     names = names_in(source)
     if tp == 1:  # not cut, whatever the rules
         table = Table(TENSOR_RANK, rows=[Row(names)])
@@ -180,7 +187,10 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
 
 
 def _vocabularies(source: Manifest) -> dict[str, Vocabulary]:
-    """The rows of each vocabulary that has its original name."""
+    """The vocabulary facts (padded and used rows) of the source's parameters, by name.
+
+    Facts of a name that a rename has changed are left out.
+    """
     facts = _facts(source).vocabularies
     return {name: about for name, about in facts.items() if name in source.parameters}
 
@@ -199,7 +209,11 @@ def is_auto(source: Manifest) -> bool:
 
 
 def auto_of(source: Manifest) -> AutoTP:
-    """AutoTP's rule for shares, from config.json beside the source or from uneven shares."""
+    """AutoTP's shares for the source's model.
+
+    They depend on the number of key-value heads: as config.json beside the source states it, else
+    as uneven shares in the source imply it.
+    """
     heads = heads_in(json_of(files_to_load_by(source.files.siblings), CONFIG))
     if heads is None:
         universal_info = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})

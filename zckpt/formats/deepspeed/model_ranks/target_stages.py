@@ -41,10 +41,11 @@ from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stage
 def recut(
     whole: Manifest, models: Sequence[Manifest], pipeline: Pipeline, grid: Grid, options: Options
 ) -> tuple[Grid, tuple[Manifest, ...], list[Notice]]:
-    """The target's grid and model ranks for the bounds that `options` give, and inferred facts.
+    """Cuts every tensor rank's model into the stages that `options` ask for.
 
-    `models` are the pipelines of the cut tensor ranks; `whole` has the parameters of all of them.
-    Raises the same errors as `cut_again`.
+    Returns the new grid, the manifests of all model ranks, and notices of inferred facts. `models`
+    are the tensor ranks' models; `whole` has the parameters of all of them. Raises the same errors
+    as `cut_again`.
     """
     inferred: list[Notice] = []
     if is_cut(len(pipeline.parameters), options):
@@ -59,7 +60,11 @@ def recut(
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
-    """The layers of a pipeline with experts, by the numbers at the start of names."""
+    """The numbers of a pipeline's layers, as the names of its parameters begin with them.
+
+    Used with experts, where no layer files exist. Raises WrongOption for a pipeline option if names
+    have no such numbers.
+    """
     names = [LayerName.of(name) for name in (*model.parameters, *model.buffers)]
     numbers = {name.number for name in names if name.number is not None}
     if not numbers or any(name.number is None and name.key is None for name in names):
@@ -150,7 +155,10 @@ def _stage_of(layer: int, bounds: Sequence[int]) -> int:
 
 
 class _Stage(Struct, frozen=True):
-    """The stage with the layers `span` of a model; `uses` are the uses of its tied layers."""
+    """A pipeline stage that has the layers `span` of a model.
+
+    `uses` maps the key of each tied layer to the layers at which it is used.
+    """
 
     model: Manifest
     span: range
@@ -199,15 +207,18 @@ class _Stage(Struct, frozen=True):
         return self.model.parameters[name].group or 0
 
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
-        """The sort key of a parameter by group, then by layer.
+        """The sort key of a parameter: its group, then its place in the stage.
 
-        An unknown use of a tied layer has no file, and counts as the last one.
+        A tied layer whose use in this stage is unknown is sorted after the other tied layers.
         """
         return self._group(name), self.place(name) or (0, self.span.stop)
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
-    """One of `pp` stages of a full pipeline: its parameters, groups and layers of experts."""
+    """The manifest of one of `pp` stages, with the parameters in `row` only.
+
+    Groups, layers of experts and sizes in the program's arguments are adapted to the stage.
+    """
     stage = part(model, row)
     assert isinstance(stage.run.engine, FlatBufferEngine)
     layers = tuple(

@@ -77,7 +77,11 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
 
 
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
-    """How buffers are cut; buffers of equal shapes are cut by the user's rules only."""
+    """How each buffer is cut over tensor ranks; buffers that are not in the result are not cut.
+
+    The user's rules apply to all buffers. The checkpoint's rules apply only to buffers whose shapes
+    differ between ranks.
+    """
     shapes = _on_ranks(
         {n: e.shape for n in rank.buffers if (e := rank.entries.get((n, "param"))) is not None}
         for rank in ranks
@@ -94,7 +98,10 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[st
 
 
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[Notice]:
-    """Warnings about sums, which the joined model lacks, and about the user's rules."""
+    """Warnings about tensors that are sums over ranks, and about rules that no file confirms.
+
+    Of a sum, the joined model has only tensor rank 0's part.
+    """
     if sums := [name for name, sliced in cut.items() if sliced.placement.is_sum]:
         message = (
             f"each tensor rank has a part of {listed(sums, 4)}: what is shown is the part of "
@@ -146,9 +153,10 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _own_copies(manifest: Manifest) -> list[Notice]:
-    """Warnings about copies that differ, where the files or rules show which tensors are copies.
+    """Warnings about copies that differ between model ranks which are kept apart.
 
-    Each model rank keeps its own copies, so nothing else needs to be known about slices.
+    If the files or the rules show how tensors are cut, copies on tensor ranks are compared too.
+    Otherwise that comparison is left out: each rank keeps its own copy anyway.
     """
     warnings = compare_apart(manifest)
     if len(manifest.models) == 1:  # there are no copies on other tensor ranks

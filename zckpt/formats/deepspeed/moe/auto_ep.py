@@ -63,10 +63,10 @@ def with_slices(ranks: EngineStates) -> EngineStates:
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Maps second names of the routers' weights to AutoEP's names.
+    """Maps second names of a router's weight to the name that AutoEP gives it.
 
-    A module of the model has the same weights. No list of the engine has these names. Both names
-    were saved, with the same bytes.
+    Another module of the model holds the same weight, so it is saved under both names, with the
+    same bytes. The engine lists only AutoEP's name.
     """
     file = ranks.models[0]
     listed_names = {*chain.from_iterable(ranks.param_shapes())}

@@ -90,7 +90,7 @@ class LayerFiles(Struct, frozen=True):
 
 
 def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
-    """The files of all layers, in the engine's order.
+    """The opened files of experts, one `LayerFiles` per layer, in the engine's order.
 
     Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (an extra file, a
     file with another expert than its name states, or a file with other shapes).
@@ -174,17 +174,21 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 
 
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
-    """The parameters, frozen parameters and buffers on rank 0 that the files list, by its names."""
+    """All names that rank 0's files list: parameters, frozen parameters and buffers.
+
+    Experts have rank 0's local numbers in them.
+    """
     return tuple(chain(*ranks.param_shapes(), ranks.frozen_shapes or (), ranks.buffer_names))
 
 
 def spread_over(
     ranks: EngineStates, files: Sequence[LayerFiles], named: Iterable[str], ep: int | None = None
 ) -> ExpertLayers:
-    """The layers of experts, spread over `ep` ranks, or over the number that rank 0's names show.
+    """The layers of experts, with the number of ranks over which each one is spread.
 
-    `named` are names on rank 0. Raises InconsistentCheckpoint if ranks cannot share the experts,
-    and UnsupportedCheckpoint if a layer has none of the names.
+    This is `ep`, else the number that follows from rank 0's share of the experts in `named` (names
+    on rank 0). Raises InconsistentCheckpoint if ranks cannot share the experts evenly, and
+    UnsupportedCheckpoint if a layer has none of the names.
     """
     path, layers = ranks.directory.path, dict[str, ExpertLayer]()
     numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
@@ -244,9 +248,9 @@ def with_tensors(
 
 
 class Experts(Struct, frozen=True):
-    """The experts in the files of all ranks.
+    """The layers of experts of one model rank, and which rank has which experts.
 
-    The module of `whole` has the tensors of all experts.
+    `ranks` are the states as saved. In `whole`, the module has the tensors of all experts.
     """
 
     ranks: EngineStates
@@ -348,9 +352,10 @@ class Experts(Struct, frozen=True):
         return in_order(manifest)
 
     def _order(self, manifest: Manifest) -> list[str]:
-        """All parameters by group, in the order of the flat buffers.
+        """All parameters of the full model in the order of the flat buffers, group by group.
 
-        Experts of all ranks interleaved.
+        The experts of all ranks stand at the places of rank 0's experts. Frozen parameters come
+        last.
         """
         groups = by_key(
             (about.group if about.trainable else None, name)

@@ -37,11 +37,12 @@ GROUP_SIZE = 178_956_971  # elements; the engine's default of `max_group_size`
 
 
 def over_ranks(source: Manifest, options: Options) -> Manifest:
-    """The source with the groups of experts for the target's expert-parallel size.
+    """Replaces the groups of experts by those for the target's expert-parallel size (`--ep`).
 
-    Raises WrongOption (sizes that do not divide, groups that may be cuts of one group), MissingData
-    (the source does not state its layers or groups), InconsistentCheckpoint (the order of
-    parameters does not carry over to another size).
+    Without `--ep` and without experts the source is unchanged. Raises WrongOption (sizes that do
+    not divide, groups that may be cuts of one group), MissingData (the source does not state its
+    layers or groups), InconsistentCheckpoint (the order of parameters does not carry over to
+    another size).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     if unplaced := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
@@ -119,7 +120,7 @@ def check_target(target: DeepSpeedTarget) -> None:
 
 
 def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
-    """What the program must change for another expert-parallel size."""
+    """A warning with the setting that the program must change for another expert-parallel size."""
     sizes = target.experts.sizes
     if ExpertLayers.of_manifest(source).sizes == sizes:
         return []
@@ -194,7 +195,10 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
 
 
 def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
-    """A group of one rank, cut where DeepSpeed cuts it."""
+    """Cuts one rank's group of experts into the groups that DeepSpeed makes of it.
+
+    A new group begins where the elements would exceed GROUP_SIZE.
+    """
     cut: list[str] = []
     size = 0
     for _, slices in groupby(names, parameter_of):
@@ -212,10 +216,11 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def with_named_layers(source: Manifest, unplaced: Sequence[str]) -> Manifest:
-    """A manifest that states its layers; `unplaced` are experts' tensors of unknown layers.
+    """Adds the layers of experts to a manifest that has experts but does not state their layers.
 
-    State dicts of a full model, such as those that zckpt wrote from a DeepSpeed run, have all
-    experts by number. The groups of their optimizer still have DeepSpeed's names.
+    `unplaced` are the names of these experts' tensors. State dicts of a full model, such as those
+    that zckpt wrote from a DeepSpeed run, have all experts by number. The groups of their optimizer
+    still have DeepSpeed's names, which show the expert-parallel sizes.
 
     Raises InconsistentCheckpoint (experts are missing) and MissingData (the source's engine does
     not name layers, or the optimizer has no groups of experts).

@@ -47,13 +47,13 @@ name the trained parameters with --param-names names.txt, group by group. Two li
 program, before deepspeed.initialize, write that file:
     names = {p: name for name, p in model.named_parameters()}
     open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
-"""The hint for an optimizer with masters, which has none for frozen parameters."""
+"""The hint to name an optimizer's parameters, without frozen ones: these have no masters."""
 
 
 class Named(NamedTuple):
-    """The names of each group's parameters.
+    """The names of each group's parameters (`members`).
 
-    Only the order of the module shows the `inferred` names.
+    For the names in `inferred`, nothing but the order of the module shows that they belong there.
     """
 
     members: Members
@@ -131,7 +131,7 @@ def named(asked: Nameless) -> Named:
 
 
 def by_file(asked: Nameless) -> Named | None:
-    """Names that a file written by zckpt states; None without them."""
+    """The names that zckpt wrote into the file; None if it wrote none."""
     if not asked.stated_names:
         return None
     members: Members = [[*own] for own in asked.stated_names]
@@ -203,7 +203,10 @@ def _check_known(asked: Nameless, members: Members) -> None:
 
 
 def shared_out(asked: Sequence[Nameless], param_names: Sequence[str]) -> list[list[Sequence[str]]]:
-    """The user's names by optimizer, for flat masters also by group; raises WrongOption."""
+    """Distributes the user's names over the optimizers, and over the groups if masters are flat.
+
+    Raises WrongOption if their number or their sizes do not fit.
+    """
     weights = asked[0].weights
     if not asked[0].is_flat:
         *counts, last = [sum(map(len, each.groups)) for each in asked]
@@ -319,9 +322,10 @@ def by_bytes(asked: Nameless) -> Named | None:
 
 
 def cut(asked: Nameless, flat: TensorInFile) -> list[TensorInFile]:
-    """Cuts a flat master into its parameters' masters.
+    """Cuts a flat master into the masters of its parameters.
 
-    At each position, the next elements must round to weights of exactly one shape.
+    At each position, the next elements must round to weights of exactly one shape; else
+    MissingData.
     """
     weights = [*asked.weights.values()]
     shapes = dict.fromkeys(stored.tensor.shape for stored in weights)
@@ -361,10 +365,10 @@ WAYS = (by_file, by_user, by_views, by_bytes, by_torch, by_shapes)
 
 
 def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
-    """The names in a pipeline, by the shapes of all stages together as one optimizer; else None.
+    """The names in a pipeline's optimizers, found as if all stages were one optimizer.
 
-    Group by group, the stages' parameters follow each other as the layers do. None if two layers
-    have equal weights: they may be a tied layer.
+    Group by group, the stages' parameters follow each other as the layers do. None if the shapes
+    are ambiguous, or if two layers have equal weights: they may be a tied layer.
     """
     counts = {len(each.groups) for each in asked}
     if len(asked) == 1 or len(counts) > 1 or any(each.flats for each in asked):
@@ -396,7 +400,10 @@ def of_stages(asked: Sequence[Nameless]) -> list[Named] | None:
 
 
 def _in_order(asked: Nameless) -> Named | None:
-    """The names by the order of the module, in which frozen parameters have places too."""
+    """Names that follow from the module's order and the shapes; None if they are ambiguous.
+
+    Frozen parameters also have places in the order.
+    """
     orders = [[number.shape for number in own] for own in asked.groups]
     try:
         matched = match(orders, [*shapes_of(asked.weights).items()], True)
@@ -408,10 +415,11 @@ def _in_order(asked: Nameless) -> Named | None:
 def _matched(
     asked: Nameless, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> Named:
-    """The names of all parameters by their labels; `what` names the labels' meaning in errors.
+    """Names each parameter by its label, which one or several weights share.
 
-    `labelled` maps weights to labels, in the module's order. A group whose labels are all unique
-    may be in any order. A group with other labels must be in the module's order. Raises MissingData
+    `orders` has the labels of each group's parameters. `labelled` maps weights to labels, in the
+    module's order; `what` describes the labels in errors. A group whose labels are all unique may
+    be in any order. A group with other labels must be in the module's order. Raises MissingData
     with the names of the weights that cannot be told apart.
     """
     numbers = Counter(chain.from_iterable(orders))

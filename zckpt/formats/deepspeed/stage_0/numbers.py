@@ -26,7 +26,7 @@ from .samples import TensorInFile
 Shape = tuple[int, ...]
 Groups = Sequence[Sequence["Number"]]
 FROZEN = "zckpt_frozen"
-"""Key in a file that zckpt wrote, beside the optimizer's state: numbers of frozen parameters."""
+"""The key beside the optimizer's state under which zckpt lists the numbers of frozen parameters."""
 
 
 class Number(Struct, frozen=True):
@@ -62,11 +62,12 @@ class Number(Struct, frozen=True):
 
 
 def numbers_of(states: EngineStates) -> Groups:
-    """The optimizer's numbers, group by group.
+    """What the optimizer keeps under each number, group by group.
 
-    The engine gives every trained weight a gradient, so torch's own optimizer has a state for it.
-    If no parameter has a state, as with plain SGD, nothing shows which ones are frozen. Raises
-    CorruptCheckpoint and InconsistentCheckpoint if only some numbers have masters.
+    The engine gives every trained weight a gradient, so torch's own optimizer has a state for it,
+    and a number without a state is a frozen parameter. If no parameter has a state, as with plain
+    SGD, nothing shows which ones are frozen. Raises CorruptCheckpoint and InconsistentCheckpoint if
+    only some numbers have masters.
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
@@ -104,7 +105,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
-    """The error for a group, or for all groups, whose size contradicts another place."""
+    """The error for a group's number of parameters or elements that contradicts another place."""
     return InconsistentCheckpoint(
         "partition-does-not-fit",
         f"{where} should have {expected}, but it has {actual}",

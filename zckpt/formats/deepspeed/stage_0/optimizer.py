@@ -102,10 +102,10 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
 
 
 def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
-    """The states in the model file; the model file of a stage has no weights.
+    """The opened states of a model file that also has the optimizer.
 
-    Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if the optimizer has no
-    state.
+    With `is_stage`, the file may lack the module: its weights are in files of layers. Raises
+    IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if the optimizer has no state.
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
@@ -131,9 +131,10 @@ def states_with(
     optimizer: Any,
     overrides: ModuleOverrides,
 ) -> EngineStates:
-    """The states of a model file, with the `optimizer` from the file `beside` or the same file.
+    """The states of a model file together with an `optimizer` that the file `beside` contains.
 
-    `overrides` overrides the model file. Raises the same errors as `states_of`.
+    `beside` may be the model file itself. `overrides` replace values of the model file. Raises the
+    same errors as `states_of`.
     """
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
@@ -165,7 +166,7 @@ def states_with(
 def named_optimizers(
     every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
 ) -> list[WholeOptimizer]:
-    """The optimizers with their parameters' names; raises the same errors as `names_of`."""
+    """Names the parameters of each optimizer; raises the same errors as `names_of`."""
     wholes: list[WholeOptimizer] = []
     for states, named in zip(every, names_of(every, weights, param_names), strict=True):
         shapes = shapes_of(weights)
@@ -177,7 +178,7 @@ def named_optimizers(
 
 
 def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) -> WholeOptimizer:
-    """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
+    """Adds each group's names and shapes to the states: the engine saves none in stage 0."""
     shapes_by_group = [
         {name: shapes[name] for name in group if name is not None} for group in named.members
     ]
@@ -215,7 +216,10 @@ def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
 
 
 def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferSlot:
-    """A tensor under one number as a slot, divided among the number's parameters."""
+    """Makes a slot of a tensor that the optimizer keeps under one number.
+
+    A flat tensor is divided among the parameters of this number.
+    """
     if [*number.shapes.values()] == [tensor.shape]:
         return BufferSlot(name, tensor.dtype, {number.first: file.fragments(tensor)})
     ends = pairwise(accumulate(map(prod, number.shapes.values()), initial=0))
@@ -226,7 +230,7 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
 
 
 def kept(whole: WholeOptimizer, step_policy: str | None) -> list[FlatBuffer]:
-    """The optimizer's state under each number, as one flat buffer each.
+    """The optimizer's state as flat buffers, one for each number.
 
     A value named `step` that is no step is treated like any other state.
     """
@@ -280,7 +284,10 @@ def _is_slot(number: Number, key: Any, value: Any) -> bool:
 
 
 def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest; a warning names the parameters whose names only the module's order shows."""
+    """The manifest of a model file with its optimizer.
+
+    A warning lists the parameters that were named by the module's order alone.
+    """
     states, buffers = whole.states, kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
     warnings = manifest.notices.warnings
@@ -364,7 +371,10 @@ def optimizer(
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
-    """The buffers that get a number in the optimizer, by group; None for a frozen parameter."""
+    """For each group, the flat buffers in the order of the optimizer's numbers.
+
+    None stands where the optimizer lists a frozen parameter, which has no buffer.
+    """
     of_group = by_key((buffer.group, buffer) for buffer in target.buffers)
     groups = [of_group.get(number, []) for number, _ in enumerate(target.groups)]
     if not target.lists_frozen:

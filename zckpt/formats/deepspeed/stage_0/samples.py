@@ -37,7 +37,7 @@ _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
 class TensorInFile(Struct, frozen=True):
-    """A tensor and its file."""
+    """A tensor, and the file that contains it."""
 
     file: TorchFile
     tensor: Tensor
@@ -46,7 +46,11 @@ class TensorInFile(Struct, frozen=True):
 def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
-    """The label of every weight, and the labels that each master may have, one per type."""
+    """Labels for weights and masters: a master may belong to the weights with its label.
+
+    Returns one label for every weight, and for every master its labels, at most one per weight
+    type.
+    """
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))
     of_weights: list[Label] = [()] * len(weights)
@@ -65,7 +69,7 @@ def labels(
 
 
 def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
-    """Groups of keys whose tensors have the same names and bytes."""
+    """Sorts the keys into groups whose tensors have equal names and equal bytes."""
     places = [(key, name) for key, own in tensors.items() for name in own]
     every = [tensors[key][name] for key, name in places]
     named = zip(places, labels(every, every)[0], strict=True)
@@ -82,10 +86,11 @@ class _Sampler(Struct, frozen=True):
     descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, weights: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
-        """Yields sets of equal weights of one shape and type, with the masters that round to them.
+        """Splits weights of one shape and type into sets of equal ones, with each set's masters.
 
-        Both are given by their places. Weights to which no master rounds may differ. A master
-        rounds only to weight types that an engine makes of its type.
+        A set's masters are those that round to its weights. `weights` and `theirs` (the masters)
+        are places in the lists of all tensors. A set without masters may contain weights that
+        differ. A master rounds only to weight types that an engine makes of its type.
         """
         kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]

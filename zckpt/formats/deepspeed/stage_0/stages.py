@@ -35,7 +35,7 @@ JOIN = ". Do it on one rank of each stage, and join the files in the order of th
 
 
 class WholeStages(Struct, frozen=True):
-    """The optimizers of all stages, and the keys of tied layers by the numbers of their files."""
+    """The optimizers of all stages; `tied` maps numbers of layer files to keys of tied layers."""
 
     wholes: Sequence[WholeOptimizer]
     tied: Mapping[int, str]
@@ -94,7 +94,10 @@ def open_stages(
 def _stated_shapes(
     states: Sequence[EngineStates], param_names: Sequence[str] | None
 ) -> dict[str, Shape | None]:
-    """Names that the user or a file written by zckpt states, with shapes as far as known."""
+    """The names that the user or a file written by zckpt states, each with its shape.
+
+    The shape is None if nothing shows it.
+    """
     if all(each.listed_shapes for each in states):
         return dict(chain(*(own.items() for each in states for own in each.param_shapes())))
     names = param_names or ()

@@ -51,7 +51,7 @@ MASTERS = ("param", "fp32_param")
 
 
 def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], tp: int) -> Slicing:
-    """How tensor ranks cut a weight, by the pieces in which they saved it.
+    """How tensor ranks cut a weight, inferred from the pieces in which they saved it.
 
     There is one piece for each of the `tp` ranks, or two (a gated `linear_fc1`), or a single one.
     Raises UnsupportedCheckpoint for other numbers of pieces.
@@ -102,7 +102,10 @@ def read_bytes(extent: Extent) -> bytes:
 
 
 class _Optimizer(Struct, eq=False):
-    """The files' content of one optimizer, by the numbers of its model-parallel ranks."""
+    """The groups, loss scales and flat buffers of one optimizer, as read from files.
+
+    Groups and buffers are keyed by the number of their model-parallel rank.
+    """
 
     groups: dict[int, list[Any]] = field(default_factory=dict)
     scalers: list[tuple[TorchFile, Any]] = field(default_factory=list)
@@ -188,11 +191,11 @@ class FlatItems:
     def ranks(
         self, tp: int, stages: int | None = None, ep: int | None = None, experts: int = 0
     ) -> list[ModelRank]:
-        """The buffers of every model-parallel rank, optimizer by optimizer, chunk by chunk.
+        """The flat buffers of every model-parallel rank, chunk by chunk.
 
-        `experts` is the number of experts in a layer: then only the buffers of the experts' own
-        optimizer are returned, else only the others. `tp` ranks share a parameter, and `ep` ranks
-        the experts. Without `stages` or `ep`, the number of buffers determines them. Raises
+        With `experts`, the number of experts in a layer, only the buffers of the experts' own
+        optimizer; without, only the others. `tp` ranks share a parameter, and `ep` ranks the
+        experts. Without `stages` or `ep`, the number of buffers determines them. Raises
         InconsistentCheckpoint if the numbers do not fit.
         """
         by_group = by_key(
@@ -305,7 +308,7 @@ def _joined_buckets(
 
 
 def slot_of(key: str) -> str:
-    """The slot of a state with this name in the files."""
+    """The slot for a state that files call `key`: `master` for masters, else as in torch.optim."""
     return "master" if key in MASTERS else slot_name(key)
 
 
@@ -336,16 +339,17 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
 
 
 class FlatFragments:
-    """The pieces of one item, by the place of their fragment; a bucket has one fragment at ().
+    """The flat pieces of one item, sorted by the fragment of a parameter that they belong to.
 
     States that are `fully_sharded_model_space`, the default of Megatron-Core up to 0.13:
 
-        decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
-        optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
+            decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
+            optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
 
     The axes of layers and experts are the same. The next axes are the numbers of fragments along
     each axis of the parameter. The last axis has the elements of one fragment, flat. A
-    data-parallel rank has a range of these elements (megatron-core 0.13.1).
+    data-parallel rank has a range of these elements (megatron-core 0.13.1). A bucket has a single
+    fragment, whose place is ().
     """
 
     def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:
@@ -364,9 +368,10 @@ class FlatFragments:
             self.parts.setdefault(box.offsets[:-1], []).append(part)
 
     def whole(self, before: tuple[int, ...], shape: tuple[int, ...]) -> Fragments:
-        """The tensor of a parameter of this shape; `before` are its layer and its expert.
+        """The state's tensor for one parameter, joined from its fragments.
 
-        Raises InconsistentCheckpoint if its fragments do not give the shape or are incomplete.
+        `before` are the numbers of its layer and expert, `shape` is the parameter's. Raises
+        InconsistentCheckpoint if the fragments do not give the shape or are incomplete.
         """
         grid = self.item.shape[len(before) : -1]
         local: tuple[int, ...] = ()
@@ -394,7 +399,10 @@ class FlatFragments:
         return joined(slicing, slices, SIZES[self.item.dtype])
 
     def runs(self, place: tuple[int, ...]) -> Runs:
-        """The elements of the fragment at a place; raises InconsistentCheckpoint for gaps."""
+        """Where the elements of the fragment at `place` lie in files.
+
+        Raises InconsistentCheckpoint if pieces overlap or leave gaps.
+        """
         parts = sorted(self.parts.get(place, []), key=lambda part: part.start)
         ends = [0, *(part.stop for part in parts)]
         if [*(part.start for part in parts), self.item.shape[-1]] != ends:

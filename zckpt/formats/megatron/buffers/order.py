@@ -21,7 +21,10 @@ EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)
 BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
 BEHIND = ("decoder.final_layernorm", "mtp", "output_layer")
 PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
-"""Parts of a multi-token prediction layer; the decoder layer in it has two names (0.19)."""
+"""The parts of a multi-token prediction layer, in order.
+
+`transformer_layer` and `mtp_model_layer` (0.19) are two names of its decoder layer.
+"""
 MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
@@ -91,7 +94,7 @@ def orders(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _key(name: str, fused: bool, grouped: bool, names: frozenset[str]) -> Key | None:
-    """The sort key of a parameter; None for an unknown module."""
+    """The key that sorts a parameter into the module's order; None for an unknown module."""
     module, _, kind = name.rpartition(".")
     if kind not in KINDS:
         return None

@@ -32,7 +32,10 @@ ReadBytes = Callable[[Extent], bytes]
 
 
 class Local(Struct, frozen=True, eq=False):
-    """One rank's part of a parameter: its number of elements, and its weight's first extent."""
+    """A tensor rank's part of a parameter: `numel` elements.
+
+    `first` are the bytes of its weight's first elements.
+    """
 
     name: str
     numel: int
@@ -55,7 +58,7 @@ class Flat(Struct, frozen=True, eq=False):
     coalesced: bool = False
 
     def part(self, slot: str, place: tuple[int, int], numel: int) -> Runs:
-        """The `numel` elements of a slot from a place (bucket, element) on."""
+        """Where `numel` elements of a slot lie in files, from a place (bucket, element) on."""
         bucket, start = place
         return self.tensors[slot][bucket].part(start, start + numel, SIZES["F32"])
 
@@ -69,17 +72,21 @@ Places = tuple[tuple[int, int] | None, ...]
 """The place of each parameter as (bucket, element); None for one outside of the buffer."""
 
 State = tuple[int, int, int]
-"""The bucket, its filled elements, and the bucket's start modulo the alignment."""
+"""How far a buffer is filled: the bucket's number and the number of its filled elements.
+
+The third number is the bucket's start modulo the alignment.
+"""
 
 
 def places(
     locals_: Sequence[Local], flat: Flat, read_bytes: ReadBytes, may_lack: bool = False
 ) -> list[Places]:
-    """Possible ways to place parameters, in buffer order, so that they fill the buffer exactly.
+    """The ways in which parameters, in buffer order, fill a buffer exactly.
 
-    Returns up to two ways: with more than one the bytes do not decide. If the buffer `may_lack`
-    some parameters, only the bytes show which ones. Then the first master behind a parameter is
-    looked up among the first weights of later parameters.
+    Each way has the place of every parameter. At most two are returned: with more than one the
+    bytes do not decide. If the buffer `may_lack` some parameters, only the bytes show which ones.
+    Then the first master behind a parameter is looked up among the first weights of later
+    parameters.
     """
     firsts = enumerate(locals_) if may_lack else ()
     by_first = by_key(
@@ -142,7 +149,10 @@ def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
 
 
 def _rounded(flat: Flat, place: tuple[int, int], read_bytes: ReadBytes) -> bytes:
-    """The first master at a place, rounded to a weight; empty at the end or for other types."""
+    """The master at a place, rounded to the type of the weights, as bytes.
+
+    Empty at the end of the buffer, or for types to which zckpt does not round.
+    """
     first = [rounded(read_bytes(run.extent), flat.dtype) for run in flat.part("master", place, 1)]
     return next(iter(first), None) or b""
 
@@ -150,7 +160,7 @@ def _rounded(flat: Flat, place: tuple[int, int], read_bytes: ReadBytes) -> bytes
 def _fits(
     local: Local, flat: Flat, state: State, place: tuple[int, int], read_bytes: ReadBytes
 ) -> bool:
-    """Whether a parameter may begin at a place after a state.
+    """Whether a parameter may begin at `place` in a buffer that is filled as `state` says.
 
     There must be room for it, and no room in the previous bucket. Its first masters must round to
     its first weights.

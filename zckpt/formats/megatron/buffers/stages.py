@@ -37,7 +37,10 @@ class ModelRank(Struct, frozen=True, eq=False):
     experts: range | None = None
 
     def own_parts(self, parts: Mapping[str, Local]) -> Mapping[str, Local]:
-        """The tensor rank's parameters that may be in these buffers."""
+        """The parameters in `parts` (the tensor rank's) that this rank's buffers may contain.
+
+        All of them; if experts are spread over ranks, those of this rank's experts.
+        """
         if self.experts is None:
             return parts
         return {name: part for name, part in parts.items() if expert_of(name) in self.experts}
@@ -49,11 +52,12 @@ def placed(
     read_bytes: ReadBytes,
     where: str,
 ) -> list[dict[str, list[BufferPlace]]]:
-    """The places of all parameters, per tensor rank; `parts` are the ranks' parts of parameters.
+    """Finds each parameter's buffer and its place in it.
 
-    A tied embedding has a second place, for the last stage's copy. Frozen parameters have none: if
-    no range of layers fills a buffer, single parameters may be missing. Raises
-    UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do. Raises
+    `parts` has, for each tensor rank, its parts of the parameters; the result has their places, by
+    tensor rank and name. A tied embedding has a second place, for the last stage's copy. Frozen
+    parameters have none: if no range of layers fills a buffer, single parameters may be missing.
+    Raises UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do. Raises
     InconsistentCheckpoint for a parameter in two buffers, or not in the buffers of all tensor
     ranks.
     """
@@ -124,9 +128,10 @@ def _ways(
     read_bytes: ReadBytes,
     may_lack: bool = False,
 ) -> list[Way]:
-    """The ways in which a range of layers fills a buffer.
+    """All ways in which the parameters of some range of layers fill a buffer.
 
-    If the buffer `may_lack` parameters, these are frozen, or on other ranks.
+    If the buffer `may_lack` parameters, all layers are tried, and each may be missing: parameters
+    can be frozen, or on other ranks.
     """
     ways: list[Way] = []
     for locals_by_name in _kinds(flat, parts, ends):
@@ -142,7 +147,11 @@ def _ways(
 
 
 def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
-    """The parameters of a buffer's type, also with the copy of a tied embedding if possible."""
+    """The parameters that may be in a buffer, because their weights have its type.
+
+    For the end of a model with a tied embedding there is a second set, which adds the copy of the
+    embedding as output layer.
+    """
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
     if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:
         return [of_type, {**of_type, OUTPUT: of_type[EMBEDDING]}]
@@ -152,9 +161,9 @@ def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[s
 def _ranges(
     order: Sequence[str], parts: Mapping[str, Local], flat: Flat, ends: Ends, may_lack: bool
 ) -> Iterator[list[str]]:
-    """The parameters of each range of layers whose sizes could fill a buffer.
+    """Yields the parameters of every range of layers whose sizes could fill a buffer.
 
-    If the buffer `may_lack` parameters, those of all layers.
+    If the buffer `may_lack` parameters, yields those of all layers once.
     """
     is_first, is_last = ends
     layers = by_key((layer, name) for name in order if (layer := layer_of(name)) is not None)

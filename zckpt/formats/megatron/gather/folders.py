@@ -85,7 +85,10 @@ class Folders:
         yield from rule.joined(filled, whole, gated)
 
     def _weights(self, place: tuple[int, int, int], chunk: str, first: int) -> dict[str, Local]:
-        """The tensors of a rank's chunk in order; its layers are numbered from `first` on."""
+        """The weights in a rank's model chunk, in the file's order, by their full names.
+
+        The chunk's first layer has the number `first` in the full model.
+        """
         unties = self.args.get("untie_embeddings_and_output_weights") is not False
         stage, number, _ = place
         file = self.ranks[place][1]
@@ -109,7 +112,10 @@ class Folders:
     def _buffers(
         self, place: tuple[int, int, int], chunk: int, weights: Mapping[str, Local]
     ) -> Iterator[Filled]:
-        """A rank's buffers of one chunk: those with the chunk's number, one per type of weights."""
+        """Yields a rank's flat buffers of one model chunk, with the places of their parameters.
+
+        There is one for each type of weights; experts that are spread over ranks have their own.
+        """
         stage, expert, rank = place
         path = os.path.join(self.ranks[place][0], "distrib_optim.pt")
         if not sources.is_file(path):

@@ -89,7 +89,7 @@ class _Items:
             yield from self._of_buffers()
 
     def _of_key(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
-        """The tensors of all layers and experts under one key."""
+        """Yields the tensors of all layers and experts that are stacked under one key."""
         axes = _axes(weight)
         parts: dict[Shape, list[BoxPart]] = {}
         for box in self._boxes(key):
@@ -107,9 +107,10 @@ class _Items:
             yield Joined(tensor, item.dtype, item.shape[axes:], tuple(boxes))
 
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
-        """Orders FSDP2's boxes: a rank joins two pieces, FSDP2 joins ranks, tensor ranks join last.
+        """Gives the boxes of a gated layer that torch's FSDP2 cut their rows in the full tensor.
 
-        The files have every rank's first piece, and then every rank's second piece.
+        The files have every rank's first piece, and then every rank's second piece. A rank's two
+        pieces are joined first, then the data ranks' rows, and the tensor ranks' halves last.
         """
         tp = self._size("tensor_model_parallel_size")
         boxes = sorted(boxes, key=lambda part: part.offsets)
@@ -126,7 +127,10 @@ class _Items:
         ]
 
     def _of_fragments(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
-        """`fully_sharded_model_space`: the last axis counts the elements of a tensor rank's box."""
+        """Yields the tensors under a key of `fully_sharded_model_space`.
+
+        The last axis of such an item counts the elements of a tensor rank's box.
+        """
         whole = self.model[weight].shape
         axes = _axes(weight)
         counts = item.shape[:-1]

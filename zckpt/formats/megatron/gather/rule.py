@@ -66,9 +66,9 @@ FUSED = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm",
 FIRST = ("embedding.word_embeddings", "embedding.position_embeddings")
 LAST = ("decoder.final_layernorm", "output_layer")
 INSIDE = 1
-"""The sort key of a layer's parameters, between those before and those after the layers."""
+"""Begins the sort key of parameters within layers; 0 and 2 are for those before and behind."""
 WHOLE = -1
-"""The number of a bucket that is a complete buffer, without padding between its buckets."""
+"""Used as bucket number for a complete buffer, which has no padding between its buckets."""
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -76,7 +76,7 @@ Box = tuple[Shape, Shape]
 
 
 Slots = Mapping[str, Mapping[int, Runs]]
-"""The buckets of every slot, by their numbers."""
+"""Maps each slot to its buckets, by their numbers."""
 
 
 def refusal(path: str, what: str) -> UnsupportedCheckpoint:
@@ -91,7 +91,10 @@ def refusal(path: str, what: str) -> UnsupportedCheckpoint:
 def coalesced(
     file: TorchFile, optimizer: int = 0
 ) -> Iterator[tuple[int, str, dict[str, dict[int, Runs]]]]:
-    """The number, the weights' type and the slots of each buffer in a file of complete buffers."""
+    """Yields the buffers in a file that stores complete buffers.
+
+    Each item is the buffer's number, the type of its weights, and its slots.
+    """
     value = file.value[optimizer] if isinstance(file.value, list) else file.value
     for number, kinds in value.items():
         for types, tensors in kinds.items() if type(number) is int else ():
@@ -104,7 +107,10 @@ def coalesced(
 
 
 class Filled(Struct, frozen=True):
-    """The parts of every parameter in a buffer of tensor rank `rank`, of `of` ranks, by slot."""
+    """A flat buffer of tensor rank `rank` (of `of` tensor ranks), divided among its parameters.
+
+    `parameters` has the part of each parameter, by name and slot.
+    """
 
     rank: int
     of: int
@@ -114,9 +120,10 @@ class Filled(Struct, frozen=True):
 def layout(
     path: str, sizes: Sequence[tuple[str, int]], slots: Slots, bucket_size: int | None
 ) -> dict[str, dict[str, Runs]]:
-    """The parts of every parameter in a buffer; `sizes` are in the order of the module.
+    """Divides a buffer among its parameters: the part of each one, by name and slot.
 
-    Raises UnsupportedCheckpoint if the parameters do not fill the buffer to its end.
+    `sizes` has names and element counts in the order of the module. Raises UnsupportedCheckpoint if
+    the parameters do not fill the buffer to its end.
     """
     numels = {
         number: max((run.stop for run in runs), default=0)
@@ -147,7 +154,10 @@ def layout(
 
 
 def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> Iterator[Joined]:
-    """Yields masters and moments; for each tensor rank's part, the first copy is used."""
+    """Joins the tensor ranks' parts; yields full masters and moments.
+
+    If ranks have copies of a part, the first one is used.
+    """
     parts: dict[tuple[str, str], dict[int, list[BoxPart]]] = {}
     for filled in ranks:
         for name, slots in filled.parameters.items():
@@ -163,7 +173,7 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
 
 
 def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
-    """Yields a rank's parameter as boxes whose elements follow each other in `runs`."""
+    """Yields the places of a parameter's boxes in files; `runs` has the boxes one after another."""
     begin = 0
     for offsets, sizes in boxes:
         end = begin + prod(sizes)
@@ -211,7 +221,10 @@ def layers_of_chunks(
 
 
 def _stated(args: Mapping[str, Any], end: str) -> int | None:
-    """The layers of the first or last stage, by Megatron-LM's or Megatron-Bridge's argument."""
+    """The number of layers in the `first` or `last` stage; None if the arguments do not state it.
+
+    Megatron-LM and Megatron-Bridge have different arguments for it.
+    """
     for name in (f"decoder_{end}_pipeline_num_layers", f"num_layers_in_{end}_pipeline_stage"):
         if type(args.get(name)) is int:
             return int(args[name])

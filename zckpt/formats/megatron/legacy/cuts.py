@@ -38,7 +38,10 @@ BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 
 
 class ModuleRules(Struct, frozen=True):
-    """The rules above; `shapes` are one rank's shapes of parameters, `args` the run's arguments."""
+    """The rules of a GPTModel for tensor ranks, as in this module's description.
+
+    `shapes` are one rank's shapes of parameters, `args` the run's arguments.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     args: Mapping[str, Any]
@@ -74,10 +77,10 @@ def cuts_of(
     args: Mapping[str, Any],
     given: TensorRules | None,
 ) -> dict[str, Sliced]:
-    """How `tp` ranks cut all parameters; `shapes` are the shapes that every rank has.
+    """How `tp` tensor ranks cut each parameter.
 
-    The rules that a user has `given` come first. Raises MissingData for modules that no rule
-    covers, and UnsupportedCheckpoint for sums.
+    `shapes` are the shapes that every rank has. The rules that a user has `given` come first.
+    Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint for sums.
     """
     if tp == 1:
         return {

@@ -55,11 +55,11 @@ LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 class LegacyReader:
-    """All folders of one iteration.
+    """Reads all `mp_rank_*` folders of one iteration into a `Content`.
 
-    The rules that a user has `given` decide first how tensor ranks cut parameters. Raises
-    UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for modules on
-    several tensor ranks that no rule covers.
+    If the user has `given` rules, they come first in deciding how tensor ranks cut parameters.
+    Raises UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for
+    modules on several tensor ranks that no rule covers.
     """
 
     def __init__(self, folder: str, given: str | None) -> None:
@@ -113,7 +113,7 @@ class LegacyReader:
     # -- weights
 
     def _number_layers(self) -> None:
-        """Names each rank's weights as in the full model, and keeps objects."""
+        """Gives each rank's weights their full names, and collects the objects of modules."""
         tied = self.args.get(TIED) is False
         first = 0
         for chunk, stage in product(range(len(self.ranks[0].models)), range(self.pp)):
@@ -142,7 +142,7 @@ class LegacyReader:
                 self._keep(rank, key, [rank.file.value["rng_state"]])
 
     def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
-        """The number of a layer's experts on a rank, if they are spread over ranks."""
+        """The number of experts that a rank has in each layer; 0 if each rank has all of them."""
         names = [name for name in model if EXPERTS in name and not OF_GROUPED.fullmatch(name)]
         names = names if self.ep > 1 else []
         numbers = [LOCAL_EXPERT.search(name) for name in names]
@@ -175,7 +175,7 @@ class LegacyReader:
         self.content.objects[key] = kept
 
     def _name_items(self) -> None:
-        """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
+        """Adds the torch_dist keys of all weights, and the modules' states under such keys."""
         if any(map(OF_GROUPED.fullmatch, self.modules)):
             return  # torch_dist stores the scales of every expert separately
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
@@ -270,7 +270,10 @@ class LegacyReader:
     def _distributed(
         self, rank: RankDirectory, number: int, own_names: set[str]
     ) -> Iterator[tuple[str, Iterable[Entry]]]:
-        """The states of a rank's parameters `own_names` in the flat buffers of one optimizer."""
+        """Yields the states of the parameters `own_names` from a rank's flat buffers.
+
+        `number` is the number of the optimizer.
+        """
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
             raise missing_file(path, LEGACY, f"the distributed optimizer's states; {WEIGHTS_ONLY}")

@@ -38,7 +38,7 @@ from ..names import EXPERT, with_own_expert
 
 EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
 OF_GROUPED = re.compile(r"(?P<experts>.*\bmlp\.experts)\.(?P<rest>linear_fc[12]\._extra_state)")
-"""The state of Transformer Engine's module of all experts of a rank."""
+"""The key of the state that grouped experts (Transformer Engine's module) have together."""
 OLDEST = 2.0  # checkpoint_version; earlier, linear_qkv had another order of rows
 STATES_FILE = "distrib_optim.pt"
 OF_CHUNK = re.compile(r"model\d*")
@@ -79,9 +79,9 @@ class RankDirectory(Struct, eq=False):
 
 
 def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
-    """The names and values of a state dict in which every expert is a separate module.
+    """Yields a state dict's items with names as if every expert were a separate module.
 
-    The module of all experts has one state for them, which each expert gets. With `is_scaled`, that
+    Grouped experts have one `_extra_state` together, which each expert gets. With `is_scaled`, that
     state has the scales of 8-bit floats (TEGroupedLinear), and is kept as it is.
     """
     items = [(with_own_expert(str(name)), value) for name, value in model.items()]
