@@ -33,16 +33,22 @@ HEADS = (
 """Keys of config.json, in the order in which DeepSpeed asks for them."""
 
 Names = tuple[str, ...]
-"""All names of one parameter, including second names."""
+"""All names of one parameter: its own, and second names if it is tied."""
 
 
 class AutoTP(Struct, frozen=True):
-    """The shares in a model with `heads` key-value heads; None if their number is unknown."""
+    """AutoTP's rule for shares, in a model with `heads` key-value heads.
+
+    `heads` is None if their number is unknown.
+    """
 
     heads: int | None
 
     def shares(self, names: Names, size: int, tp: int) -> list[int] | None:
-        """Each rank's share of a parameter's dimension; None if unknown."""
+        """How many elements of a dimension of size `size` each of `tp` ranks gets.
+
+        None if the number of heads is needed and unknown.
+        """
         if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
             return [*slicing.dealt(size, tp)]
         if self.heads:
@@ -61,7 +67,10 @@ def heads_in(config: Mapping[str, Any] | None) -> int | None:
 
 
 def heads_shown(parameters: Iterable[tuple[Names, Shapes]]) -> int | None:
-    """The number of heads that uneven shares imply; None without uneven shares."""
+    """The number of key-value heads that uneven shares in a source imply.
+
+    None if no shares are uneven, or if they imply several numbers.
+    """
     numbers = set()
     for names, shapes in parameters:
         if any(map(NEAR_EVEN.search, names)):

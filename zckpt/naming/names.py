@@ -45,7 +45,10 @@ def without_words(names: Iterable[str]) -> dict[str, str]:
 
 
 def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str, str]:
-    """Maps each name to one of `other_names` that differs only in wrappers' words, or to itself."""
+    """Maps each name to the name in `other_names` that differs only in wrappers' words.
+
+    Without one, to itself.
+    """
     of_plain = {new: name for name, new in without_words(other_names).items()}
     name_set = {*names}
     same = {name: of_plain.get(new, name) for name, new in without_words(name_set).items()}
@@ -53,7 +56,7 @@ def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str,
 
 
 class PrefixRule(Struct, frozen=True):
-    """A rule from one side's names to the other side's names: prefix `drop` becomes `add`."""
+    """A rule that maps names of one side to the other side: prefix `drop` becomes `add`."""
 
     drop: str
     add: str
@@ -69,7 +72,10 @@ class PrefixRule(Struct, frozen=True):
 
 
 Spelling = Callable[[str], str]
-"""Removes words from every name before names are compared: `plain` or `without_adapter`."""
+"""A function that removes words from names before they are compared.
+
+It is `plain` or `without_adapter`.
+"""
 
 
 def without_adapter(name: str) -> str:
@@ -78,7 +84,11 @@ def without_adapter(name: str) -> str:
 
 
 class Correspondence(Struct, frozen=True, eq=False):
-    """How the names of two sides match: `spelling` normalizes both, then one rule applies."""
+    """How the names of two sides match.
+
+    `spelling` is applied to both sides, and then `rule`. `names` maps each wanted name to an
+    available one.
+    """
 
     spelling: Spelling
     rule: PrefixRule
@@ -94,7 +104,7 @@ def matched(wanted: Collection[str], available: Collection[str]) -> dict[str, st
 
 
 def correspondence(wanted: Collection[str], available: Collection[str]) -> Correspondence:
-    """How wanted names match available ones; raises MissingData like `matched`."""
+    """Finds how wanted names match available ones; raises MissingData like `matched`."""
     if set(wanted) <= set(available):
         return Correspondence(plain, PrefixRule("", ""), {name: name for name in wanted})
     try:
@@ -134,7 +144,7 @@ def _by_rule(
 
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
-    """The unmatched names of both sides, in one sentence."""
+    """A sentence for an error: the wanted names that are missing, and the names nobody wants."""
     unused_part = f"; nothing asks for its {listed(unused)}" if unused else ""
     if not wanted:
         return f"several names become one{unused_part}"
@@ -160,7 +170,10 @@ def _prefixes(
     which: Callable[[Iterable[bool]], bool],
     prefixes: Sequence[str] = PREFIXES,
 ) -> list[str]:
-    """The chains of known prefixes with which all (or any) names begin, the empty one first."""
+    """The chains of known prefixes with which names begin; "" comes first.
+
+    `which` is `all` or `any`: whether all names must begin with a chain.
+    """
     chains = [""]
     for chain in chains:  # the loop appends to the list
         for prefix in prefixes:
@@ -171,7 +184,7 @@ def _prefixes(
 
 
 def leading(names: Collection[str]) -> list[str]:
-    """The prefixes that an available name may have although the wanted name has none."""
+    """The known prefixes, and chains of them, with which any of the names begins; "" first."""
     return _prefixes(names, any)
 
 
@@ -243,7 +256,10 @@ def unwrapped(manifest: Manifest) -> Manifest:
 
 
 def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
-    """The manifest with the names of `plain_names`, which considers `among` too."""
+    """Renames everything in a manifest by `plain_names`.
+
+    A prefix is removed only if the names in `among` begin with it too.
+    """
     every = (*_names(manifest), *among)
     front, names = _front(without_words(every).values()), plain_names(every)
     manifest = with_plain_modules(manifest)
@@ -272,9 +288,10 @@ def _plain_path(path: str) -> str:
 
 
 def plain_names(names: Collection[str]) -> dict[str, str]:
-    """Maps each name as `without_words`, also without a common `module.` or `_forward_module.`.
+    """Maps each name to its form without wrappers' words, such as `_orig_mod`.
 
-    `model.` is part of a Hugging Face name and stays.
+    A prefix `module.` or `_forward_module.` is removed if all names have it. `model.` is part of a
+    Hugging Face name and stays.
     """
     short = without_words(names)
     front = _front(short.values())
@@ -287,7 +304,10 @@ def _front(names: Collection[str], prefixes: Sequence[str] = WRAPPERS) -> str:
 
 
 def without_front(manifest: Manifest) -> Manifest:
-    """The manifest without wrappers' words that all names begin with; words inside names stay."""
+    """Removes from all names the prefix of wrappers' words that they begin with.
+
+    Words inside of names stay.
+    """
     names = _names(manifest)
     front = _front(names, (*WRAPPERS, *WORDS))
 
@@ -326,10 +346,10 @@ def about_other_words(first: Manifest, other: Manifest) -> list[Notice]:
 
 
 def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
-    """The manifest with the wanted names, by one rule for the common prefix.
+    """Renames the manifest's parameters to the `wanted` names.
 
-    If it already has one of them, only wrappers' words are changed, name by name. Returns the same
-    manifest if no rule fits.
+    One rule for a common prefix is applied to all names. If the manifest already has a wanted name,
+    only wrappers' words are changed, name by name. Returns the same manifest if no rule fits.
     """
     names = _names(manifest)
     if not wanted:
@@ -380,7 +400,11 @@ def names_of(manifest: Manifest) -> list[str]:
 
 
 def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, str]) -> Manifest:
-    """The manifest with `names` changed; `rewrite` also changes the paths of modules."""
+    """Renames everything in a manifest: `names` maps old names to new ones.
+
+    `rewrite` changes the paths of modules in its state. Raises WrongOption if a name would become
+    empty, or two names equal.
+    """
     if all(old == new for old, new in names.items()):
         return manifest
     for new, count in Counter(names.values()).items():

@@ -27,10 +27,10 @@ def check_patterns(info: Mapping[str, Any]) -> None:
 
 
 def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The info with patterns for the new names; raises for an unknown form.
+    """Changes the patterns of an info so that they match renamed parameters.
 
-    A pattern that would now match other parameters is replaced by the new names of those it
-    matched.
+    `names` maps old names to new ones. A pattern that would now match other parameters is replaced
+    by the new names of those it matched. Raises InconsistentCheckpoint for an unknown form.
     """
     try:
         return dict(_renamed(info, names))
@@ -82,7 +82,7 @@ def _renamed(info: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tupl
 
 
 def fields_of(item: Any) -> Mapping[str, Any]:
-    """An item of `parameter_with_sub_params`: a dictionary, or an object with the same fields."""
+    """The fields of an item of `parameter_with_sub_params`, which is a dictionary or an object."""
     value = getattr(item, "state", item)
     if not isinstance(value, Mapping):
         raise InconsistentCheckpoint(
@@ -107,9 +107,9 @@ def _has_patterns(key: str) -> bool:
 
 
 def _check_pattern(pattern: Any) -> None:
-    """Refuses a regular expression of a file that could take hours to match a name.
+    """Raises for a pattern that could take hours to match a name, or is no regular expression.
 
-    These have a repeated group, or many repetitions.
+    The first kind has a repeated group, or many repetitions.
     """
     text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
     if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):

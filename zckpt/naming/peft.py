@@ -22,9 +22,9 @@ TOKENS = "TRAINABLE_TOKENS"
 RANKS = f".ranknum.{ADAPTER}"
 """Suffix of tensors that AdaLoRA keeps beside its weights and does not save."""
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
-"""Part of the names of a module's fully trained copy, for example a new head."""
+"""In the names of a module's fully trained copy, for example a new head."""
 ORIGINAL = ".original_module."
-"""Part of the names of the original module, which stays unchanged."""
+"""In the names of a module's untrained original, where PEFT trains a copy (`modules_to_save`)."""
 # modules and parameters that have one tensor or module per adapter
 TUNERS = re.compile(
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
@@ -64,9 +64,10 @@ def saved_name(name: str) -> str:
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name in a program with its own modules, such as NeMo AutoModel 0.7.
+    """A parameter's name in a program with its own adapter modules, such as NeMo AutoModel 0.7.
 
-    Its name of DoRA's vector differs from PEFT's, but it saves the vector under PEFT's name.
+    It has no PEFT prefix and no adapter name. DoRA's vector has another name than PEFT's there,
+    although the program saves it under PEFT's.
     """
     bare = saved_name(name).removeprefix(PREFIX)
     is_vector = bare.endswith(".lora_magnitude_vector")
@@ -85,7 +86,10 @@ def other_adapters(names: Iterable[str]) -> list[str]:
 
 
 def missing_bases(names: Collection[str]) -> list[str]:
-    """The base weights of adapted embeddings that `names` lack; PEFT saves them with an adapter."""
+    """The base weights of adapted embeddings that are not among `names`.
+
+    PEFT saves these weights with an adapter.
+    """
     layers = {match["layer"] for name in names if (match := EMBEDDING.match(name))}
     return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
 

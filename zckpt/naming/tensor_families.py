@@ -60,7 +60,7 @@ DOUBTS: Mapping[str, tuple[str, str]] = {
         "they are parts of a sum: use --tp-rules neox-parallel",
     ),
 }
-"""By family: names whose rule the files cannot confirm, and the sentence about them."""
+"""For a family: a pattern of names whose rule no file confirms, and the sentence that warns."""
 
 WIDTHS: tuple[tuple[str, str], ...] = (
     ("dense_h_to_4h.weight", "dense_4h_to_h.weight"),
@@ -69,4 +69,7 @@ WIDTHS: tuple[tuple[str, str], ...] = (
     ("gate_up.weight", "down.weight"),
     ("linear1.weight", "linear2.weight"),
 )
-"""Pairs of layers: the rows of the first, per fused part, equal the columns of the second."""
+"""Pairs of weights of consecutive layers, by which cuts are checked.
+
+The first one's rows (of each fused part) must be as many as the second one's columns.
+"""

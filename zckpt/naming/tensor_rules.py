@@ -48,12 +48,12 @@ HELP = f"a rule is {', '.join(FORMS)} or {LAST_FORM}"
 
 
 class TensorRules(Protocol):
-    """An object that decides how parameters are cut."""
+    """Rules that decide how tensor ranks cut parameters (a file, a family, a checkpoint's info)."""
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut; None if this object does not decide.
+        """How a parameter is cut, given its shapes on the ranks; None if no rule is for it.
 
-        Raises if shapes contradict it.
+        Raises if the shapes contradict the rule.
         """
 
 
@@ -166,7 +166,10 @@ def shapes_by(
     whole: tuple[int, ...],
     candidates: Iterable[Shapes],
 ) -> tuple[Shapes, Sliced] | None:
-    """The first shapes of ranks for which rules give the full shape, and how they are cut."""
+    """Finds shapes of the ranks' slices for which the rules give the full shape `whole`.
+
+    Returns the first such item of `candidates`, and how the parameter is then cut; else None.
+    """
     for shapes in candidates:
         try:
             sliced = _first_sliced(rules, name, shapes)
@@ -178,7 +181,7 @@ def shapes_by(
 
 
 def stated_rule(name: str, placement: Placement) -> TensorRules:
-    """The rule of one parameter of a source."""
+    """Makes a rule for a single parameter of a source, from how the source states it is cut."""
     return RuleFile("the source", [TensorRule(re.escape(name), placement)])
 
 
@@ -193,7 +196,11 @@ def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sl
 def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
-    """How every parameter is cut; raises MissingData with the parameters that no rule covers."""
+    """Decides how each parameter is cut over tensor ranks; the first rules that apply count.
+
+    Raises MissingData with the parameters that no rule covers, and InconsistentCheckpoint for cuts
+    that contradict each other.
+    """
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
     for name, shapes_of_name in shapes.items():
@@ -281,7 +288,10 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
 def _undecided(
     root: str, undecided: Mapping[str, Shapes], decided: Mapping[str, Sliced], ranks: int
 ) -> MissingData:
-    """The error for parameters that no rule covers, with a file of rules to complete."""
+    """The error for parameters that no rule covers.
+
+    Its hint has a file of rules in which the user replaces each `?`.
+    """
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
     for name, sliced in decided.items():
@@ -301,7 +311,7 @@ def _undecided(
 
 
 def _fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
-    """Whether rules cover all of these parameters."""
+    """Whether a family's rules cover all parameters that are undecided."""
     try:
         return all(rules.sliced(*item) is not None for item in undecided.items())
     except WrongOption:
@@ -313,6 +323,6 @@ def _first(shapes: Shapes) -> tuple[int, ...]:
 
 
 def _pattern(name: str) -> str:
-    """A regular expression for a name and for the same parameter of other layers."""
+    """A regular expression that matches a name and the same parameter in all other layers."""
     parts = re.split(r"(?<![^.])(\d+)(?=\.)", name)
     return "".join(r"\d+" if place % 2 else re.escape(part) for place, part in enumerate(parts))

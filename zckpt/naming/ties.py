@@ -30,7 +30,7 @@ HEAD = re.compile(
 
 
 def stated_ties(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """Maps second names of tied weights to their owners' names, as config.json states them.
+    """The ties in config.json that a file has lost: second names, mapped to the owners' names.
 
     Only ties whose owner is among the file's `names`, and whose second name is not.
     """
@@ -100,7 +100,7 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
 
 
 def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]]:
-    """The pairs of one of several models, without its prefix."""
+    """Selects the ties of the model `root`, and removes its prefix from both names."""
     front = f"{root}."
     return [
         (alias.removeprefix(front), owner.removeprefix(front))
@@ -110,14 +110,17 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 
 
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
-    """Ties that the source may have lost, for each of its models."""
+    """Ties that the source may have lost, at most one per model: (second name, owner's name)."""
     fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
     pairs = ((front, _likely(manifest, front)) for front in fronts)
     return [(front + pair[0], front + pair[1]) for front, pair in pairs if pair is not None]
 
 
 def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
-    """A likely tie of the model with this prefix, which has an embedding but no head."""
+    """The tie of embedding and head that a model may have lost; None if it has a head.
+
+    `before` is the prefix of the model's names.
+    """
     parameters, other_names = (
         [name.removeprefix(before) for name in names if name.startswith(before)]
         for names in (manifest.parameters, (*manifest.owners, *manifest.buffers))

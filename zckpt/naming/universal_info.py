@@ -49,11 +49,17 @@ PLACEMENTS: Mapping[str, Placement | None] = {
     PARTS: None,
     "parameter_with_row_parallelism_patterns": Cut(1),
 }
-"""Placements in order of precedence; None if each pattern states its own view."""
+"""The placement that each list of patterns means, in order of precedence.
+
+None for the list in which each pattern states a view of its own.
+"""
 
 
 class UniversalInfo:
-    """The rules of one `universal_checkpoint_info`; raises for an unknown form."""
+    """The rules of one `universal_checkpoint_info`.
+
+    Raises UnsupportedCheckpoint or InconsistentCheckpoint for a form that zckpt does not know.
+    """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self.info = info
@@ -105,10 +111,10 @@ class UniversalInfo:
     def _of_view(
         self, name: str, pattern: str, view_facts: Mapping[str, Any], shapes: Shapes
     ) -> Sliced:
-        """Sub-parameters of a view of the full tensor, which is cut along one of its axes.
+        """The cut of a tensor whose sub-parameters lie along one axis of a view of the tensor.
 
-        The entry of that axis has their widths, or before version 0.4 of the info a number, their
-        count. The other entries are sizes, -1 for any.
+        The view's entry for that axis has their widths, or before version 0.4 of the info a number,
+        their count. The other entries are sizes, -1 for any.
         """
         known_shapes, ranks = [shape for shape in shapes if shape is not None], len(shapes)
         axis, view = int(view_facts["partition_dim"]), list(view_facts["shape"])
@@ -141,7 +147,10 @@ class UniversalInfo:
         axis: int,
         says: str,
     ) -> Sequence[Sequence[int]]:
-        """The width of each sub-parameter on each rank; files state it since version 0.4."""
+        """The width of each sub-parameter on each rank.
+
+        Files state it since version 0.4. Before, all ranks have equal widths.
+        """
         ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
         parts = tuple(parts_in_view) if isinstance(parts_in_view, (tuple, list)) else None
         if isinstance(version, (int, float)) and version >= 0.4:  # heads may be dealt unevenly
@@ -170,9 +179,9 @@ class UniversalInfo:
 
 
 def _by_rows(name: str, shapes: Shapes, used: int | None) -> Sliced | None:
-    """A cut by rows, of which the first `used` belong to a vocabulary.
+    """The cut of a parameter by rows; of a vocabulary, only the first `used` rows are not padding.
 
-    Named like any cut by rows.
+    In both cases the placement is that of a cut by rows.
     """
     rule = TensorRule(".*", Cut(0))
     if used is None:
@@ -190,12 +199,12 @@ def of_json(text: str) -> UniversalInfo:
 
 
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
-    """The info for another number of tensor ranks, with everything cut evenly.
+    """The info as a run with another number of tensor ranks (`ranks`) would have it.
 
-    It is unchanged if the affine map shows the same number. A view whose sub-parameters cannot be
-    cut evenly loses its widths. The affine map is left out, because DeepSpeed makes it again. The
-    map may have been the only evidence that parameters are `whole` on each rank, so their names
-    become patterns.
+    Everything is then cut evenly. It is unchanged if the affine map shows the same number. A view
+    whose sub-parameters cannot be cut evenly loses its widths. The affine map is left out, because
+    DeepSpeed makes it again. The map may have been the only evidence that parameters are `whole` on
+    each rank, so their names become patterns.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
@@ -217,10 +226,11 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
 def _whole_shape(
     shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The full tensor's own shape: the dimension that contains the view's cut axis grows.
+    """The full tensor's shape, from the slices' shapes and the axis of the view that is cut.
 
-    The ranks may differ in this dimension only. A dimension of one element, as in a slice of one
-    head, contains only the axis with the same number.
+    Only the dimension that contains this axis grows; in all others the ranks must agree. A
+    dimension of one element, as in a slice of one head, contains only the axis with the same
+    number.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -243,7 +253,10 @@ def _whole_shape(
 
 
 def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
-    """The pieces that DeepSpeed's checkpoint/affine.py describes by offsets and strides."""
+    """The cut of a parameter as its affine map states it: offsets and strides of each piece.
+
+    The form is that of DeepSpeed's checkpoint/affine.py.
+    """
     whole = tuple(piece_map["logical_shape"])
     by_rank = {int(rank): value for rank, value in piece_map["ranks"].items()}
     says = f"the affine_map of {name}"
@@ -291,7 +304,10 @@ def _by_map(name: str, piece_map: Mapping[str, Any], shapes: Shapes, rows: int |
 
 
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
-    """The first corner of a strided view that is a box; raises UnsupportedCheckpoint."""
+    """The offsets of a strided view's first element along each axis.
+
+    Raises UnsupportedCheckpoint if the view is no box.
+    """
     offset, strides = int(view[0]), list(view[1])
     steps = row_major(shape)
     is_box = len(sizes) == len(shape) and all(

@@ -39,7 +39,10 @@ Lengths = tuple[int, ...]
 
 
 class View(Struct, frozen=True):
-    """A tensor by its boxes, with the lengths of all axes; `size` is bytes per element."""
+    """A tensor as boxes of bytes in files.
+
+    `axes` has the lengths of each axis (several if it is folded); `size` is bytes per element.
+    """
 
     axes: tuple[Lengths, ...]
     boxes: tuple[Box, ...]
@@ -55,7 +58,7 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The position of an axis's first length among the lengths of all axes."""
+        """The number of an axis's first length, if the lengths of all axes are counted."""
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
@@ -79,7 +82,10 @@ def cut(view: View, axis: int, length: int) -> list[View]:
 
 
 def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
-    """Parts of these lengths along an axis that is not folded; together they are all of it."""
+    """Cuts a view along an axis that is not folded into parts of these lengths.
+
+    The lengths add up to the axis.
+    """
     place = view.place(axis)
     starts = list(accumulate(lengths, initial=0))[:-1]
     parts: list[list[Box]] = [[] for _ in starts]
@@ -106,7 +112,7 @@ def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
 
 
 def unstacked(view: View, axis: int) -> list[View]:
-    """Every element of an axis as a tensor without that axis."""
+    """Separates the elements of an axis: one view for each, without that axis."""
     place = view.place(axis)
     parts = cut(view, axis, 1)
     inner = [[_each(box, lambda values: _with(values, place)) for box in p.boxes] for p in parts]
@@ -115,7 +121,7 @@ def unstacked(view: View, axis: int) -> list[View]:
 
 
 def joined(views: Sequence[View], axis: int) -> View:
-    """Tensors one after another along an axis; along its first length if it is folded.
+    """Concatenates tensors along an axis; along its first length if it is folded.
 
     An axis that only some tensors have folded is folded in the others too. Raises ValueError for
     lengths that differ elsewhere.
@@ -162,7 +168,10 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """The view with the lengths of a folded axis in another order, given by their numbers."""
+    """Permutes the lengths of a folded axis, and so the order of its elements.
+
+    `order` has the numbers of the lengths.
+    """
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]
     places[place : place + len(lengths)] = [place + number for number in order]
@@ -171,7 +180,7 @@ def dealt(view: View, axis: int, order: Sequence[int]) -> View:
 
 
 def split(view: View, axis: int, count: int) -> View:
-    """The tensor with an axis of one length split in two: `count`, and the length of each part."""
+    """Splits an axis of one length into two axes: `count`, and the length of each part."""
     inner = folded(view, axis, (view.shape[axis] // count,))
     outer, length = inner.axes[axis]
     return View(_with(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
@@ -184,7 +193,7 @@ def flattened(view: View, axis: int) -> View:
 
 
 def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> View:
-    """The view with its lengths in the order of `places`."""
+    """Permutes the lengths of a view and of its boxes by `places`, and gives it the new `axes`."""
 
     def order(values: Lengths) -> Lengths:
         return tuple(values[place] for place in places)
@@ -193,7 +202,7 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """The boxes of a box whose length at `place` is folded."""
+    """Cuts a box into boxes that are still boxes after the length at `place` is folded."""
     steps = row_major(lengths)
     start, stride = box.offsets[place], box.strides[place]
     at = start
@@ -218,7 +227,7 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """A box of the same extent, which begins `later` elements after the first one."""
+    """A part of a box, with other lengths, that begins `later` elements after it."""
     return Box(
         whole=whole,
         offsets=offsets,
@@ -231,10 +240,10 @@ def _box(
 
 
 def _each(box: Box, change: Callable[[Lengths], Lengths]) -> Box:
-    """A box of the same extent with its lengths changed by `change`."""
+    """Applies `change` to the lengths, offsets, sizes and strides of a box."""
     return _box(box, *map(change, (box.whole, box.offsets, box.sizes, box.strides)))
 
 
 def _with(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:
-    """The values with the one at `place` replaced by others."""
+    """Replaces the value at `place` by the values `new`, of which there may be none or several."""
     return (*values[:place], *new, *values[place + 1 :])

@@ -28,9 +28,9 @@ NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
-    """A source under the names that a class asks for, and warnings for the user.
+    """A source whose names are those that its model class asks for, with warnings for the user.
 
-    `is_asked` is False for a class with unknown names.
+    `is_asked` is False for a class whose weights zckpt does not know.
     """
 
     source: Manifest
@@ -39,10 +39,10 @@ class Settled(Struct, frozen=True):
 
 
 def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
-    """The source without the prefix of its names, if the class's weights are complete only then.
+    """Removes a prefix from the source's names if from_pretrained finds all weights only then.
 
-    Raises MissingData if a weight of the class would be missing, and AmbiguousCheckpoint if the
-    source has several models of the class.
+    `config` names the model class. Raises MissingData if a weight of the class would be missing,
+    and AmbiguousCheckpoint if the source has several models of the class.
     """
     asked = Asked.by(config)
     if asked is None:
@@ -137,7 +137,7 @@ def _below(names: Collection[str], prefix: str) -> set[str]:
 
 
 class Asked(Struct, frozen=True):
-    """The weights of a class, as names in which `#` is a layer's number.
+    """The names of the weights that a model class asks for; `#` in them is a layer's number.
 
     `base` is the class's `base_model_prefix`: from_pretrained also finds weights that lack it, or
     have it once more. `ties` are second names, whose weights need not be saved.
@@ -164,7 +164,10 @@ class Asked(Struct, frozen=True):
         return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
 
     def prefixes(self, names: Collection[str]) -> list[str]:
-        """Possible prefixes of the class's names, by names that end like one of them."""
+        """Prefixes that the source's names of this class may have.
+
+        Found by names that end with a weight's name: `llm.` in `llm.lm_head.weight`.
+        """
         ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
         ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
         fronts = {
@@ -176,7 +179,7 @@ class Asked(Struct, frozen=True):
         return sorted(f"{prefix}." for prefix in fronts)
 
     def has(self, name: str) -> bool:
-        """Whether a name may be one of the class's: it is in a module of the class."""
+        """Whether a name may belong to the class: it begins with one of the class's modules."""
         tops = {pattern.partition(".")[0] for pattern in self.patterns}
         inside = {
             pattern.removeprefix(f"{self.base}.").partition(".")[0] for pattern in self.patterns
@@ -184,7 +187,10 @@ class Asked(Struct, frozen=True):
         return name.partition(".")[0] in tops | inside or self.rules is not None
 
     def missing(self, names: Collection[str], as_base: bool) -> list[str]:
-        """The class's weights that are not among the names; `as_base` may add the base's prefix."""
+        """The class's weights that from_pretrained would not find under these names.
+
+        `as_base` states whether a name may lack the base's prefix, or have it once more.
+        """
         layers = by_key(self._numbered(names))
         lacking: list[str] = []
         for pattern in self.patterns:
@@ -205,7 +211,7 @@ class Asked(Struct, frozen=True):
         return lacking
 
     def _numbered(self, names: Collection[str]) -> Iterator[tuple[str, int]]:
-        """The numbers of layers in the names, by the text before the number."""
+        """Yields the layers in the names: the text before the number, and the number."""
         fronts = {p.partition(NUMBER)[0] for p in self.patterns if NUMBER in p}
         for name in names:
             for front in fronts:
@@ -215,7 +221,7 @@ class Asked(Struct, frozen=True):
                         yield front, int(digits)
 
     def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
-        """Whether from_pretrained finds a weight: under its name, a file's name, or its tie's."""
+        """Whether from_pretrained finds a weight: under its name, a file's name, or a tied name."""
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
         for spelled in filter(None, (name, *tied)):
             if not self._spellings(spelled, as_base).isdisjoint(names):
@@ -223,7 +229,10 @@ class Asked(Struct, frozen=True):
         return self.rules is not None and self.rules.converter(name) is not None
 
     def _spellings(self, name: str, as_base: bool) -> set[str]:
-        """The names that a weight may have in the files; also of a prefix of names."""
+        """All names under which from_pretrained finds a weight.
+
+        Also works for the beginning of names.
+        """
         names = {name, self.rules.renamed(name) if self.rules else name}
         if not as_base or not self.base:
             return names
@@ -236,7 +245,10 @@ class Asked(Struct, frozen=True):
 
 
 def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
-    """The names in a tree; a number stands for a part that several models share."""
+    """Yields the names in a tree of the table: the words on each path, joined by dots.
+
+    A number in the tree refers to an item of `parts`, which several models share.
+    """
     for word, inner in (parts[tree] if type(tree) is int else tree).items():
         if inner == {}:
             yield f"{front}{word}"
@@ -246,7 +258,7 @@ def _names(tree: Any, parts: Sequence[Any], front: str = "") -> Iterator[str]:
 
 @cache
 def _table() -> dict[str, Any]:
-    """The table's `models` by the names of classes, and their common `parts`."""
+    """The content of weights.json: `models` by class name, and the `parts` that models share."""
     document = json.loads(get_data(__package__, "weights.json") or b"")
     models = {name: item for item in document["models"] for name in item["classes"]}
     return {"models": models, "parts": document["parts"]}

@@ -29,9 +29,9 @@ def global_batch(manifest: Manifest) -> int | None:
 
 
 def changes(source: Manifest, ranks: int) -> list[Notice]:
-    """A warning if a program must set other batch sizes to keep the global batch on `ranks` ranks.
+    """A warning with the batch size that the program must set for a run on `ranks` ranks.
 
-    For targets that state no batch size themselves.
+    The global batch then stays the same. For targets that state no batch size themselves.
     """
     total = global_batch(source)
     if total is None or ranks == source.dp:

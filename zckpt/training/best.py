@@ -45,7 +45,7 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
 
 
 def not_written(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> Notice:
-    """The warning if one checkpoint is converted without the run's best checkpoint.
+    """The warning that the run's best checkpoint is not converted together with this one.
 
     It proposes `--checkpoints` if that works: the best one is beside this one, and the target has
     the source's format, as with `reshard`.

@@ -26,7 +26,7 @@ def are_inferred(source: Manifest) -> bool:
 
 
 def are_given(source: Manifest) -> bool:
-    """Whether the user has stated the hyper-parameters of a source that stores none."""
+    """Whether the user has stated the hyper-parameters, because the source stores none."""
     return isinstance(source.run.engine, FlatBufferEngine) and source.run.engine.given
 
 
@@ -44,9 +44,10 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
 
 
 def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> list[Notice]:
-    """A warning about `--group-defaults` without effect: the source stores other values.
+    """A warning about values of `--group-defaults` that change nothing.
 
-    `replaceable` states whether the target supports `--set-group`.
+    The source stores other values for these hyper-parameters. `replaceable` states whether the
+    target supports `--set-group`.
     """
     if not source.groups or are_inferred(source):
         return []
@@ -75,7 +76,7 @@ def unused_defaults(source: Manifest, options: Options, replaceable: bool) -> li
 def torch_groups(
     source: Manifest, options: Options, named: str | None = None
 ) -> tuple[list[dict[str, Any]], list[Notice]]:
-    """All groups with every key of torch's own optimizer, and warnings about assumed values.
+    """Completes all groups with the keys of torch's own optimizer; warns about assumed values.
 
     `named` is the class that `--optimizer` names, which is an Adam. DeepSpeed's and Apex's Adam
     decay weights as AdamW does, unless the config states otherwise.

@@ -28,14 +28,17 @@ META = "meta.pt"
 
 
 class Keys(Struct, frozen=True):
-    """The keys of the state dicts, and the `file` with them or with everything else."""
+    """Where Lightning keeps the state dicts: their keys, and a file.
+
+    `file` has the state dicts too, or everything else if these are items.
+    """
 
     model: tuple[Any, ...]
     optimizer: tuple[Any, ...]
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """The keys for the optimizer whose number is in `optimizer`, which keeps its number."""
+        """These keys, with the number of the optimizer that is in the key `optimizer`."""
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:
             return self
@@ -54,7 +57,7 @@ SHARDED = Keys(("state_dict",), ("optimizer_0",), META)
 TAG = "checkpoint"
 """The only DeepSpeed tag that Lightning looks for."""
 TRAINED, AVERAGING = "current_model_state", "averaging_state"
-"""Keys if averages of the weights are saved as the model's (WeightAveraging).
+"""Keys of a single file whose `state_dict` has averages of the weights (WeightAveraging).
 
 The first has the weights that the optimizer updates, the second belongs to the averages. Lightning
 loads both from a single file only.
@@ -62,22 +65,26 @@ loads both from a single file only.
 
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A model's path in a target: weights that Lightning trains replace the averages."""
+    """The path at which a target stores a model.
+
+    It is the source's path, except for weights that Lightning trains beside averages: they replace
+    the averages.
+    """
     return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
 
 def is_in(source: Manifest) -> bool:
-    """Whether Lightning's state is beside the state dicts."""
+    """Whether the source has Lightning's own state (loops, callbacks) beside the state dicts."""
     return LIGHTNING in (source.state.get("client_state") or {})
 
 
 def resuming(
     source: Manifest, otherwise: Callable[[str], str], file: str = ""
 ) -> Callable[[str], str]:
-    """A function that returns the line with which the program resumes from a directory.
+    """A function that maps a path to the line of code with which the program resumes from it.
 
-    `file` is the file there that Lightning gets. `otherwise` is used without a program, and for the
-    state of an optimizer that is not Lightning's first.
+    `file` is the file in that directory that Lightning gets. `otherwise` is used without a program,
+    and for the state of an optimizer that is not Lightning's first.
     """
     if not is_in(source):
         return trainers.resuming(source.files.siblings, otherwise)

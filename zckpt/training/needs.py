@@ -36,7 +36,7 @@ ENDING = ".ckpt"
 
 
 class Need(Struct, frozen=True):
-    """A file that a program may read: the outcomes if it is `missing` and if it is `damaged`.
+    """A file that a program may read, and what happens if it is `missing` or `damaged`.
 
     `name` is the usual name of such a file, `read_by` the function that reads it. A row may be
     limited to an `engine`'s format, to a scheduler of the "program" or of the "engine", and to
@@ -120,7 +120,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     LIGHTNING: (Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),),
 }
-"""Rows by program. The first row of a role that applies determines the outcome."""
+"""The files that each program reads. Of the rows for one role, the first that applies counts."""
 
 
 ROLES = (
@@ -191,10 +191,10 @@ def _engine_has_scheduler(manifest: Manifest) -> bool:
 
 
 def _program(manifest: Manifest) -> str | None:
-    """The program that resumes from a checkpoint, by files beside it and by engines' file names.
+    """The program that resumes from a checkpoint; None if unknown.
 
-    Detection uses several files, because each one may be missing. The Trainer writes its state
-    last.
+    It is detected by files beside the checkpoint and by names of the engine's files: by several,
+    because each one may be missing. The Trainer writes its state last.
     """
     names = {item.name for item in (*manifest.files.siblings, *manifest.files.omitted_files)}
     files = manifest.files.paths
@@ -217,7 +217,7 @@ def _program(manifest: Manifest) -> str | None:
 
 
 def reads_pointer(manifest: Manifest) -> bool:
-    """Whether the program finds an engine's folder through the pointer file (`latest`).
+    """Whether the program reads the pointer file (`latest`) to find the engine's folder.
 
     Accelerate names the folder itself (1.15), and so may a program without files of its own.
     """

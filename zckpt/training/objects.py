@@ -172,14 +172,18 @@ def others_of(manifest: Manifest, needed: Collection[str]) -> list[str]:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """Sorted names; those by which torch describes tensors come last: users need these less."""
+    """Sorts names for an error; those by which torch describes tensors come last.
+
+    Users need these less.
+    """
     return sorted(names, key=lambda name: (name in DESCRIBING, name))
 
 
 def admissible(value: Any, needed: Collection[str]) -> list[str]:
-    """The names in a value that `--allow-object` may allow, sorted.
+    """The names in a value that the user may allow with `--allow-object`, sorted.
 
-    Empty if one must not be allowed. `needed` are the names that engines put into their own files.
+    Empty if any of them must never be allowed. `needed` are the names that engines put into their
+    own files.
     """
     names = _Names().of(value) - COMMON - {*needed}
     never = ITSELF.name in names or any(map(runs_programs, names))
@@ -274,7 +278,10 @@ class _Filter(Struct, eq=False):
         return self.named.of(value).difference(self.allowed)
 
     def _lost(self, value: Any) -> frozenset[str]:
-        """Disallowed names that no dictionary within `value` can leave out."""
+        """Disallowed names for which `value` as a whole must be left out.
+
+        Others are in dictionaries within it, which can leave them out.
+        """
         if not self._wrong(value) or isinstance(value, dict):
             return frozenset()
         if id(value) not in self.lost:

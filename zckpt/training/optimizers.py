@@ -26,11 +26,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class KnownOptimizer(Struct, frozen=True):
-    """The facts about one optimizer.
+    """What zckpt knows about one optimizer.
 
     `family` names optimizers with the same states: one may continue the state of another.
-    `defaults` are defaults of the hyper-parameters; empty if zckpt completes no group of it. It
-    requires `states`, which are tensors of a parameter's shape, and `numbers`.
+    `defaults` are the defaults of its hyper-parameters; if empty, zckpt does not complete its
+    groups. `states` (tensors of a parameter's shape) and `numbers` are what the optimizer requires
+    of each parameter.
     """
 
     family: str | None
@@ -59,7 +60,7 @@ OPTIMIZERS: dict[str, KnownOptimizer] = {
     ),
     "muon": KnownOptimizer("muon"),
 }
-"""Optimizers by lower-case name, without the words for the implementation."""
+"""The known optimizers by `plain_name`: in lower case, without words such as "Fused"."""
 UNKNOWN = KnownOptimizer(None)
 
 
@@ -146,17 +147,17 @@ SIGNATURES = (
 
 
 def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The hyper-parameters that no Adam has, and that no program adds."""
+    """The hyper-parameters in these groups that neither an Adam nor a program has, sorted."""
     known_keys = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
     return sorted({str(key) for group in groups for key in group} - known_keys)
 
 
 LAZY = frozenset(("sgd", "muon"))
-"""Optimizers that recreate missing values of a parameter's state."""
+"""Optimizers that make missing states of a parameter anew, so that states may be missing."""
 
 
 def needed_states(name: str) -> frozenset[str]:
-    """The states that an optimizer expects of every parameter with any state."""
+    """The states that an optimizer needs for a parameter, if it has any for it."""
     plain = plain_name(name)
     plain = known_optimizer(plain).family or plain
     signatures = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
@@ -191,7 +192,7 @@ OF_MATRICES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
 
 
 def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether a state is a matrix of one axis of each parameter, and has its shape by chance.
+    """Whether a state is a matrix for one axis that only by chance has the parameter's shape.
 
     The preconditioner of a square matrix has the matrix's own shape, but different elements. If all
     `shapes` of the parameters are square, only its name shows it.
@@ -226,9 +227,9 @@ ZEROS = frozenset(
         *("momentum_buffer", "sum"),
     )
 )
-"""States that begin as zeros."""
+"""Optimizer states that are zeros before the first update."""
 NUMBERS = {"mu_product": 1.0}
-"""Numbers that are not zero before the first update."""
+"""States of one number that do not begin with zero, with their first values."""
 
 
 def begins_with_zeros(key: str, group: Mapping[str, Any]) -> bool:

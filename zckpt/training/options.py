@@ -64,7 +64,10 @@ class Option(Struct, Generic[Value], frozen=True, eq=False):
 
 
 def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
-    """A check for a number that must be positive; `hint` tells the user what to give."""
+    """Makes the check for an option whose number must be at least 1.
+
+    `hint` tells the user what to give.
+    """
 
     def check(number: int) -> None:
         if type(number) is bool or not hasattr(number, "__index__") or number < 1:
@@ -92,7 +95,7 @@ def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
 
 
 def _check_groups(name: str) -> Callable[[GroupDefaults], None]:
-    """A check for the hyper-parameters that the option `name` gives to groups."""
+    """Makes the check for an option that gives hyper-parameters to groups; `name` is the option."""
 
     def check(values: GroupDefaults) -> None:
         for key, value in _by_group(values).items():
@@ -178,7 +181,10 @@ DTYPE: Option[str | None] = Option(
 DIALECT: Option[str | None] = Option(
     "dialect", None, "The kind of files", metavar="KIND", rare=True
 )
-"""A format that has several kinds of files lists its own: `replace(DIALECT, choices=...)`."""
+"""The option `--dialect`, without values.
+
+A format that has several kinds of files adds its own: `replace(DIALECT, choices=...)`.
+"""
 GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
     {},
@@ -365,7 +371,7 @@ class Options(Struct, frozen=True):
 
     @property
     def unread(self) -> list[Option[Any]]:
-        """The given options that no code has looked up."""
+        """The given options whose value no code has looked up, so they have had no effect."""
         return [option for option, _ in self.given if option.name not in self.names_read]
 
     @property
@@ -385,7 +391,10 @@ class Options(Struct, frozen=True):
         return FILE_SIZE if size is None else size
 
     def by_group(self, option: Option[GroupDefaults]) -> dict[Any, Any]:
-        """An option's values: by name for all groups, and by number for one group."""
+        """The value of an option that gives hyper-parameters to groups, as a dictionary.
+
+        Its keys are hyper-parameters, for all groups, and numbers of single groups.
+        """
         return _by_group(self[option])
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:

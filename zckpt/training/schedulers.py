@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""The lists of rates, each with the groups' hyper-parameter that has the same values."""
+"""Maps each list of rates in a scheduler's state to the hyper-parameter with equal values."""
 OF_GROUPS = frozenset(
     (*RATES, "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 )
@@ -23,13 +23,16 @@ OF_GROUPS = frozenset(
 MAXIMA = ("max_lrs",)
 """The largest rates of a CyclicLR, which groups do not have."""
 INSIDE = "_schedulers"
-"""The list of inner schedulers of a SequentialLR or a ChainedScheduler."""
+"""The key of the inner schedulers' states in a SequentialLR or a ChainedScheduler."""
 
 Scheduler = Mapping[str, Any]
 
 
 def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
-    """The state for new groups; each one gets the values of the group in `origins`."""
+    """Adapts a scheduler's lists to new groups.
+
+    `origins` has, for each new group, the number of the old group whose values it gets.
+    """
 
     def moved(key: str, values: list[Any]) -> list[Any]:
         return [values[number] for number in origins] if len(values) > max(origins) else values
@@ -38,7 +41,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state with the rates of these groups."""
+    """Replaces the rates in a scheduler's state by those of the groups."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -50,9 +53,10 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def keeps_rates(scheduler: Scheduler) -> bool:
-    """Whether the rates come from the state or the groups, not from the program.
+    """Whether a scheduler loads the groups' rates from its state, or from the groups themselves.
 
-    ReduceLROnPlateau, which has `min_lrs`, multiplies the groups' rates.
+    Otherwise the program sets them. ReduceLROnPlateau, which has `min_lrs`, multiplies the groups'
+    rates.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]
@@ -62,7 +66,7 @@ def keeps_rates(scheduler: Scheduler) -> bool:
 def _with_lists(
     scheduler: Scheduler, change: Callable[[str, list[Any]], list[Any]]
 ) -> dict[str, Any]:
-    """The state with its lists of groups changed, also in inner schedulers."""
+    """Applies `change` to the lists with an item per group, also in inner schedulers."""
     result = dict(scheduler)
     for key, value in scheduler.items():
         if key in OF_GROUPS and isinstance(value, list) and value:

@@ -40,10 +40,10 @@ from .faults import COUNTED_START
 from .optimizers import plain_name
 
 STATED = "--step-policy"
-"""Prefix of a place where the user states a number that no file has."""
+"""Begins the name of a place if the user states the step and no file does."""
 
 STALLS = {"BF16": 256, "F16": 2048}
-"""The step at which adding one changes nothing, because the type is too narrow."""
+"""By type: the step to which adding one changes nothing, because the type is too narrow."""
 
 
 WRITTEN = {
@@ -65,10 +65,10 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where the source's optimizer keeps its step; it looks there in another engine too.
+    """Where the source's optimizer keeps its step; torch's usual place if no file shows it.
 
-    The optimizer is the program's own, whatever its name. But some engines have optimizers of their
-    own.
+    The optimizer is the program's own, so it looks there in another engine too, whatever its name.
+    For an engine with optimizers of its own, this is torch's usual place too.
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]
@@ -92,7 +92,7 @@ def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
 
 
 def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
-    """The distinct steps of the trained parameters in each of `count` groups."""
+    """For each of `count` groups, the set of steps that its trained parameters have."""
     groups: list[set[Step]] = [set() for _ in range(count)]
     for parameter in manifest.parameters.values():
         number = parameter.group or 0
@@ -104,7 +104,10 @@ def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
 def counter_sightings(
     where: str, counters: Mapping[str, Any], keys: Iterable[str]
 ) -> list[Sighting]:
-    """The counters `keys` of an engine or a scheduler, which are never a true step."""
+    """The sightings of an engine's or a scheduler's counters, marked as no true step.
+
+    `keys` are the counters' keys in `counters`.
+    """
     numbers = [(key, step_of(counters.get(key))) for key in keys]
     return [Sighting(f"{where}, {key}", step, False) for key, step in numbers if step is not None]
 
@@ -123,7 +126,7 @@ def kind_of(value: Any) -> str:
 
 
 class StatedSteps(Struct):
-    """The steps that places of one kind state.
+    """The steps that are stated in one kind of place: optimizer states, or groups.
 
     `where` is `state` or `group`. `steps` are keyed by a rank or a parameter. `kinds` are their
     types, `shapes` the shapes of tensors.
@@ -149,9 +152,10 @@ class StatedSteps(Struct):
         return StepPlace(self.where, self.kinds[owner], self.shapes[owner])
 
     def settled(self, policy: str | None) -> dict[str, Step]:
-        """The steps; one for all owners if `policy` is max, min or a number.
+        """The step of each owner, after the step policy is applied.
 
-        Raises InconsistentCheckpoint if a step is not integral and no policy decides.
+        If `policy` is max, min or a number, all owners get one step. Raises InconsistentCheckpoint
+        if a step is not integral and no policy decides.
         """
         if policy is None:
             need_whole((f"{self.where} of {owner}", step) for owner, step in self.steps.items())
@@ -162,17 +166,19 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """The true statements: of states, else of the first groups that have statements."""
+    """Chooses the true steps: those in states; if there are none, the first groups with steps."""
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
 def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
-    """Where an optimizer keeps its step if not as torch's own do; None if in several types.
+    """Where and in which type an optimizer keeps its step, if not as torch's own optimizers do.
 
-    `named` is the class that `--optimizer` named when the files were written.
+    None for torch's own way, and if steps are stored in several types. `named` is the class that
+    `--optimizer` named when the files were written.
 
-    Apex and TransformerEngine's FusedAdam keep one only in groups. If `capturable`, Apex's is a
-    tensor of shape [1], to which it adds in place (commit 6424da3). Others keep one in both.
+    Apex and TransformerEngine's FusedAdam keep one step, and only in groups. If `capturable`,
+    Apex's is a tensor of shape [1], to which it adds in place (commit 6424da3). Other optimizers
+    keep one in both places.
     """
     place = believed.place()
     types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
@@ -188,7 +194,10 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
 def sightings_of(
     statements: StatedSteps, believed: StatedSteps
 ) -> Iterator[tuple[Sighting, Notice | None]]:
-    """One line for each distinct step, not for each owner; and a warning if the step is stalled."""
+    """Yields one sighting for each distinct step, however many owners state it.
+
+    With each comes a warning if the step no longer grows, else None.
+    """
     is_true = statements.where == believed.where
     owners = by_key(
         ((step, statements.kinds[owner], is_true and believed.steps[owner] == step), owner)
@@ -202,11 +211,12 @@ def sightings_of(
 def counted_by_last(
     in_states: StatedSteps, in_groups: StatedSteps, groups: Iterable[Sequence[str]]
 ) -> StatedSteps:
-    """The steps of states; if only a group's last parameter counts, its step for the full group.
+    """The steps in states, corrected for optimizers that count only in a group's last parameter.
 
-    `groups` are the owners of each group's steps, in order. DeepSpeed's FusedAdam and FusedLion
-    (0.19.8, ops/adam/fused_adam.py) add 1 to the state of the last parameter with a gradient, and
-    use that number for the group. They write 0 into the group and into other states.
+    Then its step is used for all parameters of the group. `groups` are the owners of each group's
+    steps, in order. DeepSpeed's FusedAdam and FusedLion (0.19.8, ops/adam/fused_adam.py) add 1 to
+    the state of the last parameter with a gradient, and use that number for the group. They write 0
+    into the group and into other states.
     """
     counted = dict(in_states.steps)
     for owners in groups:
@@ -256,15 +266,15 @@ def stalled(step: Step, kind: str, where: str) -> Notice | None:
 
 
 def may_be_unstepped(manifest: Manifest) -> bool:
-    """Whether `never_stepped` needs the digests."""
+    """Whether the step is 1, so that `never_stepped` must look at the digests."""
     return manifest.step == 1
 
 
 def never_stepped(manifest: Manifest, digests: Mapping[int, Mapping[Key, int]]) -> Notice | None:
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
-    DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
-    the digests of a copy's target, by key for each model rank.
+    DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` has
+    the digests of the copied tensors, for each model rank by key.
     """
     if not may_be_unstepped(manifest):
         return None

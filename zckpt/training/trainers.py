@@ -71,9 +71,9 @@ def _program(names: Collection[str]) -> str | None:
 
 
 def not_loaded(files: str, dialects: Sequence[str]) -> Notice:
-    """A warning about files that no trainer looks for; `dialects` are the ones with loadable files.
+    """A warning that the target's `files` have names which the trainer does not look for.
 
-    Its subject is the first dialect.
+    It proposes `dialects` whose files the trainer loads; its subject is the first of them.
     """
     ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
     message = f"{files} is not what the trainer looks for: to resume there, add {ways}"
@@ -100,9 +100,9 @@ RESUMING = {
 
 
 def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:
-    """Files beside one of several models, as if it were the only one.
+    """The files beside one of several models, with the names that a single model's would have.
 
-    And names of other models' files.
+    The second result are the names of other models' files, which are left out.
     """
     files, other_names = [], []
     for item in siblings:
@@ -129,7 +129,10 @@ def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
 
 
 def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
-    """The JSON object in a file beside the weights, in the root or the model's folder."""
+    """The JSON object in the file `name` beside the weights; None without such a file.
+
+    It is looked up in the root, and in folders where programs keep files for from_pretrained.
+    """
     files = list(siblings)
     names = (name, *(f"{folder}{name}" for folder in LOADING_FOLDERS[1:]))
     return next((value for each in names if (value := json_of(files, each)) is not None), None)
@@ -166,7 +169,10 @@ def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def number(value: Any) -> Any:
-    """The value of a 0-d tensor (a capturable optimizer's learning rate); others unchanged."""
+    """The value of a `Scalar`, such as a capturable optimizer's learning rate.
+
+    Any other value unchanged.
+    """
     return value.value if isinstance(value, Scalar) else value
 
 
@@ -252,9 +258,9 @@ def inside(
 
 
 def once_more(folder: str, source: str) -> list[Sibling]:
-    """The files in a folder's subfolder of full weights, which a target does not get.
+    """The files in the subfolder `consolidated`, which has a second copy of the weights.
 
-    Links are followed inside of the directory `source`.
+    A target does not get them. Links are followed inside of the directory `source`.
     """
     folder_inside = os.path.join(folder, CONSOLIDATED)
     files = SiblingList(source, OPEN_FOLDERS)
@@ -274,7 +280,7 @@ def vocabulary(path: str) -> int | None:
 
 
 def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
-    """Folders that have a file of each rank, with the number of the files."""
+    """The folders with one file per rank, and how many files each one has."""
     matches = filter(None, (_OF_RANKS.fullmatch(item.name) for item in siblings))
     return Counter(match["folder"] for match in matches)
 
@@ -282,10 +288,10 @@ def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
 def for_ranks(
     siblings: Iterable[Sibling], before: int, ranks: int
 ) -> tuple[list[Sibling], list[Notice]]:
-    """The siblings that `ranks` data-parallel ranks load, and notes on the omitted ones.
+    """Selects the siblings for a run of `ranks` data-parallel ranks; notes those left out.
 
-    Random states of single ranks have no meaning at another data-parallel size. `before` is that of
-    the source; 1 or less if the source states none.
+    Random states of single ranks have no meaning at another data-parallel size. `before` is the
+    source's size; 1 or less if the source states none.
     """
     taken, lines = list(siblings), []
     of_ranks = [item for item in taken if _RANDOM_STATE.fullmatch(item.name)]

@@ -29,11 +29,11 @@ from .best import CHECKPOINT
 from .trainers import MAX_JSON, STATE, counter, json_of, program_of
 
 Number = Callable[[str, tuple[str]], int | None]
-"""Returns the integer that a torch.save file has under one of the keys."""
+"""A function that returns the integer that a torch.save file has under one of the keys."""
 
 TRAINER, FOLDER, SCHEDULER = "trainer", "folder", "scheduler"
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""The counters of trainers (`Sighting.counter`); an engine's own sightings have no such name."""
+"""Names of trainers' counters (`Sighting.counter`); an engine's sightings have no such name."""
 
 _COUNTED = (
     (SCHEDULER, re.compile(r"scheduler(?:\.pt|(?:_\d+)?\.bin)"), "last_epoch"),
@@ -71,7 +71,7 @@ def _of_files(manifest: Manifest, number_in: Number) -> Iterator[Sighting]:
 
 
 def _number(item: Sibling, key: str, number_in: Number) -> int | None:
-    """The number in a file; None if the file is damaged, too large, or not readable."""
+    """The counter under `key` in a file; None if the file is damaged, too large, or unreadable."""
     if sources.is_denied(item.path):
         return None
     if item.name == STATE:
@@ -84,7 +84,7 @@ def _number(item: Sibling, key: str, number_in: Number) -> int | None:
 
 
 def _folder(manifest: Manifest) -> str:
-    """The folder of the files beside a checkpoint; "" without such files."""
+    """The path of the folder in which a trainer put its files; "" without such files."""
     paths = [item.path for item in manifest.files.siblings if "/" not in item.name]
     return os.path.dirname(paths[0]) if paths else ""
 
@@ -106,7 +106,7 @@ def _seen(manifest: Manifest, kind: str) -> int | None:
 
 
 def disagreements(manifest: Manifest) -> list[Notice]:
-    """Contradictions of the Trainer's `global_step`: an engine's counter, or the folder's number.
+    """Notices if the Trainer's `global_step` is not the engine's counter or the folder's number.
 
     An engine with another count is a problem: the files are of two saves. It is only a warning if
     gradients are accumulated, and the engine has at most one update less for each epoch. Before

@@ -217,7 +217,10 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         return trained or peft.is_saved_base(name, self.config)
 
     def _refuse_unknown_tuners(self) -> None:
-        """Raises UnsupportedCheckpoint if saved names do not lead back to the module's names."""
+        """Raises UnsupportedCheckpoint if zckpt does not know how PEFT saves this kind of adapter.
+
+        It then cannot map the saved names back to the module's names.
+        """
         exported = {name for name in self.names if self._is_exported(name)}
         names = peft.module_names(self.tensors, config=self.config)
         if unknown := sorted(exported - {names.get(name, name) for name in self.tensors}):

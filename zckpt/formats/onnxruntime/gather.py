@@ -85,7 +85,7 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
 
 
 def _is_apart(save: Save, name: str) -> bool:
-    """Whether only a weight's owners have its fp32 values: a master of a mixed-precision run."""
+    """Whether a weight is a mixed-precision run's master, whose fp32 values only owners store."""
     if save.dialect == "hdf5" and save.dp == 1:  # there are no 16-bit copies, and nothing is cut
         trained = save.ranks[0].moments
         return save.mixed is not None and (name in trained or not trained)

@@ -96,7 +96,7 @@ class RankFile(Struct, frozen=True):
 
     @property
     def is_partition(self) -> bool:
-        """Whether it is one of several ranks' files. Then the other files are needed too."""
+        """Whether the file has one rank's partition only, so that other ranks' files are needed."""
         return self.options.zero_stage > 0 and self.options.world_size > 1
 
 

@@ -120,7 +120,7 @@ def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
 
 
 def _by_shape(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]] | None:
-    """The names if each number can have only one; None if several assignments fit, or none."""
+    """The names of all numbers if shapes alone determine them; None if no or several ways fit."""
     by_shape: dict[Shape | None, list[str]] = {**by_key((shape, name) for name, shape in names)}
     numbers = Counter(shape for order in orders for shape in order)
     if None in numbers:  # it gets a name that no other number can have

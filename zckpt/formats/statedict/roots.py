@@ -94,7 +94,7 @@ class Roots(Struct, frozen=True):
 
     @property
     def doubts(self) -> list[Notice]:
-        """Warnings about optimizers that only a name pairs with a model while another also fits."""
+        """Warnings about optimizers that were assigned by name only and fit another model too."""
         without = [root for root in self.roots if not root.optimizers]
         return [
             warning(

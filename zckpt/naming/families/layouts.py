@@ -27,7 +27,10 @@ Views = Sequence[View]
 
 
 class Misfit(Exception):
-    """The error for shapes that do not fit a packing; `needs` are sizes that are not stated."""
+    """The error for shapes that do not fit a packing.
+
+    `needs` names the sizes (heads, ...) that are needed and not stated.
+    """
 
     def __init__(self, message: str, needs: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -125,7 +128,7 @@ LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
     },
     "experts": {MEGATRON: _split_experts, HUGGING_FACE: _join_experts},
 }
-"""Functions by packing, and then by the target's program."""
+"""By packing, and then by the target's program: the function that converts the tensors."""
 
 
 def with_rows(entry: Entry, rows: int) -> Entry:
@@ -141,7 +144,7 @@ def _listed(views: Views) -> str:
 
 
 def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
-    """The rows of q, k and v in a packed tensor; raises Misfit."""
+    """How many rows of a packed tensor belong to q, to k and to v; raises Misfit."""
     if sizes.heads is None or sizes.kv_heads is None:
         names = ("heads", "kv_heads")
         raise Misfit("", [name for name in names if getattr(sizes, name) is None])
@@ -156,7 +159,10 @@ def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
 
 
 def _groups(rows: Sequence[int], sizes: Sizes) -> int:
-    """The number of key-value heads, which q, k and v are dealt to; raises Misfit."""
+    """The number of groups in packed attention: one per key-value head.
+
+    `rows` are the rows of q, k and v. Raises Misfit if these cannot be shared evenly.
+    """
     if sizes.kv_heads is None:
         raise Misfit("", ["kv_heads"])
     query, key, _ = rows

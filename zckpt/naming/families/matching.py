@@ -15,9 +15,9 @@ NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
 class NamePlace(Struct, frozen=True):
-    """The meaning of a name: part of a rule, in a layer, of an expert.
+    """What a name means: the numbers of the rule and of its part, of the layer and of the expert.
 
-    None where not applicable.
+    Layer and expert are None if the name has none.
     """
 
     rule: int
@@ -27,7 +27,7 @@ class NamePlace(Struct, frozen=True):
 
 
 class TensorGroup(Struct, frozen=True):
-    """Tensors of the source that together become tensors of the target, by their names."""
+    """Names of source tensors, and of the target tensors that are made from all of them."""
 
     rule: FamilyRule
     sources: tuple[str, ...]
@@ -35,7 +35,7 @@ class TensorGroup(Struct, frozen=True):
 
 
 class FamilyNames:
-    """The names of one program, as the rules of a family spell them."""
+    """Finds the meaning of a name of one program, by the rules of a family."""
 
     def __init__(self, family: Family, side: str) -> None:
         self.patterns = [
@@ -64,7 +64,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 def places_of(
     family: Family, text: str, names: Collection[str]
 ) -> tuple[str, dict[str, NamePlace]]:
-    """The program that uses these names, and the place of each name.
+    """The program that the names belong to, and the meaning of each name.
 
     Raises WrongOption with names that no rule covers, or if names are of both programs. `text` is
     the value of `--family`.
@@ -94,10 +94,11 @@ def places_of(
 def groups_of(
     family: Family, side: str, places: Mapping[str, NamePlace], experts: Mapping[str, int]
 ) -> list[TensorGroup]:
-    """Groups of tensors to convert, in the order of the family's rules, layer by layer.
+    """Sorts the source's tensors into groups that are converted together.
 
-    `experts` has the number of experts in a stacked tensor, by its name. Raises MissingData if a
-    part of a packed tensor is missing.
+    The groups are in the order of the family's rules, layer by layer. `experts` has the number of
+    experts in a stacked tensor, by its name. Raises MissingData if a part of a packed tensor is
+    missing.
     """
     together: dict[tuple[int, int | None, int | None], dict[tuple[int, int], str]] = {}
     for name, at in places.items():
@@ -127,7 +128,10 @@ def groups_of(
 
 
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
-    """The experts whose names a rule has on one side; `count` is their number."""
+    """The numbers of the experts whose tensors one group has on one side.
+
+    In Megatron all `count` experts, if the rule stacks them in Hugging Face; else only `expert`.
+    """
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 
 
@@ -161,7 +165,7 @@ def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
 def _place_of(
     family: Family, rule: int, layer: int | None, expert: int | None
 ) -> tuple[int, int, int, int]:
-    """The sort key of a module's order: before the layers, the layers, after the layers."""
+    """A sort key for the module's order: rules before the layers, then layers, then the rest."""
     if layer is not None:
         return 1, layer, rule, expert or 0
     inside = [n for n, item in enumerate(family.rules) if "{layer}" in item.hugging_face[0]]

@@ -36,7 +36,7 @@ NUMBERS = re.compile(r"\{(.*?)\}")
 
 
 class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """The names in both programs; `{layer}` and `{expert}` stand for numbers.
+    """The names of the same tensors in both programs, with `{layer}` and `{expert}` for numbers.
 
     `packing` is one of layouts.py. If `only` is set, the rule applies only to sources of this
     program.
@@ -62,7 +62,10 @@ class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Family(Struct, frozen=True):
-    """The rules of a family, its `model_type`s in config.json, and patterns of omitted buffers."""
+    """The rules of a family of models.
+
+    `types` are its `model_type`s in config.json. `buffers` are patterns of names that are left out.
+    """
 
     rules: tuple[FamilyRule, ...]
     types: tuple[str, ...]

@@ -24,7 +24,10 @@ KEYS = ("heads", "kv_heads", "vocab_size")
 
 
 class Sizes(Struct, frozen=True):
-    """Sizes, None if not stated; `vocab_size` is the number of rows in the target's vocabulary."""
+    """The sizes of a model that its packings need; None if a size is not stated.
+
+    `vocab_size` is the number of rows in the target's vocabulary.
+    """
 
     heads: int | None = None
     kv_heads: int | None = None
@@ -62,10 +65,10 @@ def sizes_of(
     to_hugging_face: bool,
     path: str | None,
 ) -> Sizes:
-    """The stated sizes; raises InconsistentCheckpoint if two places differ.
+    """Collects the model's sizes from `--family` (`given`), a config.json and Megatron's arguments.
 
-    `path` is the path of a config.json, or of its folder, if the user gives one. Otherwise
-    config.json beside the source is used.
+    Raises InconsistentCheckpoint if two places differ. `path` is the path of a config.json, or of
+    its folder, if the user gives one. Otherwise config.json beside the source is used.
     """
     siblings = files_to_load_by(manifest.files.siblings)
     if path is not None:

@@ -169,7 +169,7 @@ class _Translation(Struct, eq=False, dict=True):
         return LAYOUTS[group.rule.packing][self.target](views, self.sizes)
 
     def _shapes(self, group: TensorGroup) -> list[tuple[int, ...]]:
-        """The shapes of the group's targets; raises WrongOption, MissingData."""
+        """The shapes of the tensors that a group becomes; raises WrongOption, MissingData."""
         shapes = [self.source.parameters[name].shape for name in group.sources]
         try:
             blank = [View(tuple((length,) for length in shape), (), 1) for shape in shapes]
@@ -200,7 +200,10 @@ class _Translation(Struct, eq=False, dict=True):
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
-        """The common facts of a group's parameters; raises if they disagree."""
+        """The group, step and other facts that all parameters of a group of tensors must share.
+
+        Raises InconsistentCheckpoint if they differ.
+        """
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]
         first = parameters[0]
@@ -270,9 +273,9 @@ class _Translation(Struct, eq=False, dict=True):
 
 
 MODULE = frozenset({"module", "module_extra", "module_metadata"})
-"""Keys of a manifest's state that describe the source's modules."""
+"""Keys of a manifest's state about the source's modules; the converted manifest has none."""
 
 
 def _of(groups: Any, parameter: Parameter) -> Any:
-    """The hyper-parameters of a parameter's group."""
+    """The hyper-parameters of a parameter's group; None without groups."""
     return None if groups is None or parameter.group is None else groups[parameter.group]

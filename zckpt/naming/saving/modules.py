@@ -50,7 +50,10 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
 
 
 class ModuleSpan(Struct, frozen=True):
-    """Elements of a module's tensor from `at` on: elements [start, stop) of a file's tensor."""
+    """Elements [start, stop) of the file's tensor `name`.
+
+    In the module's tensor, they begin at element `at`.
+    """
 
     at: int
     name: str
@@ -59,9 +62,10 @@ class ModuleSpan(Struct, frozen=True):
 
 
 def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> Manifest:
-    """The manifest of files under a module's names, those of `model`, the same model's manifest.
+    """Converts a manifest of files to the names and tensors of the module.
 
-    Tensors that `model` lacks keep their names.
+    `model` is a manifest of the same model with the module's names. Tensors that `model` lacks keep
+    their names.
     """
     blank = _blank(model)
     places = by_key(
@@ -111,7 +115,10 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
 
 
 def _blank(model: Manifest) -> Manifest:
-    """A manifest in which every name of a module is a tensor of bytes in a file of that name."""
+    """A manifest for trying the rules: each tensor of the module is a file of that name.
+
+    Its elements are bytes, so an offset in the file is an element's number.
+    """
     owners = model.owners
     parameters: dict[str, Parameter] = {}
     entries: dict[Key, Entry] = {}
@@ -129,7 +136,10 @@ def _blank(model: Manifest) -> Manifest:
 def _joined(
     key: Key, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
 ) -> Entry | None:
-    """The tensor joined from these entries; None if their types or sizes do not fit."""
+    """The module's tensor `key`, joined from the files' entries `parts`.
+
+    `places` says which elements of each entry it gets. None if types or sizes do not fit.
+    """
     if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
         return None
     first = parts[0]

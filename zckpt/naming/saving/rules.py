@@ -24,9 +24,9 @@ Step = Sequence[Any]
 
 
 class NameMatch(Struct, frozen=True):
-    """The place where a rule matches a name: the text before and after the text `matched_text`.
+    """A match of a rule in a name: the text before `matched_text`, that text, and the text after.
 
-    `number` is the number of the rule's source, `group` the text of its first bracket.
+    `number` is the number of the rule's source pattern, `group` the text of its first bracket.
     """
 
     before: str
@@ -36,16 +36,20 @@ class NameMatch(Struct, frozen=True):
     group: str | None
 
     def with_target(self, target: str, add: int = 0) -> str:
-        r"""The name with the text replaced by a target; `\1` is the group, plus `add`."""
+        r"""The name with `target` instead of the matched text; `\1` in it becomes the group.
+
+        The group's number is increased by `add`.
+        """
         group = str(int(self.group or 0) + add) if add else self.group or ""
         return self.before + target.replace(r"\1", group) + self.after
 
 
 class SavingRule(Struct, frozen=True):
-    """One rule: names that match one of its sources get its target.
+    """A rule that renames tensors: names that match one of its source patterns get its target.
 
     With `steps`, the tensors of all sources together become the tensors of all targets. `scope` is
-    the path of the model that the rule is for, without `prefix`; None for the root's rules.
+    the path of the inner model that the rule is for, without `prefix`; None for the full model's
+    rules.
     """
 
     pattern: re.Pattern[str]
@@ -87,10 +91,10 @@ class SavingRule(Struct, frozen=True):
 
 
 class SavingRules(Struct, frozen=True):
-    """The rules of a model in the order in which they are applied.
+    """The rules of a model, in the order in which they are applied.
 
-    Names with one of the `marks` are already names of files. `sizes` are numbers of the
-    configuration.
+    Names that contain one of the `marks` are already names of files. `sizes` are numbers of the
+    configuration that steps need.
     """
 
     renames: Sequence[SavingRule]
@@ -151,13 +155,13 @@ def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
 
 
 Inner = tuple[str, str, str]
-"""A model inside of another: its path there, its class and its type."""
+"""An inner model: its path in the full model, its class and its type."""
 
 
 def _inside(
     about: Mapping[str, Any], config: Mapping[str, Any], above: str = ""
 ) -> Iterator[Inner]:
-    """The models inside of a model, as the configuration chooses them."""
+    """Yields the inner models of a model, at all depths, as its configuration chooses them."""
     outer_paths: list[str] = []
     for path, name, kind, where, chooser in about["modules"]:
         if any(path.startswith(f"{other}.") for other in outer_paths):
@@ -177,9 +181,10 @@ def _inside(
 
 
 def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The paths and keys of rules that apply.
+    """Yields the rules that apply: each inner model's path, and its key in the table of rules.
 
-    A model is skipped if one above has the same rules.
+    The key is the model's class or type. A model is skipped if a model around it has the same
+    rules.
     """
     seen: dict[str, list[str]] = {}
 
@@ -219,7 +224,10 @@ def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> SavingRule
 
 @cache
 def _compiled(sources: tuple[str, ...]) -> re.Pattern[str]:
-    """One pattern for all sources; the longest match counts."""
+    """One regular expression that matches any of the sources, with one named group for each.
+
+    Longer sources are tried first.
+    """
     numbered = sorted(enumerate(sources), key=lambda item: -len(item[1]))
     return re.compile("|".join(f"(?P<g{number}>{source})" for number, source in numbered))
 

@@ -21,7 +21,7 @@ from typing import Any
 from ..views import View, cut, dealt, flattened, folded, joined, swapped, unstacked, zeros
 
 Tensors = dict[str, View]
-"""Views by the pattern that becomes a part of their names; `*` stands for a number."""
+"""Views by a part of their new names, in which `*` may stand for a number."""
 
 
 def converted(
@@ -30,7 +30,10 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """The tensors of all targets, made from the numbered sources; raises ValueError."""
+    """Applies the steps of a rule: makes all its targets' tensors from those of its sources.
+
+    `views` has the latter by the number of the source. Raises ValueError if sizes do not fit.
+    """
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:
         tensors = STEPS[name](tensors, targets, arguments, size)

@@ -39,7 +39,7 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 
 
 class NameGroup(Struct, eq=False):
-    """Names that become other names together, by the number of the rule's source.
+    """Names that are converted together, by the number of the rule's source pattern.
 
     Without a rule it is a single name that is renamed.
     """
@@ -50,7 +50,10 @@ class NameGroup(Struct, eq=False):
 
 
 def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
-    """The groups by their new name, or by their first target with a `*` in it."""
+    """Sorts the names into groups, keyed by their new name.
+
+    If a group becomes several tensors, the key is its first target.
+    """
     groups: dict[str, NameGroup] = {}
     for name in names:
         rule, match = rules.converter(name) or (None, None)
@@ -149,7 +152,10 @@ class _Translation(Struct, eq=False, dict=True):
                     self._enter(entry)
 
     def _is_whole(self, group: NameGroup, parts: Mapping[int, Entry]) -> bool:
-        """Whether all tensors of a group exist, with one type and the shapes of their weights."""
+        """Whether a group can be converted for one slot: all its tensors exist and fit.
+
+        They must have one type, and the shapes of their weights.
+        """
         parameters = self.source.parameters
         fits = all(
             entry.parameter not in parameters or entry.shape == parameters[entry.parameter].shape
@@ -178,7 +184,7 @@ class _Translation(Struct, eq=False, dict=True):
     def _views(
         self, group: NameGroup, rule: SavingRule, parts: Mapping[int, Entry]
     ) -> dict[str, View]:
-        """The converted tensors of a slot by their new names."""
+        """Converts a group's tensors of one slot; returns them by their new names."""
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(
                 "options-conflict",

@@ -76,7 +76,7 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
 
 
 def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
-    """A rank's part of a weight, with the extent of its first contiguous elements."""
+    """A tensor rank's part of a weight: its size, and where its first elements (a sample) lie."""
     count, size = 1, SIZES[dtype]
     for axis in range(len(piece.sizes) - 1, -1, -1):
         if piece.sizes[axis] != 1 and piece.strides[axis] != count:
@@ -248,7 +248,7 @@ class FlatItems:
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
-    """The buffers of `distrib_optim.pt`, or of a `param_state` item, by their numbers."""
+    """Yields the flat buffers in `distrib_optim.pt`, or in a `param_state` item, by number."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
             "file-damaged",
