@@ -112,7 +112,7 @@ def other_objects(manifest: Manifest) -> list[str]:
 
 
 def trainers_counters(manifest: Manifest) -> list[Sighting]:
-    """The steps in files that trainer programs write beside a checkpoint of any format.
+    """The counters in files that a trainer put beside a checkpoint, whatever its format.
 
     Raises OSError.
     """
@@ -120,7 +120,7 @@ def trainers_counters(manifest: Manifest) -> list[Sighting]:
 
 
 def of(manifest: Manifest) -> Format | None:
-    """The format of a manifest's files.
+    """The format that made a manifest's files.
 
     None if no format made the manifest (a proof, for example).
     """
@@ -287,10 +287,9 @@ def find(
 
 
 def _of_tag(path: str, tag: str | None, formats: Iterable[Format]) -> Format | None:
-    """The one format that recognizes the folder of `tag`.
+    """The format of the folder `tag` in a run; None if no format recognizes it, or several do.
 
-    None if there is no such format, or several. A run may have hundreds of tags. This avoids a look
-    into all of them, which takes seconds.
+    A run may have hundreds of tags. This avoids a look into all of them, which takes seconds.
     """
     folder = os.path.join(path, tag) if tag and is_tag(tag) else ""
     if not folder or not sources.is_folder(folder):
@@ -399,9 +398,9 @@ def _detects(
     tags: Sequence[list[str]] | None = None,
     among: Iterable[Format] = FORMATS,
 ) -> bool:
-    """Whether a format recognizes a checkpoint at `path`.
+    """Whether any of the formats `among` recognizes a checkpoint at `path`.
 
-    With `tags`, only these lists of tags count.
+    With `tags`, a format counts only if it returns one of these lists of tags.
     """
     try:
         tag_lists = ((item.detect_weak if weak else item.detect)(path) for item in among)
@@ -443,7 +442,7 @@ def _all_of(path: str, inside: Sequence[str]) -> str:
 
 
 def _looks(path: str) -> tuple[str, str]:
-    """A description of a path that is no checkpoint, and a hint ("" if there is none)."""
+    """Says what is at a path that is no checkpoint, for an error; also a hint ("" for none)."""
     if not sources.is_folder(path):
         if what := _of_torch(path):
             return what, ""

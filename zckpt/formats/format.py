@@ -89,9 +89,12 @@ class Format(Struct, frozen=True, eq=False):
     reasons: Mapping[str, str] | None = None
     """Why an option does not apply to the format, by the option's name."""
     numbers: bool = False
-    """Whether an optimizer may number its parameters. Then `read` uses `Reading.param_names`."""
+    """Whether an optimizer in these files may number its parameters instead of naming them.
+
+    Then `read` uses `Reading.param_names`.
+    """
     reports_unused_rules: bool = False
-    """Whether `read` itself warns if the files do not need `Reading.tp_rules`."""
+    """Whether `read` warns if it did not need `Reading.tp_rules`, so that no caller has to."""
     compares: str | None = None
     """Which elements of masters are compared with the weights before a conversion.
 
@@ -107,14 +110,14 @@ class Format(Struct, frozen=True, eq=False):
     overrides_groups: bool = False
     """Whether `--group-defaults` replace the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False
-    """Whether a target keeps steps that differ between parameters when it is read back."""
+    """Whether parameters of a target can have different steps, as read back from its files."""
     is_neutral: bool = False
-    """Whether it belongs to no engine.
+    """Whether the format belongs to no engine.
 
-    Then the next target decides about names, ties and best checkpoints.
+    Then names, ties and the best checkpoint are left for the next conversion to decide.
     """
     is_plain: bool = False
-    """Whether a program loads its names into a model without wrappers.
+    """Whether a program loads the target's names into a model without wrappers.
 
     Then the words that wrappers insert are removed, unless the source has this format too.
     """
@@ -210,7 +213,10 @@ class Functions(Struct, frozen=True, eq=False):
     `--replicas` chooses among differing copies of tensor ranks.
     """
     check_slices: Callable[[Manifest], None] | None = None
-    """Raises if the bytes show that ranks cut tensors in another way; reads only a few bytes."""
+    """Raises if the bytes show that the rules for the cuts of tensor ranks are wrong.
+
+    Reads only a few bytes.
+    """
     averaged: Callable[[Manifest], Manifest] | None = None
     """Returns the manifest in which the copies on tensor ranks are replaced by their mean."""
     rebuilt: Callable[[Manifest], Manifest] | None = None

@@ -92,7 +92,7 @@ def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
 
 
 def without_empty_groups(manifest: Manifest) -> Manifest:
-    """The groups that DeepSpeed keeps: those with a trainable parameter (0.19.8).
+    """Removes groups without a trainable parameter, as DeepSpeed does (0.19.8).
 
     Under LoRA the Trainer's second group is empty: all of an adapter's weights are decayed.
     """

@@ -89,7 +89,7 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
 
 
 def _listed(option: Option[Any]) -> str:
-    """The values of an option, with the default marked."""
+    """The values of an option as text for a help, with the default marked."""
     return " or ".join(
         f"{value} (default)" if value == option.usual else str(value) for value in option.choices
     )
@@ -112,7 +112,7 @@ def without_use(to: str, keywords: Mapping[str, Any]) -> dict[str, str]:
 
 
 def options_of(keywords: Mapping[str, Any]) -> Options:
-    """The user's options, by their names in Python.
+    """Makes `Options` of the user's keyword arguments.
 
     Raises TypeError for a name that no format declares, and WrongOption for an invalid value.
     """

@@ -20,7 +20,10 @@ Strange = tuple[str, str]
 
 
 def elsewhere(path: str) -> Strange | None:
-    """Explains why nothing exists at a source's path; None if its name does not show why."""
+    """Explains why a source's path does not exist: it is a URL, or has an unexpanded ~.
+
+    None for any other path.
+    """
     if URL in path:
         return f"{path} is a URL that zckpt does not read", _of_this_machine(path)
     return _unexpanded(path) if is_home(path) else None
@@ -31,7 +34,7 @@ LATEST = "latest"
 
 
 def pointing(run: str, tag: str) -> str:
-    """The command that writes DeepSpeed's file with the tag of a run's last checkpoint."""
+    """The shell command that writes the pointer file `latest` with a tag into a run."""
     return f"printf {shlex.quote(tag)} > {shlex.quote(os.path.join(run, LATEST))}"
 
 
@@ -46,7 +49,10 @@ def kind_of_file(path: str) -> Strange | None:
 
 
 def strange_target(path: str) -> Strange | None:
-    """Explains a wrong path of a target, which is always a new folder; None for an ordinary one."""
+    """Explains why a path cannot be the new folder of a target: a URL, a packed file, ...
+
+    None for an ordinary path.
+    """
     if URL in path:
         return f"{path} is a URL that zckpt does not write", _of_this_machine(path)
     if is_home(path):

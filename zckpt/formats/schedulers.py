@@ -28,7 +28,7 @@ from ..training.trainers import SCHEDULERS
 Scheduler = dict[str, Any]
 Change = Callable[[Scheduler], Scheduler]
 KEYS = ("lr_scheduler", "scheduler", "sched")
-"""Keys of a scheduler's state in programs' own state."""
+"""Keys under which programs keep a scheduler's state in their own state."""
 OF_TORCH = "last_epoch"
 """The key of the counter in every scheduler of torch."""
 OF_TRAINER = SCHEDULERS[0]
@@ -61,7 +61,7 @@ def with_programs(manifest: Manifest) -> Manifest:
 
 
 def schedulers_of(manifest: Manifest) -> list[Scheduler]:
-    """The states of all schedulers that are dictionaries of plain values."""
+    """The states of all schedulers in a manifest that are dictionaries of plain values."""
     schedulers: list[Scheduler] = []
     with_schedulers(manifest, _kept_in(schedulers))
     return schedulers

@@ -61,7 +61,7 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
 
 
 def omitted_rows(source: Manifest, rows: Mapping[str, int]) -> list[Notice]:
-    """Notes on rows that a target with this number of rows lacks."""
+    """Notes on vocabulary rows that a target with fewer rows leaves out, all of them padding."""
     return [
         note(
             "state-omitted",

@@ -28,7 +28,10 @@ HALVES = ("BF16", "F16")
 
 
 def is_of_files(error: ZckptError, are_optimizers: Callable[[str], bool]) -> bool:
-    """Whether an error concerns only files of an optimizer; `are_optimizers` tests their paths."""
+    """Whether an error concerns files of an optimizer only, so that the weights are readable.
+
+    `are_optimizers` tells whether a path is an optimizer's file.
+    """
     files = [notice.file for notice in error.notices]
     return isinstance(error, OF_FILES) and all(file and are_optimizers(file) for file in files)
 

@@ -126,7 +126,7 @@ class FlatGroup(Struct, eq=False, dict=True):
         return start < self.starts[rank + 1] and stop > self.starts[rank] and stop > start
 
     def cut(self, start: int, stop: int) -> Runs:
-        """Elements [start, stop) of the buffer; they may be on several ranks."""
+        """Where elements [start, stop) of the buffer lie in files; several ranks may have them."""
         rank = bisect_right(self.starts, start, hi=len(self.partitions)) - 1
         fragments, place = [], start
         while place < stop:

@@ -38,7 +38,10 @@ def plain(name: str) -> str:
 
 
 def without_words(names: Iterable[str]) -> dict[str, str]:
-    """Maps each name to its `plain` form; names that would become equal keep their words."""
+    """Maps each name to its form without wrappers' words (`plain`).
+
+    Names that would become equal keep their words.
+    """
     plain_names = {name: plain(name) for name in names}
     counts = Counter(plain_names.values())
     return {name: new if counts[new] == 1 else name for name, new in plain_names.items()}
@@ -152,7 +155,10 @@ def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
 
 
 def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
-    """Names by their spelling without wrappers; raises WrongOption if two become equal."""
+    """Maps each name's form without wrappers' words to the name.
+
+    `spelling` removes the words. Raises WrongOption if two names become equal.
+    """
     originals: dict[str, str] = {}
     for name in names:
         other = originals.setdefault(spelling(name), name)
@@ -192,9 +198,9 @@ def leading(names: Collection[str]) -> list[str]:
 
 
 def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
-    """The names with `prefix` (those of one of several models), without it.
+    """Selects the names of one of several models, and removes its `prefix` from them.
 
-    All names if none has it.
+    All names unchanged if none has it.
     """
     without_prefix = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
     return without_prefix if prefix and without_prefix else names
@@ -250,7 +256,7 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
 
 
 def unwrapped(manifest: Manifest) -> Manifest:
-    """The manifest with the names of `without_words`."""
+    """Removes wrappers' words from all names in a manifest, as `without_words` does."""
     manifest = with_plain_modules(manifest)
     return _under(manifest, plain, without_words(_names(manifest)))
 
@@ -385,7 +391,7 @@ def _compiled(regex: str) -> re.Pattern[str]:
 
 
 def _names(manifest: Manifest) -> list[str]:
-    """Parameters, second names of tied ones, buffers and extra states, each once."""
+    """All names in a manifest: parameters, second names, buffers and extra states."""
     all_names: list[str] = []
     for model in manifest.with_models:
         extra = model.state.get("module_extra") or {}

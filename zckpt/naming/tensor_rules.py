@@ -58,7 +58,7 @@ class TensorRules(Protocol):
 
 
 class TensorRule(Struct, frozen=True):
-    """One line: a pattern of names, and how ranks hold such a parameter."""
+    """One line of a file of rules: a pattern of names, and how ranks hold parameters like these."""
 
     pattern: str
     placement: Placement
@@ -92,7 +92,7 @@ class RuleFile(Struct, frozen=True):
         return None
 
     def doubts(self, names: Iterable[str]) -> list[Notice]:
-        """Warnings about a family's rules that no file confirms for these names."""
+        """Warnings about those of the names for which no file confirms the family's rule."""
         if self.source not in DOUBTS:
             return []
         pattern, sentence = DOUBTS[self.source]
@@ -107,7 +107,7 @@ class RuleFile(Struct, frozen=True):
 
 
 def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -> TensorRules:
-    """The rules of a family or of a file; raises WrongOption.
+    """The rules of the family or file that `--tp-rules` names; raises WrongOption.
 
     `of_json` makes rules from a JSON file, if the engine has rules of that form.
     """
@@ -227,9 +227,10 @@ def decide(
 
 
 def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Checks that a layer's bias has as many elements as its weight has rows, cut alike.
+    """Raises if a layer's bias and the rows of its weight are not cut alike.
 
-    Layers of GPT-2 in transformers have a transposed weight (Conv1D).
+    They must have as many elements as rows. Layers of GPT-2 in transformers are left out: their
+    weight is transposed (Conv1D).
     """
     for name, sliced in decided.items():
         bias = decided.get(f"{name.removesuffix('.weight')}.bias")
@@ -264,7 +265,10 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
 
 
 def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
-    """Checks that a fused layer's rows, per part, equal the columns of the next layer."""
+    """Raises WrongOption if a rule assumes a wrong number of fused parts.
+
+    The rows of a fused layer, per part, must be as many as the columns of the next layer.
+    """
     for name, sliced in decided.items():
         for wide, narrow in WIDTHS:
             other = decided.get(name.replace(wide, narrow)) if name.endswith(wide) else None

@@ -56,7 +56,7 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
-    """The names that a class of transformers ties, and whether it ties them by default."""
+    """The names that a class of transformers ties, and whether it does so by default."""
     table = json.loads(get_data(__package__, "ties.json") or b"")
     for line in table["ties"]:
         if name in line["classes"]:
@@ -65,7 +65,7 @@ def _of_class(name: str) -> tuple[dict[str, str], bool]:
 
 
 def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
-    """The manifest with second names for its parameters; `pairs` are (second name, owner's name).
+    """Adds second names to parameters; `pairs` are (second name, owner's name).
 
     Raises WrongOption if the owner is unknown, or if the second name is a separate weight.
     """

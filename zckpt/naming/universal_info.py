@@ -76,7 +76,7 @@ class UniversalInfo:
         self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut.
+        """How a parameter is cut over tensor ranks, by the first list of patterns that matches.
 
         None if AutoTP has listed the parameter as unsupported.
         """
@@ -97,7 +97,7 @@ class UniversalInfo:
         return _by_rows(name, shapes, rows)
 
     def stated_shapes(self, name: str) -> Shapes | None:
-        """Each rank's shape by the affine_map; None without it."""
+        """The shape of each rank's slice by the affine_map; None if the map lacks the name."""
         ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
         shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
         return shapes or None

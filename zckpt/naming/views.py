@@ -69,14 +69,17 @@ def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
 
 
 def zeros(shape: Sequence[int], size: int) -> View:
-    """A tensor of zeros, which is in no file."""
+    """The view of a tensor of zeros, which needs no bytes of a file."""
     extent = Extent(ZEROS, 0, prod(shape) * size)
     box = strided(shape, strides=row_major(shape), first=0, size=size, extent=extent)
     return View(tuple((length,) for length in shape), (box,), size)
 
 
 def cut(view: View, axis: int, length: int) -> list[View]:
-    """Parts of `length` along an axis that is not folded; the last one may be shorter."""
+    """Cuts a view into parts of `length` along an axis that is not folded.
+
+    The last part may be shorter.
+    """
     whole = view.shape[axis]
     return parted(view, axis, [min(length, whole - start) for start in range(0, whole, length)])
 
@@ -155,7 +158,7 @@ def swapped(view: View, one: int, other: int) -> View:
 
 
 def folded(view: View, axis: int, inner: Sequence[int]) -> View:
-    """The tensor with an axis of one length folded; `inner` are the faster lengths.
+    """Folds an axis of one length into several lengths, of which `inner` are the last ones.
 
     Raises ValueError if the length is no multiple of them.
     """
@@ -187,7 +190,7 @@ def split(view: View, axis: int, count: int) -> View:
 
 
 def flattened(view: View, axis: int) -> View:
-    """The tensor with an axis and the next one flattened into one."""
+    """Makes one axis of an axis and the next one."""
     together = (*view.axes[axis], *view.axes[axis + 1])
     return View((*view.axes[:axis], together, *view.axes[axis + 2 :]), view.boxes, view.size)
 

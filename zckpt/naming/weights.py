@@ -75,7 +75,10 @@ def _without(prefix: str, so_that: str) -> Notice:
 
 
 def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
-    """As `settled`, for an adapter, whose names begin with PEFT's own prefix (0.21)."""
+    """Removes a prefix from an adapter's names, so that they begin with PEFT's own prefix (0.21).
+
+    Raises MissingData if PEFT would not find the adapter's weights.
+    """
     names = [name for name in names_of(source) if peft.is_adapters(name)]
     # VeRA's shared matrices are in the adapter itself, not in the model within it
     fronts = {name.partition(OF_PEFT)[0] if OF_PEFT in name else None for name in names}
@@ -94,7 +97,7 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
 
 
 def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
-    """The prefix of the class's weights in the source; "" without one."""
+    """The prefix that the class's weights have in the source; "" if they have none."""
     prefixes = asked.prefixes(names)
     lacking = {
         (prefix, as_base): asked.missing(_below(names, prefix), as_base)

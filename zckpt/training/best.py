@@ -38,7 +38,7 @@ def is_best(siblings: Iterable[Sibling]) -> bool:
 
 
 def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
-    """trainer_state.json with a new path of the best checkpoint, in the Trainer's own form."""
+    """The file trainer_state.json with `path` as the best checkpoint, in the Trainer's form."""
     state = {**(json_of(siblings, STATE) or {}), KEY: path}
     text = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
     return Shell.of(STATE, text)

@@ -49,7 +49,10 @@ class Keys(Struct, frozen=True):
 
 NAME = "Lightning"
 LIGHTNING = "pytorch-lightning_version"
-"""A key of Lightning's full state; it loads the state of all optimizers by their places."""
+"""The key that identifies Lightning's full state, which Lightning resumes from.
+
+Lightning loads the states of all optimizers by their places in a list.
+"""
 WHOLE = Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt")
 """Where Lightning's state dicts are in a single file."""
 SHARDED = Keys(("state_dict",), ("optimizer_0",), META)

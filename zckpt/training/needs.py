@@ -84,7 +84,7 @@ VERSIONS = {
     AUTOMODEL: "NeMo AutoModel 0.5",
     LIGHTNING: "Lightning 2.6",
 }
-"""The versions whose source code was read."""
+"""The version of each program whose source code was read for this table."""
 SCHEDULERS = "_load_optimizer_and_scheduler"
 NEEDS: dict[str, tuple[Need, ...]] = {
     TRANSFORMERS: (
@@ -132,7 +132,7 @@ OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
     r"|/pytorch_model_fsdp"
 )
-"""Engines' files under the names that the Trainer looks for."""
+"""Matches paths of engines' files that have the names which the Trainer looks for."""
 OF_OPTIMIZER = "/optim/"
 CONFIGURATIONS = {"config.json", "adapter_config.json"}
 SCHEDULER_FILE, STEP_SCHEDULER_FILE = "scheduler.pt", "step_scheduler.pt"
@@ -141,7 +141,7 @@ OF_RUN = frozenset(
     need.name
     for need in (TRAINER_STATE, SCHEDULER, SCALER, RANDOM_STATE, DATALOADER, SAMPLER, CUSTOM)
 )
-"""Roles of files that continue a run; weights alone do not need them."""
+"""Roles of files that a run needs to continue, and weights alone do not."""
 
 
 def for_weights_alone(manifest: Manifest) -> Manifest:
@@ -164,7 +164,7 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
 
 
 def of_program(manifest: Manifest) -> list[Need]:
-    """The needs of the program that saved a checkpoint, each role once."""
+    """The rows of NEEDS that apply to a checkpoint, at most one for each role."""
     rows: dict[str, Need] = {}
     scheduler_of = "engine" if _engine_has_scheduler(manifest) else "program"
     names = {os.path.basename(path) for path in manifest.files.paths}

@@ -56,7 +56,7 @@ COMMON = frozenset(
         "torch.torch_version.TorchVersion",  # a text: torch.__version__
     )
 )
-"""Names that build plain values and run nothing else, for any arguments."""
+"""Classes and functions that only build plain values, whatever arguments a pickle gives them."""
 
 REBUILT = (
     "tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "wrapper_subclass",
@@ -195,9 +195,9 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _refusal(names: list[str]) -> str:
-    """The reason why a value with these names is left out.
+    """The reason, for a note, why a value that names these classes or functions is left out.
 
-    It proposes no option for names that run programs.
+    It proposes `--allow-object`, unless a name can run programs.
     """
     running = [name for name in names if runs_programs(name)]
     if not running and ITSELF.name in names:
@@ -226,7 +226,10 @@ class _Names(Struct, eq=False):
     names_by_id: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, value: Any, depth: int = 0) -> frozenset[str]:
-        """The names in a value; raises CorruptCheckpoint if nested too deeply or within itself."""
+        """The classes and functions that a value names, at any depth.
+
+        Raises CorruptCheckpoint if it is nested too deeply or contains itself.
+        """
         if isinstance(value, Global):
             return frozenset((value.name,))
         if isinstance(value, Foreign):
@@ -262,7 +265,10 @@ class _Filter(Struct, eq=False):
     omitted: list[Notice] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        """The dictionary without keys that are not allowed, or whose values are not."""
+        """The dictionary without items that name a class or function which is not allowed.
+
+        A note is added for each item that is left out.
+        """
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
@@ -274,7 +280,7 @@ class _Filter(Struct, eq=False):
         return kept
 
     def _wrong(self, value: Any) -> frozenset[str]:
-        """All names in a value that are not allowed."""
+        """The classes and functions that a value names and that are not allowed."""
         return self.named.of(value).difference(self.allowed)
 
     def _lost(self, value: Any) -> frozenset[str]:
@@ -303,7 +309,7 @@ class _Filter(Struct, eq=False):
         return self.lost[id(value)]
 
     def _kept(self, value: Any, path: str) -> Any:
-        """`value` with filtered dictionaries."""
+        """The value, in which dictionaries at any depth lack items that are not allowed."""
         if not self._wrong(value):
             return value
         if id(value) not in self.kept:

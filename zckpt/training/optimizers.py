@@ -75,17 +75,20 @@ def plain_name(name: str) -> str:
 
 
 def keep_other_states(ours: str | None, theirs: str | None) -> bool:
-    """Whether two named optimizers are of different families; False if one has no name."""
+    """Whether two optimizers are of different families, so that one cannot continue the other.
+
+    False if one of them has no name.
+    """
     names = [plain_name(name or "") for name in (ours, theirs)]
     families = [known_optimizer(name).family or name for name in names]
     return all(families) and families[0] != families[1]
 
 
 class Signature(Struct, frozen=True):
-    """The states and keys of an optimizer, by which its class is inferred if no file names it.
+    """By which states and hyper-parameters an optimizer is recognized if no file names it.
 
-    A state has all `states`, perhaps some of `other_states`, and no more. A group has only `keys`,
-    of which it must have those `needed`. Keys that schedulers and programs add are ignored.
+    A parameter has all `states`, perhaps some of `other_states`, and no more. A group has only
+    `keys`, of which it must have those `needed`. Keys that schedulers and programs add are ignored.
     """
 
     name: str
@@ -109,7 +112,7 @@ def _signature(
     other_states: Iterable[str] = (),
     needed: Iterable[str] = (),
 ) -> Signature:
-    """A signature with the keys of the known optimizer and the given `keys`."""
+    """Makes a signature; the hyper-parameters of the known optimizer are added to `keys`."""
     every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
     return Signature(name, frozenset(states), every, frozenset(other_states), frozenset(needed))
 
@@ -121,7 +124,7 @@ OF_PROGRAMS = frozenset((
     "lr_mult", "wd_mult", "pre_lr_mult", "pre_wd_mult", "is_expert_parallel", "is_decoupled_lr",
     "default_config",  # of Megatron-Core
 ))  # fmt: skip
-"""Keys of groups that do not identify the optimizer."""
+"""Keys that programs, schedulers and engines add to groups; they identify no optimizer."""
 
 MUON = (
     "lr", "weight_decay", "momentum", "nesterov", "eps", "betas", "adjust_lr_fn", "ns_steps",
@@ -165,7 +168,7 @@ def needed_states(name: str) -> frozenset[str]:
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
-    """The optimizer's usual name from the keys of its state and of a group; None if unsure."""
+    """Infers an optimizer's name from the keys of a state and of its group; None if unsure."""
     states, hyper = frozenset(keys) - {"step"}, group or {}
     name = next((each.name for each in SIGNATURES if each.fits(states, frozenset(hyper))), None)
     return "AdamW" if name == "Adam" and hyper.get("decoupled_weight_decay") else name

@@ -90,7 +90,7 @@ def _check_dp(dp: int) -> None:
 
 
 def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
-    """`defaults` as a dictionary; the keys of a list are the groups' numbers."""
+    """Group defaults as a dictionary; the items of a list get the groups' numbers as keys."""
     return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
@@ -124,7 +124,7 @@ def _check_objects(names: Sequence[str]) -> None:
 
 
 def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> Option[int | None]:
-    """An option for a number of at least 1; `needed` names the number in errors."""
+    """Makes an option for a number of at least 1; `needed` says in errors what it counts."""
     check = at_least_one(f"--{name.replace('_', '-')}", f"give a number of {needed}")
     words = {"kind": "integer", "usual": usual, "check": check, "group": SIZES, **more}
     return Option(name, None, help, **words)
@@ -386,7 +386,7 @@ class Options(Struct, frozen=True):
 
     @property
     def file_size(self) -> int:
-        """The largest safetensors or `.distcp` file, in bytes."""
+        """The size in bytes that a safetensors or `.distcp` file may have: `--max-file-size`."""
         size = self[MAX_FILE_SIZE]
         return FILE_SIZE if size is None else size
 

@@ -16,12 +16,12 @@ RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 OF_GROUPS = frozenset(
     (*RATES, "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 )
-"""Lists with an item per group.
+"""Keys of a scheduler's lists with one item per group.
 
-`_schedule_phases` and `_milestones` may have this length by chance.
+`_schedule_phases` and `_milestones` may have this length by chance, and are not among them.
 """
 MAXIMA = ("max_lrs",)
-"""The largest rates of a CyclicLR, which groups do not have."""
+"""The key of a CyclicLR's largest rates, which are in no group."""
 INSIDE = "_schedulers"
 """The key of the inner schedulers' states in a SequentialLR or a ChainedScheduler."""
 

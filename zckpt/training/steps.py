@@ -52,10 +52,13 @@ WRITTEN = {
     "deepspeed-cpu-adam": StepPlace("state", "int"),
     "apex-fused-adam": StepPlace("group", "int"),
 }
-"""The step's place for each class of `--optimizer`; `torch` also applies to torch programs."""
+"""Where and how each class of `--optimizer` stores its step.
+
+`torch` also applies to programs of torch.
+"""
 
 COUNTED = StepPlace("state", "I64", (1,), first=1)
-"""The place where ONNX Runtime counts updates: Adam once per weight, Lamb once for all."""
+"""How ONNX Runtime stores its counters: Adam has one per weight, Lamb one for all weights."""
 
 OF_TORCH = frozenset(("adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adadelta"))
 """Torch's own optimizers that count in a 0-d tensor, by their `plain_name`."""
@@ -76,10 +79,11 @@ def kept_place(source: Manifest) -> StepPlace:
 
 
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
-    """Where a torch program keeps the step of the source's optimizer, or of the class `named`.
+    """Where a target for a torch program stores the step.
 
-    If a DeepSpeed configuration names the optimizer, it is the engine's, and torch's own replaces
-    it. Torch's own also turns a number in a state into a tensor.
+    It is the place of the class `named`; else that of the source's optimizer. If a DeepSpeed
+    configuration names the optimizer, it is the engine's, and torch's own replaces it. Torch's own
+    also turns a number in a state into a tensor.
     """
     if named is not None:
         return WRITTEN[named]
@@ -138,14 +142,17 @@ class StatedSteps(Struct):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, owner: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-        """Adds a stored number: a `Scalar` or Python's; ignores a value that states no step."""
+        """Adds the step that `owner` states: a `Scalar` or a Python number.
+
+        A value that is no step is ignored.
+        """
         if (step := step_of(value)) is not None:
             self.steps[owner] = step
             self.kinds[owner] = kind_of(value)
             self.shapes[owner] = shape
 
     def place(self) -> StepPlace | None:
-        """Where the first step is stored, and in which type; None without a step."""
+        """The place and type of the first stated step; None if no step is stated."""
         owner = next(iter(self.steps), None)
         if owner is None:
             return None
@@ -229,12 +236,15 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether a place of the step shows an optimizer that counts as in `counted_by_last`."""
+    """Whether an optimizer that keeps its step there may count as in `counted_by_last`."""
     return (place.where, place.kind, place.stale) == ("state", "int", 0)
 
 
 def unused_policy(manifest: Manifest, policy: str | None) -> list[Notice]:
-    """A warning about a numeric --step-policy without effect: all places state another step."""
+    """A warning that a number given as --step-policy was not used.
+
+    That is so if all places state another step, or no step is read.
+    """
     step = manifest.step
     if policy is None or not policy.isdecimal() or step == int(policy):
         return []

@@ -30,7 +30,7 @@ _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep files for from_pretrained."""
 OPEN_FOLDERS = frozenset({".hf_metadata"})
-"""Hidden folders that a program writes for distribution with the weights."""
+"""Hidden folders that are copied: a program writes them for distribution with the weights."""
 OPEN_FILES = frozenset({".metadata.json"})
 """Hidden files that a program needs: OLMo-core (3.0) loads no folder without this file."""
 CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
@@ -231,11 +231,11 @@ def beside(
 def inside(
     root: str, folder: str, own_paths: Collection[str], source: str
 ) -> tuple[list[Sibling], list[Notice]]:
-    """Files in a folder of the checkpoint that are not `own_paths`, and notes on omitted ones.
+    """The program's own files in a folder of the checkpoint, and notes on those left out.
 
-    NeMo AutoModel keeps there the model's configuration and tokenizer (in `.hf_metadata`), a second
-    copy of the weights (in `consolidated`), and a script that writes this copy and names the
-    folder.
+    `own_paths` are the checkpoint's files there. NeMo AutoModel keeps in such a folder the model's
+    configuration and tokenizer (in `.hf_metadata`), a second copy of the weights (in
+    `consolidated`), and a script that writes this copy and names the folder.
     """
     siblings = SiblingList(source, OPEN_FOLDERS)
     lines: list[Notice] = []

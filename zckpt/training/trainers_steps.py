@@ -40,7 +40,7 @@ _COUNTED = (
     (TRAINER, re.compile(re.escape(STATE)), "global_step"),
     (ACCELERATE, re.compile(r"random_states_0\.pkl"), "step"),  # other ranks' have the same
 )
-"""Files with a counter, and its key."""
+"""Trainers' counters: the program, its file's name, and the counter's key in the file."""
 
 
 def sightings(manifest: Manifest, number_in: Number) -> list[Sighting]:
@@ -154,9 +154,9 @@ def _epochs(manifest: Manifest) -> float:
 
 
 def _accumulates(manifest: Manifest) -> bool:
-    """Whether an update of the engine may need several batches.
+    """Whether the engine may accumulate the gradients of several batches for one update.
 
-    True unless a file states 1.
+    True unless its configuration states 1.
     """
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}

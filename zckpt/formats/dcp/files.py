@@ -56,7 +56,7 @@ def detect(path: str) -> list[str]:
 
 
 def steps(path: str) -> list[str]:
-    """The names of torchtitan's step folders in one run, in the order of their numbers."""
+    """The names of a run's torchtitan step folders (`step-N`), sorted by N."""
     if not sources.is_folder(path) or folders(path):
         return []
     names = filter(STEP.fullmatch, sources.names(path))
@@ -107,7 +107,10 @@ def has_items(path: str) -> bool:
 
 
 def folders(path: str) -> list[str]:
-    """The folders of one checkpoint: `path` itself, or one each for model and optimizer."""
+    """The folders that make up the checkpoint at `path`.
+
+    These are `path` itself, or the folders of models and optimizers in it; empty for no checkpoint.
+    """
     if not sources.is_folder(path):
         return []
     if has_items(path):
@@ -148,10 +151,7 @@ def is_of_optimizer(folder: str) -> bool:
 
 
 def whole_of(folder: str) -> str | None:
-    """The checkpoint directory that contains `folder` as one of its parts.
-
-    None if there is none.
-    """
+    """The checkpoint directory of which `folder` is one part; None if it is no part of one."""
     above = os.path.dirname(os.path.abspath(folder))
     sibling_folders = folders(above)
     is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, sibling_folders)
@@ -159,7 +159,7 @@ def whole_of(folder: str) -> str | None:
 
 
 def missing(folders: Sequence[str]) -> list[Notice]:
-    """Warnings about gaps in the numbers of Accelerate's folders."""
+    """Warnings about missing numbers among Accelerate's folders: `_1` exists, but not `_0`."""
     matches = filter(None, (PARTS.fullmatch(os.path.basename(folder)) for folder in folders))
     numbers = by_key((match[1], int(match[2])) for match in matches)
     return [

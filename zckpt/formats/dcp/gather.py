@@ -31,7 +31,7 @@ OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of the model and of its optimizer.
+    """All tensors of the model and of its optimizer, joined by torch's own rule.
 
     Raises UnsupportedCheckpoint for a box that is not a tensor, and the errors of `read_table`.
     """
@@ -75,7 +75,7 @@ def _tells_names(path: tuple[Any, ...]) -> bool:
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:
-    """Whether the value at a path is optimizer state other than the step, a plain number."""
+    """Whether the value at a path is an optimizer state; a step, which is a number, is none."""
     last = str(path[-1])
     inside = "state" in path[:-1] or last.startswith("state.")
     return inside and last.rpartition(".")[2] != "step"
@@ -124,7 +124,11 @@ def _hugging_face(folder: str) -> dict[str, gather.Saved]:
 
 
 def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
-    """The tensors as a model's state dict and, if some are optimizer states, an optimizer's."""
+    """Sorts tensors into the state dicts of a model and of an optimizer.
+
+    `optim.state.fc.weight.exp_avg` is an optimizer state if `fc.weight` is a weight. Without such
+    states, the tensors are returned as they are.
+    """
     state: dict[str, dict[str, gather.Saved]] = {}
     fronts: set[str] = set()
     for name in tensors:

@@ -228,11 +228,11 @@ class _FolderReader:
         self._remark()
 
     def _front(self) -> TreePath:
-        """The extra key for a folder that is a state dict itself.
+        """The key under which the tree gets a folder that is a state dict itself; else ().
 
-        Empty if the folder has the usual keys. In a folder of a model alone, the keys of tensors
-        are parameter names. In a folder of an optimizer alone, they are `state` and `param_groups`.
-        Any other folder nests state dicts under a program's keys.
+        Only a pair `model` and `optim` may need one. In a folder that is a model's state dict, the
+        keys of tensors are parameter names. In one that is an optimizer's, they are `state` and
+        `param_groups`. Any other folder has state dicts under a program's keys.
         """
         if not is_pair(self.saved.folders):
             return ()
@@ -313,10 +313,10 @@ class _FolderReader:
         return any(len(steps - {None}) > 1 for steps in steps_by_path.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
-        """Notes a tensor whose copies differ between ranks that saved without coordination.
+        """Compares the copies of a tensor that ranks saved; adds it to `different` if they differ.
 
-        With `use_collectives=False` every rank writes replicated tensors. Safetensors have no
-        checksums.
+        With `use_collectives=False`, ranks save without coordination, and every rank writes
+        replicated tensors. Safetensors have no checksums, so their bytes are read.
         """
         for box in item.boxes:
             copies = self.table.copies.get((key, box.offsets), ())

@@ -178,7 +178,10 @@ class DcpWriter(Struct, eq=False, dict=True):
         return [note("state-omitted", message, subject=lost[0])] if lost else []
 
     def _files_of_ranks(self) -> list[Notice]:
-        """Warnings about sibling folders with one file per rank, if the target's ranks differ."""
+        """Warnings about folders with one file per rank, if `--dp` asks for other ranks.
+
+        Such folders lie beside the items.
+        """
         dp = self.options[DP]
         return [
             warning(
@@ -258,11 +261,12 @@ class DcpWriter(Struct, eq=False, dict=True):
         return self.rest is not None and not any(path[: len(each)] == each for each in roots)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
-        """Items by folder (`model` and `optim`), under the same keys as in the source.
+        """The paths and values to save in the folders `model` and `optim`, by folder.
 
-        A program asks each folder for the keys it expects, so both folders get the rest of the
-        state. Exceptions are a folder that is a state dict itself, and one with weights alone.
-        Without an optimizer, the target is the content of the model's folder.
+        The keys are those of the source. A program asks each folder for the keys it expects, so
+        both folders get the program's own state, except a folder that is a state dict itself, and
+        one with weights alone. Without an optimizer, the target is a single folder with the content
+        of `model`.
         """
         dicts = self.dicts
         folders_in_order = sorted(
@@ -345,9 +349,9 @@ class DcpWriter(Struct, eq=False, dict=True):
         yield Shell.of(".metadata", sealed(text))
 
     def _items(self, key: str, value: Any) -> Iterator[tuple[int, ItemShell]]:
-        """Yields the items of a value with the rank that saves them.
+        """Yields the items that store a value under a key, each with the rank that saves it.
 
-        Ranks save rows of tensors; rank 0 saves every value that is not cut.
+        A tensor is cut into boxes of rows, which ranks save; rank 0 saves every other value.
         """
         if isinstance(value, Scalar):
             whole = ItemBox((0,) * len(value.shape), value.shape)

@@ -115,7 +115,7 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
-    """Checks for one optimizer per rank of the largest size, and for equal groups."""
+    """Raises unless there is one optimizer per ep rank of the largest size, with equal groups."""
     path, largest = ranks[0].directory.path, max(layers.sizes)
     if len(ranks) < largest:
         raise IncompleteCheckpoint(
@@ -157,7 +157,7 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
 def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
-    """The optimizers of all ranks, with the parameters' names in the full model."""
+    """Names the parameters in the optimizers of all ep ranks, as in the full model."""
     whole, layers = experts.whole, experts.layers
     every = ((name, whole.file_of(name), own) for name, own in whole.module.items())
     hidden = {*whole.buffer_names, *whole.second_names}

@@ -92,7 +92,10 @@ class RankFiles(Struct, frozen=True):
 
 
 class GridFiles(Struct, frozen=True):
-    """The files of every model rank, in order, and the files of layers by (layer, tensor rank)."""
+    """The files of a checkpoint: one item per model rank, in order, and the layer files.
+
+    The latter are keyed by the numbers of layer and tensor rank.
+    """
 
     ranks: Sequence[RankFiles]
     layers: Mapping[tuple[int, ...], str]
@@ -126,7 +129,10 @@ def detect(path: str) -> list[str]:
 
 
 def tags(path: str) -> list[str]:
-    """All tags of a run; empty if they are several models of one save (Accelerate)."""
+    """The tags of all checkpoints in a run directory.
+
+    Empty if the folders are several models of one save, as Accelerate stores them.
+    """
     if not sources.is_folder(path) or holds_states(path):
         return []
     names = tags_of(path)
@@ -162,11 +168,11 @@ def locate(path: str, tag: str | None) -> TagDirectory:
 
 
 def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFiles:
-    """The files of all ranks. `written` is the grid of a target whose layer files do not exist yet.
+    """Finds the files of all model ranks, and the layer files.
 
-    Raises IncompleteCheckpoint if the names show that a file is missing. Raises
-    UnsupportedCheckpoint for NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some
-    stages have experts.
+    `written` is the grid of a target whose layer files do not exist yet. Raises
+    IncompleteCheckpoint if the names show that a file is missing. Raises UnsupportedCheckpoint for
+    NVMe offload, AutoEP beside AutoTP, and a pipeline in which only some stages have experts.
     """
     files = files_in(directory, os.listdir(directory.path))
     layers, has_experts = files[LAYER], bool(files[EXPERT])
@@ -294,7 +300,7 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 def need_files(
     directory: TagDirectory, role: Role, files: FilesByRole, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint if some, but not all, wanted files of this role are missing."""
+    """Raises IncompleteCheckpoint if files of this role exist and some `wanted` ones do not."""
     if files[role]:
         refuse_gaps(directory.path, gaps(role, files[role], wanted))
 

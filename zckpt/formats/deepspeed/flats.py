@@ -46,9 +46,9 @@ Each buffer is a pair: the states of the ranks that share it, and its parameters
 def flat_buffers(
     ranks: EngineStates, step_policy: str | None, sharing: Sharing | None = None
 ) -> Iterator[FlatBuffer]:
-    """Yields every flat buffer of the checkpoint.
+    """Yields every flat buffer of the checkpoint, read from all ranks.
 
-    Without `sharing`, all ranks share all buffers.
+    `sharing` says which ranks share the buffers of a group; by default all ranks do.
     """
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
@@ -83,7 +83,7 @@ def flat_buffers(
 
 
 def _masters(ranks: EngineStates, state: Mapping[str, Any]) -> list[Tensor]:
-    """A rank's partitions of all flat buffers of masters."""
+    """A rank's partitions of masters, one for each flat buffer; raises CorruptCheckpoint."""
     key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     tensors = state.get(key)
     if not isinstance(tensors, list) or not all(isinstance(value, Tensor) for value in tensors):
@@ -102,7 +102,10 @@ def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> Inconsiste
 
 
 class _RankedBuffer(Struct, dict=True):
-    """Flat buffer number `place`; `masters` are the ranks' partitions of its masters."""
+    """Flat buffer number `place` as the ranks have partitioned it; makes a `FlatBuffer`.
+
+    `masters` are the ranks' partitions of its masters.
+    """
 
     ranks: EngineStates
     place: int
@@ -141,10 +144,10 @@ class _RankedBuffer(Struct, dict=True):
         return len({*held}) == 1 and held[0] in lengths
 
     def numbers(self) -> Iterator[str]:
-        """Names of states that are one number rather than a partition: tensors of one element.
+        """Yields the names of states that are a single number, not a partition.
 
-        A partition may have one element as well. Then only another buffer can show that it is a
-        number.
+        They are tensors of one element. A partition may have one element as well. Then only another
+        buffer can show that the state is a number.
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.states[0].items():
@@ -154,9 +157,9 @@ class _RankedBuffer(Struct, dict=True):
                 yield key
 
     def read(self, group: int, numbers: Collection[str], step_policy: str | None) -> FlatBuffer:
-        """Reads all that the ranks keep of this buffer.
+        """Reads the masters, states and steps of this buffer from all ranks' files.
 
-        `numbers` are names of states of one number.
+        `numbers` are the names of states that are a single number.
         """
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
@@ -235,7 +238,7 @@ class _RankedBuffer(Struct, dict=True):
         return zero.FlatGroup(extents, SIZES[tensors[0].dtype])
 
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
-        """The slot whose fragments are every parameter's part of the ranks' partitions."""
+        """The slot `name`: the ranks' partitions `tensors`, divided among the parameters."""
         dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
             what = f"ranks keep {name} in different types: {', '.join(dtypes)}"

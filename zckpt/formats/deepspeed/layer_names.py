@@ -26,7 +26,10 @@ Uses = Mapping[str, set[int]]  # for each tied layer's key, the numbers of the l
 
 
 class LayerName(Struct, frozen=True):
-    """A tensor's name: its layer's `number` or its tied layer's `key`, and the rest of the name."""
+    """The parts of a tensor's name in a pipeline: its layer, and the rest of the name.
+
+    The layer is a `number`, or the `key` of a tied layer.
+    """
 
     number: int | None
     key: str | None
@@ -41,7 +44,10 @@ class LayerName(Struct, frozen=True):
 
 
 def prefix_of(number: int, tied: Mapping[int, str]) -> str:
-    """The prefix of the names in a layer's file; `tied` maps layers to keys of tied layers."""
+    """The prefix that full names have before the names in a layer's file.
+
+    It is the layer's number, or the key of a tied layer; `tied` maps numbers to keys.
+    """
     return f"{TIED}{tied[number]}." if number in tied else f"{number}."
 
 
@@ -51,7 +57,7 @@ def tied_key(name: str) -> str | None:
 
 
 def untied_layers(names: Iterable[str]) -> list[int]:
-    """The layer number of each tensor outside of tied layers."""
+    """The layer numbers in the names, one for each tensor that is not of a tied layer."""
     numbers = (LayerName.of(name).number for name in names)
     return [number for number in numbers if number is not None]
 
@@ -85,9 +91,10 @@ def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
 
 
 def spans(pipeline: Pipeline, count: int) -> list[range]:
-    """For each stage, the range of layers that it may have, of `count` layers.
+    """For each stage, the range of layers that it can have, if there are `count` layers.
 
-    The numbers in the names of the other stages limit the range.
+    It begins after the last layer of earlier stages and ends before the first layer of later ones,
+    as far as names show these.
     """
     shown = [untied_layers(names) for names in pipeline.parameters]
     layers_of_stages = []

@@ -148,7 +148,7 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """Padding after each of the engine's parameters. Expert slices of one parameter have none."""
+    """The padding after each parameter as the engine has them; zeros for stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
@@ -168,7 +168,10 @@ class _RankPartition:
         self.owned = max(0, min(self.size, self.total - self.start))
 
     def overlaps(self) -> Iterator[tuple[str, int, int, int]]:
-        """Parameters that overlap the partition: name, elements, and range [start, stop) in it."""
+        """Yields the parameters that lie in this partition, at least partly.
+
+        Each with its name, its number of elements, and its range [start, stop) in the partition.
+        """
         starts = self.buffer.starts
         for number in range(max(0, bisect_right(starts, self.start) - 1), len(starts) - 1):
             begin, numel = starts[number] - self.start, self.buffer.numels[number]

@@ -185,7 +185,7 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
 
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    """The manifest that keeps the model ranks separate; checks their grid."""
+    """Reads all model ranks into one manifest that keeps them separate."""
     ranks = of_model_ranks(directory, files, reading)
     steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
     ranks = [with_steps(rank, steps) for rank in ranks]

@@ -40,7 +40,7 @@ OF_RANKS = ("args", INFO)  # keys of the client state that describe the grid
 
 
 def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
-    """The source with the stages, slices, groups and configuration of the run `like`.
+    """Gives the source the stages, slices, groups and configuration of the run `like`.
 
     Raises UnsupportedCheckpoint (a run with experts or elastic files), WrongOption (the source has
     ranks of its own, or another optimizer), MissingData (a parameter, a shape or a state does not
@@ -143,7 +143,10 @@ class _Run(Template):
         return tuple(result)
 
     def _state(self) -> dict[str, Any]:
-        """The run's state without its counters, with the source's scheduler and client state."""
+        """The state to write: the run's, except its counters, with values of the source.
+
+        The scheduler and the client state are the source's, as far as the source has them.
+        """
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
         optimizer_of_run = like.state.get("optimizer") or {}
@@ -216,7 +219,11 @@ class _Run(Template):
 
 
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
-    """The source's hyper-parameter, in the run's form (a tuple or a list, for example)."""
+    """The value of a hyper-parameter in a group of the target.
+
+    It is the source's value, as a tuple or a list like the run's (`theirs`). The run's value stays
+    if the source has none, or if it depends on the implementation.
+    """
     if key in OF_IMPLEMENTATIONS or key not in group:
         return theirs
     value = group[key]

@@ -81,12 +81,12 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
     layers: Sequence[Manifest] = ()
     """Models whose layer files are copied unchanged.
 
-    `source` has the records of these files, which are checked on the way.
+    The checksums of these files are in the records of `source`, and are compared during the copy.
     """
     pipeline: Pipeline | None = None
     """The pipeline whose layer files are written; None if there are none, or if they are copied."""
     table: Table | None = None
-    """The cuts of parameters over tensor ranks, if the source does not have these ranks."""
+    """How parameters are cut over tensor ranks, if the source has other tensor ranks."""
     inferred: Sequence[Notice] = ()
     omitted: Sequence[Notice] = ()
 
@@ -219,7 +219,7 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
 
 
 def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
-    """Model ranks of the full model for `tp` tensor ranks."""
+    """Cuts the full model into the model ranks of a target with `tp` tensor ranks."""
     pipeline = _pipeline_of(source)
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), omitted_rows(source, rows)
@@ -288,7 +288,7 @@ def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]
 
 
 def layer_files(pipeline: Pipeline, targets: Sequence[DeepSpeedTarget]) -> Iterator[Shell]:
-    """Yields the file of each layer and tensor rank; `targets` are full tensor ranks."""
+    """Yields one file for each layer and tensor rank; `targets` has one item per tensor rank."""
     for layer in pipeline.layers:
         for rank, target in enumerate(targets):
             storages, names = Storages(), _names_in(layer, pipeline, target.source)

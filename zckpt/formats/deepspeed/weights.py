@@ -102,9 +102,9 @@ def _opened(path: str, error: ZckptError) -> TorchFile:
 
 
 def _had_none(weights: Manifest) -> bool:
-    """Whether the run had no optimizer: stage 0 would have it in the model file.
+    """Whether the run had no optimizer: stage 0 would have saved it in the model file.
 
-    In bf16, stage 0 had BF16_Optimizer's files before 0.17.6.
+    Never true in bf16: before 0.17.6, stage 0 then saved BF16_Optimizer's files.
     """
     engine = weights.run.engine
     return weights.run.origin.zero_stage == 0 and (engine is None or engine.dtype != "BF16")

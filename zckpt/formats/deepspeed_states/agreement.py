@@ -159,7 +159,10 @@ def _place(name: Known) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """The role and numbers that earlier versions of zckpt saved for a rank's file."""
+    """Under which name earlier versions of zckpt saved a rank's file: its role and numbers.
+
+    None for the name `archive`.
+    """
     if role is LAYER:
         return role, numbers
     if role is OPTIMIZER and in_stage_3:

@@ -179,9 +179,9 @@ class TagKind(Struct, frozen=True):
 
 
 def holds_states(path: str) -> bool:
-    """Whether `path` contains files of ranks.
+    """Whether a folder contains model files or optimizer files of ranks.
 
-    Beside a folder zero/ such files are a universal directory's copies, and do not count.
+    False for a universal directory (with a folder zero/), which has copies of such files.
     """
     try:
         names = [] if holds_universal(path) else sources.names(path)
@@ -252,7 +252,7 @@ def _tag_folders(path: str, pointer: str, holds: Callable[[str], bool]) -> list[
 
 
 def pointed(path: str, pointer: str) -> str | None:
-    """The tag in the file `latest` or `latest_universal`; None if there is no such file.
+    """The tag that the pointer file `latest` or `latest_universal` names; None without one.
 
     The pointer may also be a link to the tag's folder. The content of a file outside of the
     directory counts only if it names a folder here, because errors print the name.

@@ -83,7 +83,7 @@ def parameter_of(name: str) -> str:
 
 
 def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a rank as the engine has them, with slices stacked."""
+    """Replaces the slices of experts by the stacked parameters that the engine has."""
     counts = Counter(map(parameter_of, shapes))
     together: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -171,7 +171,7 @@ class ExpertLayers(Struct, frozen=True):
         return [name for layer, run in runs for name in _spread(layer, [*run])]
 
     def is_regular(self, names: Sequence[str]) -> bool:
-        """Whether a group's order in the full model determines its order for every ep size."""
+        """Whether a group's order shows the order that the group has at every other ep size."""
         return all(
             layer is None or _order([*run], layer.experts) is not None
             for layer, run in groupby(names, self.layer_of)
@@ -256,7 +256,10 @@ class ExpertRanks(Struct, frozen=True):
         return rank % ep, rank // ep
 
     def alike(self, ep_rank: int, ep: int) -> list[int]:
-        """The ranks with the same experts, in order; they share a flat buffer."""
+        """The data ranks whose ep rank is `ep_rank`, in order.
+
+        They have the same experts, and share a flat buffer.
+        """
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:

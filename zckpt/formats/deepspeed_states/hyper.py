@@ -58,11 +58,11 @@ FUSED = ("deepspeed-fused-adam", "apex-fused-adam")
 
 
 def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class that wraps the optimizer of a target without ZeRO; None for fp32.
+    """The engine's class that wraps the optimizer in a target of stage 0; None for fp32.
 
     The engine flattens the groups of DeepSpeed's and Apex's FusedAdam, and of no other optimizer
-    (0.19.8, engine.py `_configure_fp16_optimizer`). The class is taken from the options, then from
-    a source of stage 0, then from the ds_config, then from the place of the step.
+    (0.19.8, engine.py `_configure_fp16_optimizer`). The class follows from the options, else from a
+    source of stage 0, else from the ds_config, else from the place of the step.
     """
     if engine.dtype == "F32":
         return None
@@ -194,7 +194,7 @@ def _refuse_given(source: Manifest, options: Options) -> None:
 
 
 def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
-    """The keys of every group in the target's optimizer, with the optimizer's defaults.
+    """The hyper-parameters that each group of the target needs, with default values.
 
     If the program makes an Adam, its class is unknown, so all keys that any class needs are
     included. `decoupled_weight_decay` is not: torch's Adam and AdamW differ in it alone, and the
@@ -267,9 +267,10 @@ def _no_states(source: Manifest) -> MissingData:
 
 
 def are_of_families(name: str, source: Manifest) -> bool | None:
-    """Whether the optimizer of this `plain_name` can continue the state of the source's optimizer.
+    """Whether an optimizer can continue the states of the source's optimizer.
 
-    None unless both are known. The engine's Muon updates some groups as Adam does.
+    `name` is its `plain_name`. None unless both are known. The engine's Muon updates some groups as
+    Adam does.
     """
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family

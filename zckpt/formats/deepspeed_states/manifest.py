@@ -52,7 +52,7 @@ def manifest_of(
     config: dict[str, Any],
     module_dtype: str,
 ) -> Manifest:
-    """The manifest of opened files and their flat buffers.
+    """Builds the manifest from the opened files and their flat buffers.
 
     `config` and `module_dtype` describe the engine, as far as the files show it.
     """
@@ -233,7 +233,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
 
 
 def _by_value(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
-    """Files grouped by their parsed value: equal pickles were parsed once."""
+    """Sorts files into lists that share one parsed value, because their pickles are equal."""
     return [*by_key((id(file.value), file) for file in files).values()]
 
 
@@ -271,7 +271,7 @@ def _trainer_warnings(around: str | None) -> list[Notice]:
 
 
 def has_zenflow(config: object) -> bool:
-    """Whether the ds_config uses ZenFlow, whose own Adam updates only 16-bit weights.
+    """Whether the ds_config uses ZenFlow, whose own Adam updates 16-bit weights, not masters.
 
     DeepSpeed 0.19.8, runtime/zenflow.
     """
@@ -385,10 +385,11 @@ def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace 
 
 
 def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
-    """How often stage 3 counts one update: it calls the optimizer for each sub-group (0.19.8).
+    """By how much the step in the groups grows in one update of stage 3 (0.19.8).
 
-    The other groups are empty during such a call. The FusedAdams of Apex and TransformerEngine,
-    whose groups have `bias_correction`, skip empty groups.
+    The engine calls the optimizer once for each sub-group; the other groups are empty during such a
+    call. The FusedAdams of Apex and TransformerEngine, whose groups have `bias_correction`, skip
+    empty groups.
     """
     if not all("bias_correction" in group for group in ranks.groups(0)):
         return len(buffers)

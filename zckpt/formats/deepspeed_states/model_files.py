@@ -169,7 +169,7 @@ def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
 def _frozen(
     target: DeepSpeedTarget, weights: Mapping[str, Tensor], storages: Storages
 ) -> tuple[Any, Any]:
-    """frozen_param_shapes and frozen_param_fragments; stages 0 and 1 write neither.
+    """The values of frozen_param_shapes and frozen_param_fragments; None in stages 0 and 1.
 
     Both are None if frozen weights were left out. From empty fragments the engine concludes that
     the model has no frozen weights, and fails at each frozen weight of the model (0.19.8, engine.py
@@ -251,10 +251,10 @@ def _auto_ep_layers(
 
 
 def _affine_map(layer: ExpertLayer, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The elements of a stacked parameter on each ep rank; `shape` is the shape of one expert.
+    """The affine map of a stacked parameter: which elements each ep rank has.
 
-    Every rank has one block, which begins at an offset of the full parameter and at 0 of its own
-    part (0.19.8, checkpoint/autoep_affine.py and affine.py).
+    `shape` is the shape of one expert. Every rank has one block, which begins at an offset of the
+    full parameter and at 0 of its own part (0.19.8, checkpoint/autoep_affine.py and affine.py).
     """
     shard = (layer.local, *shape)
     steps, elements = [*row_major(shard)], prod(shard)

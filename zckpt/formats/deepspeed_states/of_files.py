@@ -102,11 +102,10 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def _crc_of_slices(groups: Any) -> int:
-    """CRC-32 of the places of all parameters in a rank's partitions, of which there are many.
+    """One checksum for the places of all parameters in a rank's partitions: there are many.
 
-    Ranks may list groups of experts in different orders (see deepspeed/moe). So a place counts
-    without its group's number. A name counts without the words of wrappers, as in comparisons of
-    names.
+    Ranks may list groups of experts in different orders (see deepspeed/moe). So the numbers of
+    groups are left out. So are wrappers' words in names, as in comparisons of names.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return crc32(repr(comparable(groups)).encode())

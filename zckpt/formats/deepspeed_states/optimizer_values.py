@@ -19,9 +19,10 @@ SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
-    """Facts that the files do not show otherwise, under keys that the engine does not read.
+    """Facts that zckpt writes into an optimizer file, under keys that the engine does not read.
 
-    These are names that no file of the source states, and the class that `--optimizer` names.
+    These are parameter names that no file of the source states, and the class that `--optimizer`
+    names.
     """
     inferred, named = target.source.notices.inferred, target.engine.options[OPTIMIZER]
     return {

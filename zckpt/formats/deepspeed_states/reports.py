@@ -106,10 +106,10 @@ def of_sequences(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def _of_guessed(target: DeepSpeedTarget) -> list[Notice]:
-    """A warning about guessed frozen weights: state dicts do not distinguish them from buffers.
+    """A warning that some parameters of a state dict were guessed to be frozen, not buffers.
 
-    Stage 3 stores the two in different places. DeepSpeed then refuses to load a buffer (its size in
-    the module's state differs).
+    State dicts do not distinguish the two, and stage 3 stores them in different places. DeepSpeed
+    then refuses to load a buffer (its size in the module's state differs).
     """
     engine = target.source.run.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed

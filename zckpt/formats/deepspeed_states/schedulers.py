@@ -33,7 +33,10 @@ WITHOUT = "load_checkpoint(..., load_lr_scheduler_states=False)"
 
 
 class Decided(Struct, frozen=True):
-    """The scheduler state for the files, with notices about it; `is_lacking` if none fits."""
+    """The scheduler's `state` to write, with notices.
+
+    `is_lacking` is true if the source has none that the scheduler can load.
+    """
 
     state: Any
     notices: tuple[Notice, ...] = ()

@@ -81,7 +81,7 @@ class EngineStates(Struct, frozen=True):
 
     @property
     def module(self) -> dict[str, Any]:
-        """The tensors of the module by name, and its extra states."""
+        """The module's state dict, with extra states (`get_extra_state`) among its tensors."""
         module_in_file: dict[str, Any] = self.model.get("module", {})
         return module_in_file if self.overrides.module is None else self.overrides.module
 
@@ -242,11 +242,11 @@ class EngineStates(Struct, frozen=True):
         return shapes_of_groups(shapes, self.models[0])
 
     def flat_states(self, place: int) -> list[dict[str, Any]]:
-        """The state of flat buffer `place` in every rank's base optimizer."""
+        """The state that every rank's base optimizer has for flat buffer `place`."""
         return [item(base.get("state"), place) for base in self.bases]
 
     def groups(self, place: int) -> list[dict[str, Any]]:
-        """Every rank's param_groups[place]; empty ones in elastic files."""
+        """The param group number `place` of every rank; empty dictionaries in elastic files."""
         return [item(base.get("param_groups"), place) for base in self.bases]
 
     def name_of(self, place: int) -> str:
@@ -439,11 +439,11 @@ class FlatBuffer(Struct, frozen=True):
 def states_of_partitions(
     ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[Key, Entry]
 ) -> list[StateRow]:
-    """States of ranks' partitions that cannot be divided among parameters.
+    """Rows for states of partitions that cannot be divided among parameters.
 
-    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. An elastic save
-    cuts its padding off them, and ranks that share experts have partitions of different buffers.
-    States of these two kinds of runs are not read. Tensors of all others are added to `entries`.
+    Examples are SOAP's matrices, and 8-bit optimizers' scales of 256 elements each. Their tensors
+    are added to `entries`. They are not read in two cases: an elastic save cuts its padding off
+    them, and ranks that share experts have partitions of different buffers.
     """
     rows: list[StateRow] = []
     parts = 0

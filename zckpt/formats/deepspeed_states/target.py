@@ -170,10 +170,10 @@ class DeepSpeedTarget:
                 yield self._buffer(group, laid_out, [numels[p] for p in places], other_members, ep)
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
-        """Positions of a group's parameters for each flat buffer, in buffer order.
+        """Arranges a group's parameters in flat buffers: lists of their positions in the group.
 
-        The buffer is cut over `dp` ranks. In stage 0 each parameter has its own buffer, unless the
-        wrapper flattens groups.
+        The buffers are cut over `dp` ranks. In stage 0 each parameter has its own buffer, unless
+        the wrapper flattens groups.
         """
         if self._by_itself:
             return [[place] for place in range(len(names))]
@@ -186,7 +186,7 @@ class DeepSpeedTarget:
 
     @property
     def _by_itself(self) -> bool:
-        """Whether each parameter has separate tensors: in stage 0 unless groups are flattened."""
+        """Whether each parameter has tensors of its own: in stage 0 unless groups are flattened."""
         return self.engine.whole and self.wrapper != FLAT
 
     def _buffer(
@@ -258,7 +258,8 @@ class DeepSpeedTarget:
     def _shaped(self) -> frozenset[str]:
         """Keys of states whose shape is not the parameter's, for at least one parameter.
 
-        Also of those that have its shape only by chance.
+        Also of states that have its shape only by chance, such as the preconditioner of a square
+        matrix.
         """
         parameters, all_states = self.source.parameters, states_of(self.source).values()
         return frozenset(
@@ -290,10 +291,9 @@ class DeepSpeedTarget:
         return values[0] if values else None
 
     def _shared_scalars(self, names: Sequence[str]) -> dict[str, Scalar]:
-        """Numbers of the optimizer that are equal for all parameters of a flat buffer.
+        """The states of one number that all parameters of a flat buffer have in common.
 
-        Unequal numbers are left out. If the optimizer needs them, they raise
-        InconsistentCheckpoint.
+        Unequal numbers are left out. If the optimizer needs them, InconsistentCheckpoint is raised.
         """
         if self.options.weights_only:
             return {}

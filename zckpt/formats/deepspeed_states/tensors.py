@@ -64,7 +64,7 @@ class ManifestTensors:
                 self.replicas.append(replace(self.entries[name, slot.name], fragments=fragments))
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Adds slot `param`: the module's own tensor."""
+        """Adds the module's tensor of a parameter as its slot `param`, if the module has one."""
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return
@@ -105,9 +105,10 @@ class ManifestTensors:
         return lost
 
     def _add_frozen_slices(self, name: str, shape: tuple[int, ...], tensors: Sequence[Any]) -> None:
-        """Adds one slice per rank.
+        """Adds a frozen parameter of stage 3, of which each rank has a slice.
 
-        A parameter that stage 3 does not manage is replicated on every rank.
+        A parameter that stage 3 does not manage is complete on every rank; further copies become
+        replicas.
         """
         if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
             self.enter(

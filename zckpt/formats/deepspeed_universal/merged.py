@@ -94,7 +94,7 @@ class MergedStates:
         )
 
     def _equal_on_all_ranks(self) -> dict[str, Any]:
-        """Buffers, and frozen weights that no rank cuts, if all ranks have the same bytes."""
+        """The buffers, and frozen weights that are not cut, if all ranks have the same bytes."""
         modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
         if len(modules) < max(len(self.tops), 2):
             return {}
@@ -165,10 +165,10 @@ class MergedStates:
         return place
 
     def warnings(self) -> list[Notice]:
-        """A warning about round-robin files, which the converter reads as plain ones (0.19.8).
+        """A warning that the converter may have misplaced the parameters of round-robin groups.
 
-        The converter maps a group in its laid-out order only if the group has alignment padding.
-        The files do not show that it went wrong.
+        It reads them as plain ones (0.19.8), and maps a group in its laid-out order only if the
+        group has alignment padding. The files do not show that it went wrong.
         """
         states = self.states
         if OURS in states.first or not states.round_robin:
@@ -207,7 +207,7 @@ def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
 
 
 def _base(state: dict[str, Any]) -> dict[str, Any]:
-    """The base optimizer's state, which only stage 3 has, and its param_groups."""
+    """The base optimizer's state dict: its groups, and in stage 3 also its state."""
     base = state.get("optimizer_state_dict")
     optimizer = base if isinstance(base, dict) else {"state": {}}
     return {**optimizer, "param_groups": state.get("param_groups")}

@@ -115,7 +115,7 @@ def _missing_steps(manifest: Manifest) -> list[Notice]:
 
 
 class ParameterFolders:
-    """The tensors below zero/: a folder per parameter, a file per state."""
+    """Reads the tensors below zero/, where each parameter has a folder with a file per state."""
 
     def __init__(self, merged: MergedStates, weights_alone: bool) -> None:
         self.merged, self.weights_alone = merged, weights_alone

@@ -54,7 +54,7 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
 
 
 def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) -> bool:
-    """Whether a vocabulary has more rows than `original_vocab_size`."""
+    """Whether the file of a vocabulary contains padding: more rows than `original_vocab_size`."""
     rows = target.trainable[name].shape[:1]
     original_size = stated_patterns(target.source).get("original_vocab_size")
     vocabulary = (info or {}).get(VOCABULARY)
@@ -122,7 +122,10 @@ def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceI
 def _sub_param_shape(
     patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: Shape
 ) -> Foreign:
-    """A SubparamShape; before version 0.4 a plain number was the count of equal parts."""
+    """The record of a SubparamShape, which describes a fused tensor by its view.
+
+    Before version 0.4, the view has only the number of equal sub-parameters.
+    """
     sizes, axis = list(parts["shape"]), parts["partition_dim"]
     if isinstance(sizes[axis], int) and (patterns.get("universal_checkpoint_version") or 0.0) < 0.4:
         sizes[axis] = (shape[axis] // sizes[axis],) * sizes[axis]

@@ -117,7 +117,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def _as_one_rank(source: Manifest) -> Manifest:
-    """The full model, without the sizes of the grid that it was trained on."""
+    """Removes the sizes of the grid (tp, pp, sp) that the full model was trained on."""
     engine = source.run.engine
     if isinstance(engine, FlatBufferEngine) and _is_auto(engine.config):
         config = dict(engine.config or {})

@@ -49,7 +49,10 @@ class RankFiles(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """A dictionary of DTensors, from which the places of each rank's parts are known."""
+    """A model whose DTensors state the place of each rank's part.
+
+    `names` are the names of its DTensors, `plain` those of its other tensors.
+    """
 
     path: TreePath
     ranks: RankFiles
@@ -167,7 +170,7 @@ def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> 
 
 
 def _sizes(tensor: DistributedTensor) -> tuple[int, ...] | None:
-    """The shape of a rank's part; None if the rank has no part or several."""
+    """The shape of a rank's part of a tensor; None if the rank does not have exactly one part."""
     return tensor.parts[0].sizes if len(tensor.parts) == 1 else None
 
 
@@ -180,7 +183,7 @@ def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
 def _leaf(
     name: str, tensors: Tensors, cut: Mapping[int, DistributedTensor], ranks: RankFiles
 ) -> Leaf | None:
-    """The tensor whose parts match a DTensor's parts; None if they do not match."""
+    """Joins ranks' tensors, at the places of a DTensor's parts; None if their shapes differ."""
     if tensors.keys() != cut.keys() or len({tensor.dtype for tensor in tensors.values()}) > 1:
         return None
     parts: dict[TreePath, LocalPart] = {}
@@ -205,7 +208,7 @@ def _leaf(
 
 
 def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
-    """The model's names for these tensors, with or without a wrapper's prefix; empty if unknown."""
+    """Maps keys to the model's names, if these are the same or differ by one prefix; else empty."""
     names = model.names | model.plain
     if any(key in model.names for key in keys):
         return {key: key for key in keys}
@@ -217,7 +220,10 @@ def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
 
 
 def _tables(ranks: RankFiles) -> Iterator[tuple[TreePath, Any]]:
-    """The dictionaries and lists with tensors on the first rank, outside of optimizers."""
+    """Yields the dictionaries and lists that contain tensors, with their paths.
+
+    Only the first rank's are searched, outside of optimizers.
+    """
     for path, value in _containers(ranks.files[min(ranks.files)].value):
         items = value.values() if isinstance(value, dict) else value
         if any(_is_plain(item) or is_distributed(item) for item in items):

@@ -58,7 +58,10 @@ NUMBERED = (
     *("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", ACCELERATES),
     "extra.pt",
 )
-"""Names that Accelerate numbers for a second model or optimizer (1.15), and zckpt's own file."""
+"""File names to which a second model or optimizer adds a number: `model_1.safetensors`.
+
+Accelerate's (1.15), and zckpt's own.
+"""
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
 OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
 OTHER_NAMES = (
@@ -129,7 +132,7 @@ class StateDictFiles(Struct, eq=False):
 
 
 def _is_of(kind: str, key: str | None) -> bool:
-    """Whether a key belongs to this kind: a model or an optimizer."""
+    """Whether a key names a file of this kind: "model" or "optim"."""
     return key is not None and _kind(key) == kind
 
 
@@ -159,13 +162,13 @@ def detect_weak(path: str) -> list[str]:
 
 
 def _are_of_ranks(names: Sequence[str]) -> bool:
-    """Whether the names belong to ranks that saved together."""
+    """Whether these are names of ranks' files with the same stem and number of ranks."""
     places = [own and (own.stem, own.at("world")) for own in map(_of_rank, names)]
     return None not in places and len({*places}) == 1
 
 
 def counter(path: str) -> int | None:
-    """The `global_step` in a file of Lightning, or of another program with such a counter."""
+    """The `global_step` in a file of Lightning, or of another program with this key."""
     return number_in(path, (COUNTER,)) if sources.is_file(path) else None
 
 
@@ -207,7 +210,10 @@ def _steps(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _names(folder: str) -> list[str]:
-    """Names of everything but folders; a pipe or a broken link fails when it is opened."""
+    """The names of all entries of a folder except subfolders.
+
+    Pipes and broken links are among them, and fail when they are opened.
+    """
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
@@ -258,7 +264,7 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
-    """Single files with complete state dicts, by the usual endings."""
+    """The names of single files with complete state dicts, recognized by usual endings."""
     return by_counting(
         name
         for name in names

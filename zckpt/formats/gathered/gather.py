@@ -39,7 +39,7 @@ LEFT_OUT = "compare without --gather"
 
 
 def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
-    """Every tensor of the model and of its optimizer.
+    """All tensors of the model and of its optimizer, joined by torch's own rule.
 
     Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
     InconsistentCheckpoint if a rank has other shards than the ranks agreed on.
@@ -89,7 +89,7 @@ def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
 
 
 class _Ranks:
-    """The files of ranks, which together form one tree of state dicts."""
+    """Joins the files of all ranks into one tree of state dicts."""
 
     def __init__(self, files: Mapping[int, TorchFile]) -> None:
         self.files = files
@@ -185,7 +185,7 @@ class _Ranks:
         ]
 
     def _of_shards(self, states: Mapping[int, Any], _: tuple[int, ...]) -> list[BoxPart]:
-        """Every rank's shards, at the offsets that the common metadata states for this rank."""
+        """The shards of every rank as boxes; the metadata common to all ranks has their offsets."""
         boxes = []
         for rank, (shards, metadata, group, *_) in states.items():
             number = _fields(group.state)["global_rank"]
@@ -223,7 +223,10 @@ def _is_distributed(value: Any) -> bool:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The attributes of an inert object: a dictionary, or one of `__dict__` and one of slots."""
+    """The attributes of an inert object, from its pickled state.
+
+    That is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
+    """
     parts = state if isinstance(state, tuple) else (state,)
     return {key: value for part in parts for key, value in (part or {}).items()}
 
@@ -232,7 +235,7 @@ def _fields(state: Any) -> dict[str, Any]:
 
 
 def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
-    """Whether ranks' optimizers number full tensors, and not all ranks have the same ones."""
+    """Whether each rank's optimizer numbers parameters of its own: other tensors on other ranks."""
     states = []
     for file in files.values():
         value = file.value

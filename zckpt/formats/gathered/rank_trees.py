@@ -92,7 +92,7 @@ def merge(
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int, are_shares: bool = False) -> None:
-    """Raises IncompleteCheckpoint with the ranks that have no file.
+    """Raises IncompleteCheckpoint if a rank has no file; the error names these ranks.
 
     `are_shares`: each file has the states of different parameters.
     """
@@ -141,10 +141,11 @@ def refuse_part(file: TorchFile) -> None:
 
 
 class MergedRanks(Struct, eq=False):
-    """The merged tree of all ranks' files; `different` lists where only rank 0's value is kept.
+    """Merges the files of all ranks; `tree` is the result.
 
-    `of_ranks` are the other ranks' values there, by file. `steps` are the files' values under the
-    key `step`. `uncompared` counts tensors that only their bytes could distinguish.
+    `different` lists the places where ranks differ and only rank 0's value is kept. `of_ranks` are
+    the other ranks' values there, by file. `steps` are the files' values under the key `step`.
+    `uncompared` counts tensors whose equality only unread bytes would show.
     """
 
     files: dict[int, TorchFile]
@@ -219,7 +220,7 @@ class MergedRanks(Struct, eq=False):
     def _refuse_schedulers(
         self, by_rank: Mapping[int, Any], first: int, other: int, path: TreePath
     ) -> NoReturn:
-        """Raises InconsistentCheckpoint for schedulers that differ between ranks.
+        """Raises the error for a scheduler whose state differs between two ranks.
 
         A scheduler counts with the optimizer, equally on all ranks. If steps disagree too, and the
         user has chosen among them, rank 0's scheduler is used instead.
@@ -282,7 +283,10 @@ class MergedRanks(Struct, eq=False):
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
-        """One leaf of all ranks' parts, which cover every element and whose copies are equal."""
+        """Joins all ranks' parts of a tensor into one leaf.
+
+        Raises unless the parts cover every element, and copies of a part are equal.
+        """
         name = dotted(path)
         for rank, value in by_rank.items():
             if not is_distributed(value):
@@ -331,7 +335,7 @@ class MergedRanks(Struct, eq=False):
 
 
 def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
-    """Whether a file states the CRC-32 of exactly a tensor's elements."""
+    """Whether a file states a CRC-32 of exactly this tensor's elements."""
     length, crc = file.crc(tensor)
     is_whole = tensor.contiguous and length == tensor.numel * SIZES[tensor.dtype]
     return crc is not None and is_whole

@@ -47,7 +47,7 @@ STATED = "zckpt"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of files of torch.save; see `read_tree`."""
+    """The manifest of files of torch.save; raises the errors of `read_tree`."""
     return read_tree(path, reading)[0]
 
 
@@ -96,7 +96,11 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[rank_tree
 def _read_located(
     path: str, located: StateDictFiles, files: Sequence[str], reading: Reading
 ) -> tuple[Manifest, Sequence[rank_trees.Copies]]:
-    """Reads the `located` files; if `files` are slices, only the first one is shown."""
+    """Reads the files of one checkpoint.
+
+    `files` are ranks' slices, if the checkpoint is one of these: then only the first is shown, with
+    a warning.
+    """
     reader = _TreeReader(path, located, reading)
     if files:
         reader.saved.origin = replace(reader.saved.origin, slices=len(files))
@@ -137,7 +141,10 @@ def _slices(path: str, reading: Reading) -> list[str]:
 
 
 def _refuse_missing(manifest: Manifest, names: Sequence[str] | None) -> None:
-    """Raises IncompleteCheckpoint if the last ranks' files may be missing, which no file shows."""
+    """Raises IncompleteCheckpoint if weights have no state in any rank's local optimizer.
+
+    The last ranks' files may be missing; no file shows how many ranks there were.
+    """
     trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     if names is not None and len(names) != len(trained):
         raise IncompleteCheckpoint(
@@ -250,7 +257,11 @@ class _TreeReader:
         return tree
 
     def _extra(self, path: str) -> dict[Any, Any] | None:
-        """The values beside model and optimizer; if zckpt wrote them, also its statements."""
+        """The values in the file for everything except model and optimizer (extra.pt).
+
+        None if the program wrote something else there. What zckpt stated in it is removed and
+        remembered.
+        """
         file = self.opened[path]
         if not isinstance(file.value, dict):  # the program's own file, which is copied unread
             return None

@@ -45,7 +45,10 @@ OF_ITEMS = (
 
 
 class LocalPart(Struct, frozen=True):
-    """Elements [offset, offset + size) along every axis; they are `tensor` in `file`."""
+    """A rank's part of a tensor: elements [offset, offset + size) along every axis.
+
+    `tensor` in `file` has these elements.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -272,7 +275,10 @@ class DeviceMesh(Struct, frozen=True):
 
 
 MeshCache = dict[tuple[int, int], DeviceMesh]
-"""Meshes by the identity of their records, which thousands of tensors share, and by rank."""
+"""Meshes that were read, by the identity of their record and by rank.
+
+Thousands of tensors share a record.
+"""
 
 
 def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMesh:
@@ -346,7 +352,10 @@ def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def _merged_state(state: Any) -> dict[str, Any]:
-    """The state that BUILD sets: a dictionary, or one of `__dict__` and one of slots."""
+    """The attributes that a pickled object's state sets (by the opcode BUILD).
+
+    The state is a dictionary, or a pair: `__dict__`, and a dictionary of the slots.
+    """
     if not isinstance(state, tuple):
         return state or {}
     return {key: value for part in state for key, value in (part or {}).items()}

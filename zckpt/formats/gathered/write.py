@@ -287,7 +287,7 @@ class StateDictWriter(StateDicts):
         return {**self.source.states.numbers("beside"), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
-        """The content of a single file: the program's own state with the state dicts in it."""
+        """The content of a single file: the program's own state, and the state dicts in it."""
         tree = self._extra((STATED,))
         state_dicts: dict[TreePath, Any] = {keys.model: self.weights}
         if self.optimizes:
@@ -326,7 +326,7 @@ class StateDictWriter(StateDicts):
         return {**self.unsaid(), "names": names}
 
     def _tensor_names(self, value: Any) -> Iterator[str]:
-        """The manifest's names of the tensors in a file that are not 0-d; "" for weights."""
+        """Yields the manifest's name of each tensor in a file that is not 0-d; "" for weights."""
         if isinstance(value, (BlankTensor, Scalar)):
             yield from [""] if value.shape else []
         elif isinstance(value, TensorName):

@@ -20,7 +20,7 @@ from . import rank_trees, sharded_tensors
 
 
 def is_local(files: Mapping[int, TorchFile]) -> bool:
-    """Whether ranks number their own parameters: full tensors, different ones on every rank."""
+    """Whether the files are local states: each rank numbers parameters of its own from 0 on."""
     values = [file.value for file in files.values()]
     if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
@@ -70,9 +70,10 @@ def merge(
 def _owners_by_names(
     saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
 ) -> list[list[OwnedParameter]] | None:
-    """Every group's parameters in the program's order, if the user names all of them; else None.
+    """The owner of every parameter by group, in the program's order.
 
-    Then the model gives their sizes, and no state is needed.
+    None unless the user names all parameters. Then the model gives their sizes, and no state is
+    needed.
     """
     names = list(param_names or ())
     parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]

@@ -165,7 +165,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
     # -- weights
 
     def _names(self) -> list[str]:
-        """Parameters and buffers in the module's order; tied ones under the name that is loaded."""
+        """The names to write, in the module's order: of tied names only the one that is loaded."""
         kept = self._owners()
         module = self.source.state.get("module") or []
         names = [*self.source.parameters, *self.source.buffers, *self.source.owners]

@@ -127,7 +127,7 @@ def with_groups(
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The state of every optimizer: experts of several ranks have a separate one."""
+    """The states of all optimizers; experts that are spread over ranks have a separate one."""
     state = common.get("optimizer")
     states = state if isinstance(state, list) else [state]  # NeMo has a list of one
     result: list[dict[Any, Any]] = []

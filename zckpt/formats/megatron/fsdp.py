@@ -155,7 +155,10 @@ class FsdpReader:
         ]
 
     def _require_known(self) -> int:
-        """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
+        """The number of tensor ranks.
+
+        Raises UnsupportedCheckpoint for several pipeline stages or model chunks.
+        """
         stage_count = size_of(self.args, "pipeline_model_parallel_size")
         if stage_count is None and not self.places:
             raise UnsupportedCheckpoint(
@@ -233,7 +236,11 @@ class FsdpReader:
                     raise UnsupportedCheckpoint("writer-unsupported", what, hint=WEIGHTS_ONLY)
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The groups of parameters with equal values, and the group of each parameter."""
+        """The param groups, and the number of each parameter's group.
+
+        Files state the values of a group for every parameter; parameters with equal values form
+        one.
+        """
         groups: list[dict[str, Any]] = []
         numbers: dict[str, int] = {}  # of groups, by their values as JSON
         group_of = {}
@@ -256,7 +263,10 @@ class FsdpReader:
         return groups, group_of
 
     def _step(self, policy: str | None) -> dict[str, Any]:
-        """The common step of all states, if they have one; raises InconsistentCheckpoint."""
+        """The item `state` of the optimizer with the step that all its states share; else empty.
+
+        Raises InconsistentCheckpoint if steps differ and no policy decides.
+        """
         numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
         steps_of_files = [(self.location(key).file, number) for key, number in numbers.items()]
         agreed = agreed_step(self.folder, steps_of_files or self.of_groups, policy)
@@ -338,7 +348,7 @@ class FsdpReader:
         return TensorName(place)
 
     def location(self, key: str) -> ItemLocation:
-        """The location of a value, or of a tensor with one box."""
+        """Where the file of an item is, for a value or a tensor with one box."""
         item = self.table.items[key]
         return self.table.location(key, item.boxes[0] if item else None)
 

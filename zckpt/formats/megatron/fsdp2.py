@@ -26,7 +26,7 @@ CONTEXT = "context_parallel_size"
 
 
 def is_interleaved(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments saves and loads rows of gated layers in this order."""
+    """Whether a run with these arguments stores gated layers in the order described above."""
     gated = args.get("swiglu") or args.get("quick_geglu")
     return bool(args.get("use_torch_fsdp2") and gated)
 
@@ -64,9 +64,9 @@ def refuse_target(source: str, args: Mapping[str, Any]) -> None:
 def in_order(
     folder: str, name: str, pieces: list[TensorPiece], args: Mapping[str, Any]
 ) -> list[TensorPiece]:
-    """The pieces of a parameter, each at its rows in the module.
+    """Moves the pieces of a gated layer to the rows that they have in the module.
 
-    Raises UnsupportedCheckpoint unless all ranks have equal parts.
+    Other parameters stay unchanged. Raises UnsupportedCheckpoint unless all ranks have equal parts.
     """
     tp, dp = int(args.get(SIZES_OF_RUN[TP]) or 1), data_ranks(args)
     if dp == 1 or not GATED.fullmatch(name) or not is_interleaved(args):

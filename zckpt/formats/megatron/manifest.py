@@ -197,7 +197,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
 
 def extra_states(table: ItemTable, own_paths: Iterable[str] = ()) -> list[Notice]:
-    """Notes on files in a directory other than its items and `own_paths`."""
+    """Notes on files of a directory that zckpt does not read: neither items nor `own_paths`."""
     known_paths = {*table.files, *table.locations.paths, *own_paths}
     of_zckpt = (CACHE, UNFINISHED)
     with os.scandir(table.folder) as items:
@@ -284,7 +284,7 @@ def without_weights(folder: str, states: Iterable[str], other_words: Iterable[st
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint if the optimizer deals complete parameters to ranks (Muon)."""
+    """Raises UnsupportedCheckpoint for Muon, whose state each rank has for full parameters."""
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",
@@ -295,7 +295,10 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The rows of the embedding with padding, and the tokenizer's rows if stated."""
+    """The numbers of vocabulary rows: all rows, and those that the tokenizer uses, if stated.
+
+    None without an embedding.
+    """
     shape = shapes.get(EMBEDDING)
     return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 

@@ -109,7 +109,7 @@ def with_zeros(manifest: Manifest) -> Manifest:
 
 
 def sharding(manifest: Manifest) -> str | None:
-    """How the optimizer's state was sharded."""
+    """How the optimizer's state was sharded: `fully_reshardable`, for example."""
     return (
         manifest.run.engine.dialect if isinstance(manifest.run.engine, NamedWeightsEngine) else None
     )

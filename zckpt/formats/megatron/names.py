@@ -49,7 +49,10 @@ def axes_of(key: str) -> int:
 
 
 def places(shape: tuple[int, ...], axes: int) -> Iterator[tuple[int, ...]]:
-    """The numbers of layer and expert of every parameter under a key."""
+    """Yields the places (layer, expert) of all parameters that are stacked under a key.
+
+    `shape` is the key's, `axes` its number of leading axes.
+    """
     return product(*map(range, shape[:axes]))
 
 
@@ -168,10 +171,10 @@ class KeysOfGpt:
         )
 
     def keys(self) -> dict[str, int]:
-        """The keys of parameters and buffers, with their number of leading axes.
+        """The torch_dist keys of parameters and buffers, with their number of leading axes.
 
         Unknown modules get no key, nor do those that only some layers or experts have. If no module
-        has a state, the result is empty.
+        has a state (`items`), the result is empty.
         """
         if not self.items():
             return {}
@@ -237,5 +240,5 @@ def layers_differ(args: Mapping[str, Any]) -> bool:
 
 
 def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
-    """The numbers of layers or experts in names."""
+    """The numbers that a pattern finds in names (of layers or of experts)."""
     return [int(match["number"]) for name in names if (match := pattern.fullmatch(name))]

@@ -93,7 +93,10 @@ def extra_states_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(source: Manifest) -> float | int | None:
-    """The completed updates, as an integer if possible; torch's Adam accepts both."""
+    """The one step of all parameters, as an integer if it is integral.
+
+    torch's Adam accepts both. Raises InconsistentCheckpoint if parameters have several steps.
+    """
     step = source.step
     if step is None and any(parameter.step is not None for parameter in source.parameters.values()):
         raise InconsistentCheckpoint(
@@ -172,9 +175,9 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
 
 
 def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values by which Megatron-Core 0.16.1 distinguishes groups.
+    """The multipliers by which Megatron-Core 0.16.1 recognizes a saved group.
 
-    NeMo writes `pre_` before two of the keys.
+    NeMo writes `pre_` before two of their keys.
     """
     return (
         group.get("wd_mult", group.get("pre_wd_mult")),

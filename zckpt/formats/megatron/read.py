@@ -219,9 +219,9 @@ class _Reader:
         return {match["key"]: (key, item) for match, key, item in kept}
 
     def _states(self, is_flat: bool) -> None:
-        """Adds masters and moments.
+        """Adds masters and moments that are stored under the keys of weights.
 
-        `is_flat` states whether keys have flat fragments (buffers/flats.py).
+        `is_flat` states whether these have flat fragments (buffers/flats.py).
         """
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
@@ -373,7 +373,7 @@ class _Reader:
         return entry
 
     def _values(self, takes_optimizers: bool) -> dict[str, Any]:
-        """Objects of modules and ranks (`_extra_state`, `rng_state`), by key, as inert values."""
+        """The objects of modules and ranks (`_extra_state`, `rng_state`) as inert values by key."""
         values: dict[str, Any] = {}
         for key, item in self.table.items.items():
             if item is not None or key == ITEM:

@@ -288,7 +288,10 @@ class MegatronWriter:
         return objects
 
     def _grid(self, args: Mapping[str, Any]) -> str:
-        """A pattern of the pp and tp sizes in keys of random states that the target can load."""
+        """A regular expression for sizes (pp.tp) in keys of random states.
+
+        A run can load the states whose keys match it.
+        """
         if self.options[EP] is not None:
             # if experts are spread, a trainer may add an axis for dp: then only the same dp loads
             # the items
@@ -299,7 +302,7 @@ class MegatronWriter:
         return re.escape(".".join(map(str, sizes)))
 
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The common state as runs with the distributed optimizer load it."""
+        """The common state of the target, as runs with the distributed optimizer load it."""
         result = dict(common)
         if result.pop(RERUN, None) is not None:
             message = f"{RERUN}: it has states of single ranks"
@@ -345,7 +348,10 @@ class MegatronWriter:
         return map_values(value, lambda item, key: self._moved(item, inside(path, key)))
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
-        """The name of the iteration's directory: the source's, if it has one."""
+        """The name of the target's iteration folder: the source's, else from its iteration.
+
+        Raises MissingData if the source states none.
+        """
         tag, iteration = str(self.source.run.origin.tag), common.get("iteration")
         if is_iteration(tag):
             return tag
@@ -410,7 +416,10 @@ class MegatronWriter:
 
 
 def _boxes(tensor: TargetTensor) -> Iterator[ItemBox]:
-    """The boxes of a tensor: one for each layer and expert; several of rows if it is large."""
+    """Yields the boxes in which a stacked tensor is saved.
+
+    There is one for each layer and expert, or several of its rows if it is large.
+    """
     axes = len(next(iter(tensor.names)))
     inner_shape = tensor.shape[axes:]
     rows = inner_shape[0] if inner_shape else 1

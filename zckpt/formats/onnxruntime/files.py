@@ -55,7 +55,7 @@ class CheckpointFiles(Struct, frozen=True):
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag if there is any checkpoint; `locate` decides which one."""
+    """One empty tag if the path contains any checkpoint, even several; `locate` finds which."""
     if not sources.is_folder(path):
         return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
     try:

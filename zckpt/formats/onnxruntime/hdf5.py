@@ -76,7 +76,7 @@ class RankFile(Struct, frozen=True):
     orphans: Sequence[Extent] = ()
 
     def under(self, group: str) -> dict[str, Any]:
-        """The values directly inside a group."""
+        """The values directly in an HDF5 group, by their names without the group's."""
         prefix = f"{group}/"
         return {
             name.removeprefix(prefix): value
@@ -113,7 +113,7 @@ def open_file(path: str) -> RankFile:
 TOP = frozenset(
     {"model", "optimizer", "trainer_options", "train_step_info", "user_dict", "partition_info"}
 )
-"""The groups and datasets at the top of a file."""
+"""The names that ONNX Runtime gives to the groups and datasets at the top of a file."""
 STEP_INFO = ("optimization_step", "step")
 
 
@@ -243,7 +243,7 @@ def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
 
 
 def _split_weights(file: RankFile) -> dict[str, tuple[int, ...]]:
-    """Weights that are split on this rank, with their shapes."""
+    """The full shapes of weights of which this rank has only a piece, by name."""
     end, prefix = "/original_dim", "partition_info/"
     shapes = {}
     for name, value in file.values.items():

@@ -45,7 +45,7 @@ SUFFIX = ".ort.pt"
 OF_RANK = role(
     "all states", r"(?P<stem>[^/]*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", "dp", "last", fixed="last"
 )
-"""A rank's file; its name also contains the last rank."""
+"""The role of one rank's file; its name has the rank, and the last rank of the run."""
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")
@@ -153,7 +153,7 @@ def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
 
 
 def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
-    """Whether a key is an optimizer state: moments come in pairs, counters are integers."""
+    """Whether a key is an optimizer state: a moment beside its counterpart, or a counter."""
     if key == SHARED or key.startswith(f"{COUNT}_"):
         return tensor.dtype == "I64" and tensor.numel == 1
     pairs = (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_"))

@@ -68,7 +68,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
-    """Replicas and their entries, unless `read` has compared the CRC-32 of both."""
+    """Yields pairs of an entry and its replica that `read` could not compare by CRC-32."""
     crc_by_extent = {record.extent: record.crc for record in manifest.files.records}
     for match in copies_of(manifest):
         copy, entry = match.a, manifest.entries[match.a.key]

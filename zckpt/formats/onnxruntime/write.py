@@ -89,9 +89,9 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
 
 
 class TargetWeight(Struct, frozen=True):
-    """A weight of the target.
+    """A weight of the target, and how ranks store it.
 
-    `owned` are its shares; empty if it is frozen. `apart` is true if only its owners hold it.
+    `owned` are its shares; empty if it is frozen. `apart` is true if only its owners store it.
     `moments` are the dtypes of its optimizer states, by moment. `updates` is its number of
     completed updates; None if no state is written.
     """
@@ -106,7 +106,7 @@ class TargetWeight(Struct, frozen=True):
 
 
 class OnnxRuntimeWriter:
-    """One conversion to ONNX Runtime's files; the constructor decides everything."""
+    """Writes one target; the constructor decides weights, shares and types."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -189,7 +189,10 @@ class OnnxRuntimeWriter:
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
     def _frozen(self, name: str) -> TargetWeight:
-        """A frozen weight or a buffer, which ONNX Runtime keeps in fp32 and does not cut."""
+        """The target's form of a frozen weight or buffer: fp32, and complete on every rank.
+
+        Raises MissingData without its weights.
+        """
         entry = self.source.entries.get((name, "param"))
         if entry is None:
             raise MissingData(

@@ -276,9 +276,10 @@ class ManifestBuilder:
     # -- states of the optimizer
 
     def _scalar_keys(self) -> set[str]:
-        """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
+        """Keys of states that are a single number, such as NAdam's `mu_product`.
 
-        They stay numbers even for a parameter of the same shape.
+        The value is a Python number, or a tensor of one element. For these keys it is a number even
+        if a parameter has the same shape.
         """
         return {
             key
@@ -332,7 +333,7 @@ class ManifestBuilder:
         return believed.settled(self.step_policy)
 
     def _need_one_save(self, where: str) -> None:
-        """Raises InconsistentCheckpoint if ranks' files state the steps of different saves.
+        """Raises InconsistentCheckpoint if ranks' files state different steps, so are of two saves.
 
         `where` is `state` or `group`: where the optimizer keeps its true step.
         """
@@ -371,7 +372,7 @@ class ManifestBuilder:
         return _number(value) if by_value else self._kept(value, path)
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
-        """The names of the optimizers that have the groups, inferred from their states' keys."""
+        """The names of the optimizers, inferred from the keys of states and groups."""
         states = self.optimizer.state
         keys = [
             {key for name in members for key in states.get(name, ())}
@@ -380,7 +381,7 @@ class ManifestBuilder:
         return None if groups is None else name_of_groups(keys, groups)
 
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
-        """All other state and the engine, from which the state dicts can be written again."""
+        """The manifest's state and engine: all that is needed to write the state dicts again."""
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
         extra = {
@@ -459,7 +460,7 @@ def _number(value: Any) -> Scalar:
 
 
 def _is_step(value: Any) -> bool:
-    """Whether a value named `step` is a step; otherwise it is like any other value."""
+    """Whether a value under the key `step` is a step; if not, it is a state like any other."""
     return steps.step_of(_step(value)[0]) is not None
 
 

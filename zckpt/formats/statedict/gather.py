@@ -86,7 +86,7 @@ def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def states(
     state_dict: Mapping[Any, Any], model: Mapping[str, Saved], numbers: Sequence[str] = ()
 ) -> Iterator[Partition]:
-    """The tensors of an optimizer's state dict; nameless if `model` lacks their name.
+    """Yields the tensors of an optimizer's state dict; nameless if `model` lacks the parameter.
 
     A tensor of the parameter's shape is a slot. A number is not a slot. A key is a number if it has
     a single value for any parameter of another shape (torch's `step`; `mu_product` of NAdam).
@@ -195,7 +195,7 @@ def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
 def _model(
     candidates: Mapping[TreePath, dict[str, Saved]], trained: Sequence[str]
 ) -> dict[str, Saved] | None:
-    """The model's state dict: the only one with all trained names, or with the usual key.
+    """Finds the model's state dict: the only one with all trained names, else by usual keys.
 
     None if the files do not show which one it is.
     """
@@ -228,7 +228,7 @@ def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart
 
 
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
-    """A tensor of a safetensors file as a box of another tensor, at `offsets`."""
+    """A tensor of a safetensors file, placed at `offsets` as a box of a larger tensor."""
     return BoxPart(offsets, stored.shape, stored.extent)
 
 

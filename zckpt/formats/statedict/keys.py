@@ -28,7 +28,7 @@ def in_folder(path: TreePath) -> TreePath:
 
 
 def trainers_dialect(engine: Engine | None) -> str | None:
-    """The `--dialect` of the source's own program; None if its files match no dialect."""
+    """The `--dialect` that writes files with the names of the source's; None if none does."""
     keys = keys_of(engine)
     is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in keys.folders or ())
     return "accelerate" if is_fsdp else keys.dialect
@@ -40,7 +40,7 @@ def is_optimizers_key(key: Any) -> bool:
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:
-    """The keys of the program that wrote a source, or the usual ones for another engine."""
+    """The keys and files of the program that wrote a source; usual ones for other engines."""
     if isinstance(engine, StateDictEngine):
         return engine
     dtype = engine.dtype if engine else None

@@ -55,7 +55,7 @@ def match(
     in_order: bool,
     param_names: Sequence[str] | None = None,
 ) -> MatchedNames:
-    """The names of the parameters in every order.
+    """Finds the names of all parameters in every order.
 
     A parameter without state (None) may have any shape. `in_order` states whether `names` are in
     the module's order. `param_names` are the user's names, order by order. Raises MissingData if no

@@ -64,7 +64,10 @@ def _names_of_numbers(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[int, str]:
-    """Names as the files state them (zckpt's own, torch 2.6's `param_names`), else by `match`."""
+    """The name of each number: as the files state it, else by `match`.
+
+    Files state names in zckpt's own record, or in `param_names` (torch 2.6).
+    """
     numbers = [number for members in optimizer.members for number in members]
     if saved.record is not None and len(saved.record.get("numbers", ())) == len(numbers):
         return dict(zip(numbers, saved.record["numbers"], strict=True))

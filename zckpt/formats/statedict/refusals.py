@@ -21,7 +21,7 @@ from .state_dict_search import DEPTH, OptimizerState
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 FLAT = ("_flat_param", "flat_param")
-"""Prefixes of FSDP1's flat parameters, after the name of their module."""
+"""How names of FSDP1's flat parameters begin, after the name of their module."""
 WHOLE = (
     "save the DTensors themselves, without to_local(): each states which part it is; or save whole "
     "tensors (full_tensor(), or full_state_dict=True)"
@@ -30,7 +30,10 @@ WHOLE = (
 
 
 def refuse_tree(tree: Any, where: str) -> None:
-    """Raises FlatParameters for keys that show them; `where` is the path of the files."""
+    """Raises FlatParameters if a key in the tree names one of FSDP1's flat parameters.
+
+    `where` is the path of the files.
+    """
     for path in _keys(tree):
         if str(path[-1]).rpartition(".")[2].startswith(FLAT):
             raise FlatParameters(
@@ -46,10 +49,11 @@ def refuse_flat_states(
     models: Sequence[Mapping[Any, Any]],
     optimizers: Mapping[TreePath, OptimizerState],
 ) -> None:
-    """Raises FlatParameters if states belong to FSDP1's flat parameters, or to their parts.
+    """Raises FlatParameters if an optimizer's states are of FSDP1's flat parameters.
 
-    FSDP1 cuts the model's weights, and the optimizer's state dict that FSDP itself returns. The
-    optimizer's own state dict numbers flat parameters; each rank holds a one-dimensional part.
+    `optimizer.state_dict()` of FSDP1 numbers flat parameters, and each rank holds a one-dimensional
+    part. The model's weights, and the optimizer's state dict that FSDP itself returns, are cut but
+    not flat.
     """
     weights = [leaf for model in models for leaf in model.values() if isinstance(leaf, Leaf)]
     if not any(leaf.sharded and len(leaf.shape) > 1 for leaf in weights):
@@ -154,7 +158,7 @@ def is_part(leaf: Leaf, whole: Leaf) -> bool:
 
 
 def _keys(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
-    """The paths of all keys of dictionaries."""
+    """Yields the path of every key in a tree's dictionaries."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield (*path, key)

@@ -56,7 +56,10 @@ class Root(Struct, frozen=True):
 
 
 class Roots(Struct, frozen=True):
-    """All roots of a checkpoint; `fitting` are the models that fit each optimizer."""
+    """All roots of a checkpoint.
+
+    `fitting` maps each optimizer to the models that have its names or shapes.
+    """
 
     path: str
     roots: tuple[Root, ...]
@@ -80,7 +83,7 @@ class Roots(Struct, frozen=True):
 
     @property
     def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
-        """The optimizers without a root, with the models that fit each one."""
+        """The optimizers that are assigned to no root, with the models that fit each one."""
         owned = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in owned}
 
@@ -235,7 +238,7 @@ def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
 
 
 def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
-    """Whether states have the shapes of the weights with the same name."""
+    """Whether an optimizer's states have the shapes of the weights that they are named after."""
     named = (
         (model.get(name), shape_of(optimizer.state.get(member, {})))
         for members, group in zip(optimizer.members, optimizer.groups, strict=False)

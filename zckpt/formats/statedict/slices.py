@@ -55,10 +55,10 @@ def refuse_weights(
     listed: Collection[str] | None,
     buffers: Sequence[str],
 ) -> None:
-    """Raises InconsistentCheckpoint with the weight's name for slices of the model at `place`.
+    """Raises InconsistentCheckpoint if weights of the model at `place` are ranks' slices.
 
-    `names` maps the keys there to the model's names. `listed` are the names that the optimizers
-    list; None if there are none, or if no file shows them.
+    The error names a weight. `names` maps the keys at `place` to the model's names. `listed` are
+    the names that the optimizers list; None if there are none, or if no file shows them.
     """
     differing = {
         names[item.path[-1]]: item
@@ -89,9 +89,10 @@ def refuse_weights(
 def refuse_states(
     saved: SavedTree, place: TreePath, optimizer: OptimizerState, names: Mapping[Any, str]
 ) -> None:
-    """Raises InconsistentCheckpoint with the state's name for slices of the states at `place`.
+    """Raises InconsistentCheckpoint if states of the optimizer at `place` are ranks' slices.
 
-    `names` are the model's names of the members, as far as files show them.
+    The error names a state. `names` are the model's names of the members, as far as files show
+    them.
     """
     inside = [item for item in saved.different if item.path[: len(place)] == place]
     for item in inside:
@@ -142,7 +143,7 @@ def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
 def _state_of(
     item: Difference, place: TreePath, optimizer: OptimizerState
 ) -> tuple[Any, str] | None:
-    """The member and the key of the state at a path; None for another value."""
+    """The parameter and the state's key to which a difference belongs; None for other values."""
     rest = item.path[len(place) :]
     if optimizer.layout == "flat":
         kind, _, name = str(rest[0]).partition(".") if rest else ("", "", "")
@@ -195,10 +196,10 @@ def omit_slices(
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Collection[TreePath],
 ) -> dict[TreePath, dict[Any, Any]]:
-    """The models, without models that are one rank's slices; lists of slices are removed too.
+    """Leaves out models that are one rank's slices; returns the other ones.
 
-    A directory of torch.distributed.checkpoint may contain one rank's slice of a plain tensor, such
-    as an EMA of `to_local()`.
+    Lists of slices are left out too. A directory of torch.distributed.checkpoint may contain one
+    rank's slice of a plain tensor, such as an EMA of `to_local()`.
     """
     wholes = by_key(
         (str(name), leaf)
@@ -256,14 +257,14 @@ def omit_parts(
 
 
 def _spellings(name: Any) -> tuple[str, str]:
-    """A name unchanged, and without a wrapper's prefix."""
+    """The name as it is, and the name without its first word, which may be a wrapper's."""
     return str(name), str(name).partition(".")[2]
 
 
 def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:
-    """Whether all weights of a model have the shapes of parts of weights with the same names.
+    """Whether a model is one rank's slice: each weight has the shape of a part of its namesake.
 
-    Its names may begin with a wrapper's.
+    Its names may begin with a wrapper's prefix.
     """
     pairs = [
         (leaf, whole)

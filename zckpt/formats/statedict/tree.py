@@ -52,7 +52,7 @@ from ..extra_states import ExtraState
 MAX_CUT = 8  # axes
 MAX_LIST = 1_000_000  # elements of all lists of a tree
 TreePath = tuple[Any, ...]
-"""Keys that lead to a value of a tree."""
+"""The keys that lead to a value in a tree, from the outermost one on."""
 
 
 def dotted(path: TreePath) -> str:
@@ -149,12 +149,12 @@ class Difference(Struct, frozen=True):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the shapes of the values do not differ."""
+        """Whether the two values have the same shape, or are no tensors."""
         return self.shapes is None or self.shapes[0] == self.shapes[1]
 
 
 def leads_to_step(path: TreePath) -> bool:
-    """Whether a value is named `step`; in a flattened state dict, whether its key ends so."""
+    """Whether a path leads to a step: its last key is `step`, or ends with `.step`."""
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
 
@@ -218,15 +218,15 @@ class SavedTree(Struct, eq=False):
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether hyper-parameters can be stored; safetensors alone cannot store them."""
+        """Whether the files can contain param groups; safetensors files alone cannot."""
         return self.storage is None or self.folders is not None
 
 
 class InPieces(Struct, frozen=True):
-    """A tensor of the special class `name`; every rank has saved a piece of it.
+    """A tensor of a special class, called `name`, of which every rank has saved a piece.
 
-    Only the class can interpret a piece, so pieces are only compared. `pieces` are by their
-    offsets.
+    Only the class can interpret a piece, so pieces are only compared. `pieces` are pairs of offsets
+    and value.
     """
 
     name: str
@@ -357,7 +357,7 @@ def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> Tenso
 def assembled(
     name: str, dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]
 ) -> Fragments:
-    """The fragments of a tensor; `pieces` must have each of its elements exactly once.
+    """Joins pieces into the fragments of a tensor; each element must be in exactly one piece.
 
     Empty pieces are ignored. Pieces that are made on demand are not kept. Raises
     IncompleteCheckpoint and InconsistentCheckpoint, with the `name` in the message.
@@ -452,7 +452,7 @@ def _rows(dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]) -> Ru
 
 
 def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:
-    """Whether pieces with as many elements as the full tensor have some element twice."""
+    """Whether some element is in two pieces, if all pieces have as many elements as the tensor."""
     if isinstance(fragments, Runs):
         ends = [fragment.stop for fragment in fragments]
         return ends[:-1] != [fragment.start for fragment in fragments.listed[1:]]

@@ -35,7 +35,10 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
 
 
 def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[Notice]:
-    """A warning about 0-d weights that are 0 in a file without metadata, as torch writes it."""
+    """A warning about 0-d weights that are 0: a fault of torch may have lost their values.
+
+    Only for files without metadata, as torch writes them.
+    """
     numbers = {
         name: leaf.number
         for name, leaf in tensors.items()

@@ -117,7 +117,7 @@ class StateDicts:
                 yield path, value
 
     def _client_items(self) -> Iterator[tuple[TreePath, Any]]:
-        """The program's own state."""
+        """Yields the values of the program's own state, with their paths."""
         for key, value in (self.source.state.get("client_state") or {}).items():
             if key not in self._too_large:
                 yield from flattened((str(key),), value)
@@ -150,7 +150,7 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[Notice]:
-        """A note on the program's own state that `items` leaves out."""
+        """A note on the program's own state that is left out because a state dict has its name."""
         if self.options.weights_only:
             return []
         lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
@@ -305,7 +305,7 @@ def _kept_key(key: Any) -> Any:
 
 
 def _refuse_tensors(group: dict[str, Any]) -> None:
-    """Raises WrongOption for a tensor in a group, which would be repeated for each parameter."""
+    """Raises WrongOption if a hyper-parameter is a tensor, which the flat layout cannot store."""
     for key, value in group.items():
         if any(isinstance(item, TensorName) for _, item in flattened((), value)):
             raise WrongOption(
@@ -360,7 +360,10 @@ def omitted(source: Manifest, options: Options) -> list[Notice]:
 
 
 def _clipping(source: Manifest, stated_norm: Any) -> list[Notice]:
-    """A note on DeepSpeed's clipping norm; a trainer clips by its own argument."""
+    """A note that the program must set DeepSpeed's clipping norm itself.
+
+    None for a trainer, which clips by its own argument.
+    """
     if (
         not isinstance(source.run.engine, FlatBufferEngine)
         or program_of(source.files.siblings) is not None

@@ -28,7 +28,7 @@ def checksum(document: Mapping[str, Any]) -> str:
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """The bytes of which a manifest states the CRC-32."""
+    """The contents of a manifest as the bytes over which its CRC-32 is computed."""
     rest = {key: value for key, value in document.items() if key != "crc32"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return text.encode("ascii")

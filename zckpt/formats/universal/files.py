@@ -34,9 +34,9 @@ MAX_MANIFEST = 1 << 29
 
 
 OF_OPTIMIZERS = re.compile(r"(master|exp_avg|momentum_buffer)(-\d+-of-\d+)?\.safetensors")
-"""Files that only a universal checkpoint has; without its manifest they have no meaning."""
+"""Names of files that only a universal checkpoint has; without a manifest, it was lost."""
 KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
-"""The first keys of a manifest. Two are enough, so a damaged manifest is recognized too."""
+"""The first keys of a manifest; two of them identify it, even if it is damaged."""
 
 
 def detect(path: str) -> list[str]:

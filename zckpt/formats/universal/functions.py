@@ -9,7 +9,7 @@ from .write import lay_out, seal, with_mended
 
 
 def obstacles(_source: Manifest, _options: Options) -> list[Notice]:
-    """The obstacle: the format belongs to no engine."""
+    """The obstacle that no engine loads this format."""
     return [problem("format-differs", "zckpt's universal format, which no engine loads")]
 
 

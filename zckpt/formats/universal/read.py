@@ -243,7 +243,7 @@ class _Stated(Struct, frozen=True):
 
 
 def _notices(document: Mapping[str, Any], key: str) -> tuple[Notice, ...]:
-    """The texts under a key, each with its stated code.
+    """The notices whose texts the manifest lists under a key, with their codes.
 
     Texts without a code, or with a code list of another length, get the code `said-by-source`.
     """
@@ -365,9 +365,10 @@ def _listed_files(entries: Mapping[Key, Entry]) -> set[str]:
 
 
 def _require_room(path: str, entries: Mapping[Key, Entry], files: Collection[str]) -> None:
-    """Raises CorruptCheckpoint if tensors have more bytes than their files, since some share bytes.
+    """Raises CorruptCheckpoint if the tensors have more bytes than the files that contain them.
 
-    A small manifest could list the same bytes as a million tensors, and reading would never end.
+    Then some share bytes. A small manifest could list the same bytes as a million tensors, and
+    reading would never end.
     """
     stated_bytes = sum([entry.length for entry in entries.values()])
     room = sum([sources.size(file) for file in {*files}])
@@ -479,7 +480,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _below(path: str, folder: str) -> SiblingList:
-    """The files in a folder of files that are only copied."""
+    """The files of a folder in the checkpoint whose files a target gets as they are."""
     root = os.path.join(path, folder)
     files = SiblingList(path, OPEN_FOLDERS | OPEN_FILES)
     if sources.is_folder(root):

@@ -79,7 +79,7 @@ def select(source: Manifest, options: Options) -> Manifest:
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
-    """A weight in the dtype that the options choose; buffers keep theirs."""
+    """The entry with the dtype of `--dtype`, if it is a weight; buffers keep theirs."""
     is_weight = entry.parameter in source.parameters and entry.dtype in FLOATS
     if not options.module_dtype or not is_weight or entry.dtype == options.module_dtype:
         return entry
@@ -132,7 +132,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
-    """Adds the given hyper-parameters if the source stores none (elastic files, other engines)."""
+    """Adds the hyper-parameters of `--group-defaults`, if the source stores none.
+
+    Elastic files and some other engines' files store none.
+    """
     inferred = are_inferred(source)
     if not (source.groups is None or inferred) or not options[GROUP_DEFAULTS]:
         return source
@@ -154,7 +157,10 @@ FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
 A tensor's checksum counts as many.
 """
 CHECKSUM = ',\n "crc32": "00000000"'
-"""The last entry of manifest.json. Spaces are written in its place until the copy is complete."""
+"""The text of the last item in manifest.json.
+
+Until the copy is complete, there are spaces in its place.
+"""
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
@@ -296,7 +302,10 @@ def _pieces(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entry_line(entry: Mapping[str, Any]) -> str:
-    """The same as `_line`, for ASCII texts and integers, in a third of the time."""
+    """An entry as one line of JSON, as `_line` gives it, in a third of the time.
+
+    It works because entries have only ASCII texts and integers.
+    """
     return format_json(encode_json(entry), indent=0).decode()
 
 

@@ -144,7 +144,7 @@ def _spelled(
 
 
 def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
-    """Names of Hugging Face in the order of `named_parameters()`: a bias follows its weight."""
+    """Sorts names of Hugging Face as `named_parameters()` lists them: a bias follows its weight."""
     spelled = FamilyNames(family, HUGGING_FACE)
     modules: dict[str, int] = {}
     for rule in family.rules:

@@ -79,7 +79,7 @@ class Family(Struct, frozen=True):
 
 
 def family_of(name: str) -> Family:
-    """The family with this name, or in the user's file with this name.
+    """The family of models called `name`: a known one, or the one in the user's file `name`.
 
     Raises WrongOption for a file that is missing or is no family, OSError if it cannot be read.
     """

@@ -94,7 +94,10 @@ def sizes_of(
 
 
 def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool) -> dict[str, int]:
-    """The sizes in transformers' config.json; raises WrongOption for a model of another family."""
+    """The sizes that transformers' config.json states.
+
+    Raises WrongOption if it is of a model of another family.
+    """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind not in family.types:
         raise WrongOption(
@@ -114,7 +117,7 @@ def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool)
 
 
 def _of_arguments(manifest: Manifest, to_hugging_face: bool) -> dict[str, int]:
-    """The sizes in Megatron's arguments, if a checkpoint has them."""
+    """The sizes that Megatron's arguments in the checkpoint state; empty without arguments."""
     state = manifest.state
     common_state = (state.get("megatron") or {}).get("common")
     for holder in (common_state, state.get("client_state"), state):

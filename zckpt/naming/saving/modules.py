@@ -29,7 +29,7 @@ BYTE = "U8"
 
 
 def spelled_as(other: Manifest, first: Manifest) -> Manifest:
-    """The manifest with the same kind of names as `first`: of modules, or of files.
+    """Converts a manifest to the kind of names that `first` has: of modules, or of files.
 
     A config.json beside one of them selects the rules. Returns the same manifest without a
     config.json, or if its names are already of that kind.

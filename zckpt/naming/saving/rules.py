@@ -82,7 +82,7 @@ class SavingRule(Struct, frozen=True):
         return NameMatch(front + before, matched_text, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
-        """The name changed by a rule without steps."""
+        """The new name by this rule, which has no steps; unchanged if the rule does not match."""
         match = self.match(name)
         if match is None:
             return name
@@ -109,14 +109,14 @@ class SavingRules(Struct, frozen=True):
         return name
 
     def converter(self, name: str) -> tuple[SavingRule, NameMatch] | None:
-        """The first converter that matches a name; None without one."""
+        """The first rule with steps that matches a name, and the match; None without one."""
         for rule in self.converters:
             if match := rule.match(name):
                 return rule, match
         return None
 
     def size(self, key: str) -> int:
-        """A number that a step needs; raises MissingData."""
+        """The number that the configuration states under a key; raises MissingData without it."""
         value = self.sizes.get(key)
         if type(value) is not int or value < 1:
             raise MissingData(
@@ -206,7 +206,7 @@ def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple
 
 
 def rules_for(key: str) -> list[dict[str, Any]]:
-    """The rules of a class or of a type in the table."""
+    """The rules that the table has for a model's class or type; empty if it has none."""
     rules = _table()["rules"].get(key, [])
     return rules_for(rules) if isinstance(rules, str) else list(rules)
 
@@ -240,5 +240,5 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _models() -> dict[str, dict[str, Any]]:
-    """The table's entries of models, by class."""
+    """What the table says about each model, by the name of its class."""
     return {name: item for item in _table()["models"] for name in item["classes"]}

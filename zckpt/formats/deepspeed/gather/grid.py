@@ -54,7 +54,7 @@ class Slice(Struct, frozen=True):
         return data
 
     def boxes(self, piece: Piece) -> Iterator[BoxPart]:
-        """The elements of a piece as boxes, one per run."""
+        """Yields where the elements of a piece lie in files: one box for each run of bytes."""
         if self.strides:
             if piece.sizes != self.shape:
                 raise UnsupportedCheckpoint(
@@ -228,7 +228,7 @@ def _joined(
 
 
 def _is_whole(slices_of_ranks: Sequence[Slice | None], weights: set[str]) -> bool:
-    """Whether all ranks have an untrained tensor complete, if no rule names the tensor.
+    """Whether a tensor that no rule names and that is not trained is complete on all ranks.
 
     The engine never joins such tensors. A tensor of another type than all trained weights is a
     buffer, and buffers are replicated. So is a tensor with the same bytes on all ranks.

@@ -171,7 +171,10 @@ class ModelRank:
     # -- what is in model files
 
     def _frozen(self) -> Iterator[Partition]:
-        """Yields the frozen parameters of stage 3, which cuts each one separately."""
+        """Yields the frozen parameters of stage 3, each of which is cut over the ranks.
+
+        Yields nothing in other stages, where the module has them.
+        """
         if not self.cuts_each_parameter:
             return
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.models]
@@ -187,7 +190,7 @@ class ModelRank:
                 yield from map(partial(_stored, (name, "param")), self.models, tensors)
 
     def _module(self) -> Iterator[Whole]:
-        """The module's own tensors: all of them, or only the buffers in stage 3.
+        """Yields the module's own tensors: in stage 3 only the buffers, else all.
 
         `exclude_frozen_parameters` leaves out a frozen weight under its first name only. A
         remaining second name (`shared_params`) is not a weight of the checkpoint.
@@ -210,7 +213,7 @@ class ModelRank:
 
 
 def _stored(key: Key, file: TorchFile, tensor: Tensor) -> Whole:
-    """A tensor as it lies in its storage."""
+    """A tensor that a file contains completely, with its strides there."""
     return Whole(key, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
@@ -235,7 +238,7 @@ def _partitioned(
     members: Sequence[FlatMember],
     interleaved: bool = False,
 ) -> Partitioned:
-    """A flat buffer; each file has one of the tensors as its partition."""
+    """A flat buffer whose partitions are `tensors`, one in each file."""
     extents = tuple(file.extent(own) for file, own in zip(files, tensors, strict=True))
     return Partitioned(tensors[0].dtype, extents, members, interleaved)
 
@@ -291,9 +294,10 @@ def _whole_momenta(
     masters: Sequence[Tensor],
     members: Sequence[FlatMember],
 ) -> Iterator[Whole]:
-    """Muon in stages 1 and 2: a rank has the full momentum of each parameter in its partition.
+    """Yields the full momenta that Muon keeps in stages 1 and 2.
 
-    Yields nothing if the tensors have other lengths.
+    A rank has the full momentum of each parameter in its partition. Yields nothing if the tensors
+    have other lengths.
     """
     parts = []
     stop = 0

@@ -30,7 +30,10 @@ Widths = Sequence[Sequence[int]]
 
 
 class Piece(Struct, frozen=True):
-    """A box of the full tensor; it starts at element `first` of a rank's slice, row-major."""
+    """A box of the full tensor, as it lies in a rank's slice.
+
+    Its elements are row-major there, from element `first` on.
+    """
 
     rank: int
     offsets: tuple[int, ...]
@@ -39,14 +42,17 @@ class Piece(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True):
-    """The full shape of a tensor, and the ranks' pieces of each copy of it."""
+    """How a tensor is cut: its full shape, and the pieces that ranks have.
+
+    `copies` has one list of pieces for each copy of the tensor.
+    """
 
     shape: tuple[int, ...]
     copies: Sequence[Sequence[Piece]]
 
     @classmethod
     def replicated(cls, shapes: Shapes) -> Cut:
-        """Every rank has the full tensor."""
+        """The cut of a tensor that every rank has in full."""
         present = [(rank, shape) for rank, shape in enumerate(shapes) if shape is not None]
         copies = [[Piece(rank, (0,) * len(shape), shape, 0)] for rank, shape in present]
         return cls(present[0][1], copies)
@@ -77,12 +83,12 @@ class Cut(Struct, frozen=True):
 
 
 class Rules(Struct, frozen=True):
-    """Lines in order: a test of the parameter's name, and a function that makes the cut."""
+    """Rules in order of precedence: a test of a name, and the function that makes the cut."""
 
     lines: Sequence[tuple[Callable[[str], object], Callable[[str, Shapes], Cut]]]
 
     def explicit(self, name: str, shapes: Shapes) -> Cut | None:
-        """How a parameter is cut; None if no line matches its name."""
+        """The cut by the first rule that matches a parameter's name; None if none does."""
         return next((cut(name, shapes) for fits, cut in self.lines if fits(name)), None)
 
 
@@ -182,7 +188,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def _row_major(
     rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, strides: Sequence[int]
 ) -> Iterator[Piece]:
-    """Yields a box of a slice as pieces of contiguous elements; none if it is empty."""
+    """Splits a box of a rank's slice into pieces whose elements are contiguous; yields them."""
     axes = zip(sizes, strides, _strides(sizes), strict=True)
     gaps = [axis for axis, (size, stride, step) in enumerate(axes) if size > 1 and stride != step]
     outer = gaps[-1] + 1 if gaps else 0

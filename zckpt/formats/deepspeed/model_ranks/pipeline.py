@@ -172,9 +172,10 @@ class _Layers:
         return tied
 
     def check_places(self) -> None:
-        """Checks that files of tied layers lie in stages with their keys, in the parameters' order.
+        """Raises InconsistentCheckpoint if files of layers seem to be swapped.
 
-        Raises InconsistentCheckpoint.
+        The file of a tied layer must lie in a stage that has this layer, and the parameters of a
+        stage must be in the order of the layers.
         """
 
         def swapped(says: str) -> InconsistentCheckpoint:
@@ -200,9 +201,10 @@ class _Layers:
                     )
 
     def perhaps_tied(self) -> Iterator[Notice]:
-        """Warnings about files with the shapes, but not the weights, of a tied layer.
+        """Warnings about layer files that may be a copy of a tied layer from another save.
 
-        Only tied layers with fewer files than stages count.
+        They have its shapes and other weights. Only tied layers with fewer files than stages are
+        looked at.
         """
         copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):

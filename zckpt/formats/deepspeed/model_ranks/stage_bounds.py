@@ -168,9 +168,10 @@ def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
 
 
 def layers_alike(model: Manifest) -> list[int]:
-    """The largest set of layers with the same parameter names and shapes, as of one class.
+    """The numbers of the layers that are assumed to be of one class.
 
-    Empty if another set has as many layers with as many parameters.
+    They are the largest set of layers with the same parameter names and shapes. Empty if another
+    set has as many layers with as many parameters.
     """
     names = ((LayerName.of(name), own.shape) for name, own in model.parameters.items())
     kinds = by_key((n.number, (n.inner, shape)) for n, shape in names if n.number is not None)
@@ -218,9 +219,9 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Bounds that keep the difference between the largest and smallest sum of weights small.
+    """Bounds for which the stages' sums of weights differ little, by DeepSpeed's rule.
 
-    DeepSpeed extends the best partition of each prefix by one stage, which is not always the best
+    It extends the best partition of each prefix by one stage, which is not always the best
     partition overall. Of equal partitions the last one is used.
     """
     count = len(weights)

@@ -66,7 +66,10 @@ def _on_ranks(ranks: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, Shape
 
 
 def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
-    """The rules that the checkpoint states; all ranks must state the same."""
+    """Yields the rules of the `universal_checkpoint_info`, if the checkpoint has one.
+
+    Raises InconsistentCheckpoint if tensor ranks state different ones.
+    """
     infos = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
     if any(to_json(info) != to_json(infos[0]) for info in infos[1:]):
         raise InconsistentCheckpoint(
@@ -114,7 +117,7 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
 
 
 def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
-    """How each parameter was cut, and for vocabularies, which rows are padding."""
+    """The manifest's record of the cuts: parameters' placements, and vocabularies' used rows."""
     return TensorParallel(
         {name: sliced.placement for name, sliced in cut.items()},
         {

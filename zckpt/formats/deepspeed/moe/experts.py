@@ -225,7 +225,7 @@ def spread_over(
 def with_tensors(
     ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
 ) -> EngineStates:
-    """The ranks' states, with the tensors of all experts at their place in the module.
+    """Adds the tensors of all experts to the module, each layer's behind its gate.
 
     Buffers and second names of rank 0's experts are repeated for all experts.
     """
@@ -261,9 +261,11 @@ class Experts(Struct, frozen=True):
     def sharing(
         self, group: int, shapes: ParameterShapes
     ) -> list[tuple[EngineStates, ParameterShapes]]:
-        """The flat buffers of a group: the ranks that share each one, and its parameters.
+        """The flat buffers of a group.
 
-        Raises InconsistentCheckpoint if the files contradict each other about a group of experts.
+        Each is a pair: the states of the ranks that share it, and its parameters by their full
+        names. Raises InconsistentCheckpoint if the files contradict each other about a group of
+        experts.
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
@@ -303,7 +305,10 @@ class Experts(Struct, frozen=True):
 
     @property
     def fit(self) -> bool:
-        """Whether the first masters in each buffer of experts round to their weights."""
+        """Whether the assumed places of experts are right: their masters round to their weights.
+
+        Only the first masters in each flat buffer of experts are compared.
+        """
         tensors, names = ManifestTensors(self.whole), list[str]()
         try:
             for buffer in flat_buffers(self.ranks, "max", self.sharing):
@@ -317,7 +322,7 @@ class Experts(Struct, frozen=True):
         return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     def complete(self, manifest: Manifest) -> Manifest:
-        """The manifest of the full module, with a description of its experts, in order.
+        """Adds a description of the layers of experts to a manifest; sorts its parameters.
 
         Raises InconsistentCheckpoint if the optimizer has an expert whose weight is missing.
         DeepSpeed drops all names with `expert` in the name of their MoE layer, and saves only those

@@ -132,7 +132,11 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[Notice]:
 
 
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
-    """The source at another expert-parallel size; also updates the size in AutoEP's ds_config."""
+    """Replaces the groups of experts by those for `ep` ranks.
+
+    Also updates the size in AutoEP's ds_config. Raises InconsistentCheckpoint if the order of
+    experts does not show their order at another size.
+    """
     assert source.groups is not None
     assert isinstance(source.run.engine, FlatBufferEngine | StateDictEngine)
     spread = layers.with_ep(ep)
@@ -168,7 +172,7 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> Manifest:
 
 
 def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
-    """The groups of one ep rank, with the engine's cuts of large groups undone.
+    """Yields the groups of ep rank 0 before the engine cut large ones: number and members.
 
     Raises WrongOption if neighbor groups may be cuts of one group, but not at the engine's own
     limit.

@@ -178,7 +178,7 @@ def by_torch(asked: Nameless) -> Named | None:
 
 
 def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
-    """The names of trained parameters, with None in the places of frozen ones."""
+    """Puts None among the names of trained parameters where the optimizer has frozen ones."""
     return [
         [None if number.is_frozen else next(names, None) for number in group]
         for group, names in zip(groups, map(iter, trained), strict=True)
@@ -266,10 +266,10 @@ def check_rounding(
 
 
 def by_views(asked: Nameless) -> Named | None:
-    """Names by views: the engine saves a group's 16-bit weights as views of one buffer.
+    """Names of flat masters, if the module's 16-bit weights are views of one buffer per group.
 
-    The buffer has the bytes of the rounded flat master. There is no such buffer if another program
-    saved the file again.
+    The engine saves them so. The buffer has the bytes of the rounded flat master. There is no such
+    buffer if another program saved the file again.
     """
     if not asked.is_flat or asked.is_apart:
         return None

@@ -187,7 +187,7 @@ def with_names(states: EngineStates, named: Named, shapes: Mapping[str, Shape]) 
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
-    """The trained numbers, group by group, with the shapes of their parameters.
+    """Yields the numbers of trained parameters, with the names and shapes that belong to each.
 
     Raises InconsistentCheckpoint if groups and masters do not fit.
     """
@@ -337,11 +337,14 @@ def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
 def optimizer(
     target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The value of `optimizer`; `named` maps rank 0's names to names in the full model."""
+    """The value under the key `optimizer` in a model file of stage 0.
+
+    `named` maps rank 0's names to names in the full model.
+    """
     is_flat = target.wrapper == FLAT
 
     def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
-        """A tensor like the master: flat, or of the parameter's shape."""
+        """A blank tensor of the master's shape: flat, or the parameter's."""
         shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
         return storages.tensor(dtype, shape)
 

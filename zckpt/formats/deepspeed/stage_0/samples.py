@@ -118,7 +118,7 @@ class _Sampler(Struct, frozen=True):
                     undecided.append((group, candidates, differing, differing + 1))
 
     def _first_difference(self, places: Sequence[int]) -> int | None:
-        """The first element at which weights differ; None if all of them are equal."""
+        """The number of the first element in which these weights differ; None if all are equal."""
         first, *other_weights = (self.weights[place] for place in places)
         numel, dtype = first.tensor.numel, first.tensor.dtype
         step = CHUNK // SIZES[dtype]

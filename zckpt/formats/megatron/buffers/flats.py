@@ -162,7 +162,7 @@ class FlatItems:
 
     @property
     def groups(self) -> list[list[Any]]:
-        """The groups of every optimizer, as all its ranks saved them."""
+        """For each optimizer, the groups that all its ranks saved, one rank after another."""
         return [[*chain(*each.groups.values())] for each in self.optimizers.values()]
 
     def scalers(self, entries: dict[Key, Entry]) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ class FlatItems:
         ]
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
-        """The single value in an item's list."""
+        """The file of an item, and the only value in the list that it stores."""
         file = self.files.torch_file(self.table.location(key))
         value = file.value
         if not isinstance(value, list) or len(value) != 1:
@@ -324,14 +324,17 @@ def _dtype_of(name: Any) -> str:
 
 
 def _numbers(file: TorchFile, value: Any) -> Any:
-    """The value with one-element tensors as numbers, if it is a dictionary."""
+    """Replaces one-element tensors in a dictionary by their numbers; other values unchanged."""
     if not isinstance(value, dict):
         return value
     return {key: file.number(item) for key, item in value.items()}
 
 
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
-    """Hyper-parameters, with 0-d tensors as numbers; raises CorruptCheckpoint."""
+    """The groups in an optimizer's state dict, with numbers instead of 0-d tensors.
+
+    Raises CorruptCheckpoint.
+    """
     return [_numbers(file, group) for group in groups_in(value, file.path)]
 
 

@@ -44,11 +44,11 @@ class Local(Struct, frozen=True, eq=False):
 
 
 class Flat(Struct, frozen=True, eq=False):
-    """One flat buffer of a model-parallel rank, in one or more buckets.
+    """One flat buffer of a model-parallel rank.
 
-    `dtype` is the type of the weights. `sizes` are the element counts of the buckets. `tensors` has
-    the elements of each bucket for every slot. If `coalesced`, all buckets of the buffer are stored
-    as a single one.
+    `dtype` is the type of the weights. `sizes` are the element counts of its buckets. `tensors`
+    has, for each slot, where the elements of each bucket lie in files. If `coalesced`, all buckets
+    of the buffer are stored as a single one.
     """
 
     name: str
@@ -132,7 +132,7 @@ def places(
 
 
 def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
-    """All places at which a parameter may begin after a state.
+    """All places at which the next parameter may begin, if a buffer is filled as `state` says.
 
     A new bucket may begin immediately. If buckets are `coalesced`, the bytes show whether it does.
     """

@@ -28,7 +28,7 @@ Local = tuple[TorchFile, Tensor]
 
 
 class Folders:
-    """All folders of a directory, keyed by stage, expert rank and tensor rank."""
+    """All folders of a `mp_rank_*` directory, by stage, expert rank and tensor rank."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Folders:
         self.stages, self.ep, self.tp = (1 + max(each) for each in zip(*self.ranks, strict=True))
 
     def partitions(self) -> Iterator[Joined]:
-        """Yields every weight, then masters and moments by the rule of buffers."""
+        """Yields every weight, then the masters and moments in flat buffers."""
         whole: dict[str, Shape] = {}
         weights: dict[str, Joined] = {}
         filled: list[Filled] = []

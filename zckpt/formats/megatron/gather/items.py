@@ -54,7 +54,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
 
 
 class _Items:
-    """A `torch_dist` directory."""
+    """The items of a torch_dist directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -183,7 +183,7 @@ class _Items:
         return int(self.args.get(key) or 1)
 
     def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]]:
-        """The slots of every buffer.
+        """All flat buffers: the buckets of every slot.
 
         A key says whether the buffer is of the experts' own optimizer (the second of the chained
         ones), and has `dp_group_idx` (the model-parallel rank), the weights' type and `gbuf_idx`.
@@ -249,7 +249,7 @@ def _rank_of(name: str, experts: int) -> int | None:
 
 
 def _bare(key: str) -> str:
-    """A key without the name of the module that NeMo saves around the model."""
+    """The key without the prefix `module.` or `model.`, which NeMo adds."""
     return re.sub(r"^(module|model)\.", "", key)
 
 

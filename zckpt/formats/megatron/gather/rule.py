@@ -264,13 +264,16 @@ def order_of(
 
 
 def require_known(path: str, name: str, names: Mapping[str, Any], tp: int) -> None:
-    """Raises UnsupportedCheckpoint if the cut of a parameter depends on the model."""
+    """Raises UnsupportedCheckpoint for a module whose cut over tensor ranks is not known."""
     if tp > 1 and (BY_SPEC.fullmatch(name) or order_of(name, names, False) is None):
         raise refusal(path, f"the module of {name}")
 
 
 def boxes_of(name: str, whole: Shape, tp: int, rank: int, gated: bool) -> list[Box]:
-    """The boxes of a parameter that a tensor rank has."""
+    """Where a tensor rank's part of a parameter lies in the full tensor, as boxes.
+
+    There are two for a gated layer: the rank's rows of gate and of up.
+    """
     axis = 0 if ROWS.fullmatch(name) else 1 if COLUMNS.fullmatch(name) else None
     if axis is None or tp == 1:
         return [((0,) * len(whole), whole)]
@@ -291,7 +294,7 @@ def is_gated(shapes: Mapping[str, Shape]) -> bool:
 
 
 def whole_shape(name: str, local: Shape, tp: int) -> Shape:
-    """The full shape of a parameter whose part on every tensor rank has shape `local`."""
+    """The full shape of a parameter, given the shape `local` of a tensor rank's part."""
     if ROWS.fullmatch(name):
         return (local[0] * tp, *local[1:])
     return (local[0], local[1] * tp) if COLUMNS.fullmatch(name) else local

@@ -228,7 +228,7 @@ class LegacyReader:
     # -- the optimizer
 
     def _states(self) -> None:
-        """Adds masters and moments, and the groups of all ranks, by optimizer."""
+        """Adds the masters and moments of all ranks, and the groups of each optimizer."""
         content, first = self.content, self.ranks[0].optimizers[0]
         parts: list[tuple[int, Entry]] = []
         names_with_states: list[set[str]] = [set() for _ in range(self.tp)]
@@ -338,7 +338,7 @@ def whole_states(
     groups: list[Any],
     args: Mapping[str, Any],
 ) -> Iterator[tuple[str, Iterable[Entry]]]:
-    """The states of an optimizer that is not distributed.
+    """Yields the states of an optimizer that is not distributed, parameter by parameter.
 
     It numbers parameters group by group, within a group in the `order` of the model.
     """
@@ -392,7 +392,10 @@ def whole_states(
 
 
 def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any]) -> Any:
-    """A group without the numbers of its parameters, with the step of their states."""
+    """The hyper-parameters of a group, without the numbers of its parameters.
+
+    If their states have a step, the group gets it. Raises InconsistentCheckpoint for several steps.
+    """
     numbers = group.get("params", ())
     result = {key: value for key, value in group.items() if key != "params"}
     state = inner.get("state", {})

@@ -155,7 +155,10 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
 
 
 def _numbers(place: Numbers, sizes: Sequence[int]) -> Numbers:
-    """The numbers in a rank folder's name: stages and experts only if there are several."""
+    """The numbers that a rank folder's name has for a place (stage, expert rank, tensor rank).
+
+    Stages and experts are in the name only if there are several.
+    """
     (pp, ep, tp), (stages, experts, _) = place, sizes
     return (tp, *[pp] * (stages > 1), *[ep] * (experts > 1))
 
