@@ -416,7 +416,7 @@ def _detects_weights(path: str) -> bool:
 def _folders(path: str) -> list[str]:
     """Names of the subfolders of a folder.
 
-    Folders without read permission are left out, and links to a sibling folder such as `latest`.
+    Left out are folders without read permission, and links to a sibling folder, such as `latest`.
     """
     if not sources.is_folder(path):
         return []

@@ -70,7 +70,10 @@ def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list
 
 
 def in_name(path: str) -> float | None:
-    """The single number in a name, after letters or alone; None for any other name."""
+    """The number in the name of a file or folder: `step-15`, `iter_0000015`, `005000`.
+
+    None unless there is exactly one number, which is the full name or comes after letters.
+    """
     match = ONE_NUMBER.fullmatch(os.path.basename(path))
     return float(match[1] or match[2]) if match else None
 

@@ -33,7 +33,7 @@ RENAME_HINT = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, R
 
 
 def plain(name: str) -> str:
-    """The name without the words that wrappers insert anywhere."""
+    """The name without the words that wrappers insert anywhere in it, such as `_orig_mod`."""
     return INSIDE.sub("", name)
 
 

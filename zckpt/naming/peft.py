@@ -22,9 +22,9 @@ TOKENS = "TRAINABLE_TOKENS"
 RANKS = f".ranknum.{ADAPTER}"
 """Suffix of tensors that AdaLoRA keeps beside its weights and does not save."""
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
-"""In the names of a module's fully trained copy, for example a new head."""
+"""Part of the names of a copy that PEFT trains fully, for example of a new head."""
 ORIGINAL = ".original_module."
-"""In the names of a module's untrained original, where PEFT trains a copy (`modules_to_save`)."""
+"""Part of the names of a module's untrained original, if PEFT trains a copy (`modules_to_save`)."""
 # modules and parameters that have one tensor or module per adapter
 TUNERS = re.compile(
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"

@@ -179,10 +179,11 @@ def of_program(manifest: Manifest) -> list[Need]:
 
 
 def _engine_has_scheduler(manifest: Manifest) -> bool:
-    """Whether the engine's files contain the scheduler that the program loads.
+    """Whether the program loads its scheduler's state from the engine's files.
 
-    Trainer and Accelerate pass their scheduler to DeepSpeed if the ds_config has an optimizer, or a
-    scheduler of the ds_config makes it (transformers 5.24, integrations/deepspeed.py).
+    DeepSpeed saves the scheduler of Trainer and Accelerate if they pass it one: if the ds_config
+    has an optimizer, or if a scheduler of the ds_config makes it (transformers 5.24,
+    integrations/deepspeed.py).
     """
     engine = manifest.run.engine
     config = engine.config if isinstance(engine, FlatBufferEngine) else {}

@@ -65,7 +65,7 @@ UNKNOWN = KnownOptimizer(None)
 
 
 def known_optimizer(name: str) -> KnownOptimizer:
-    """The facts about an optimizer, by its `plain_name`; `UNKNOWN` if it is not listed."""
+    """What zckpt knows about the optimizer with this `plain_name`; `UNKNOWN` if it is unlisted."""
     return OPTIMIZERS.get(name, UNKNOWN)
 
 

@@ -190,7 +190,10 @@ def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
 
 
 def without_folder(name: str) -> str:
-    """A sibling's name without the folder of files for from_pretrained."""
+    """The name of a sibling, without the folder in which programs keep files for from_pretrained.
+
+    Other names stay unchanged.
+    """
     folder = next((folder for folder in LOADING_FOLDERS if name.startswith(folder)), "")
     return name.removeprefix(folder)
 

@@ -95,7 +95,10 @@ def global_step(manifest: Manifest) -> int | None:
 
 
 def counted_updates(source: Manifest) -> int:
-    """The updates of a run whose engine counted none: the Trainer's count, else the optimizer's."""
+    """The number of updates of a run whose engine counted none.
+
+    It is the count of the Trainer, else of the optimizer.
+    """
     counted = global_step(source)
     return int(source.step or 0) if counted is None else counted
 

@@ -247,7 +247,7 @@ class _FolderReader:
         return (own_key(folder),) if is_own else ()
 
     def _remark(self) -> None:
-        """Adds warnings about unused bytes and about facts in `.metadata` that zckpt cannot use."""
+        """Adds warnings about unused bytes, and about parts of `.metadata` that cannot be used."""
         table, saved = self.table, self.saved
         name = os.path.join(table.folder, METADATA)
         if table.unsaved:

@@ -314,7 +314,10 @@ class DcpWriter(Struct, eq=False, dict=True):
             yield rest_shell(self.rest, self.source, self.dicts)
 
     def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
-        """The weights as PEFT's file, or as all ranks' files of Hugging Face's storage."""
+        """Yields the files of the weights, if these are not items.
+
+        They are PEFT's one file, or all ranks' files of Hugging Face's storage.
+        """
         tensors = {
             dotted(path): tensor
             for path, value in values

@@ -300,7 +300,7 @@ def rank_files(directory: TagDirectory, by_role: FilesByRole, parsed: Parsed) ->
 def need_files(
     directory: TagDirectory, role: Role, files: FilesByRole, wanted: Iterable[Numbers]
 ) -> None:
-    """Raises IncompleteCheckpoint if files of this role exist and some `wanted` ones do not."""
+    """Raises IncompleteCheckpoint if there are files of this role, but not all `wanted` ones."""
     if files[role]:
         refuse_gaps(directory.path, gaps(role, files[role], wanted))
 

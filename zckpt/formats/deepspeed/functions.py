@@ -65,7 +65,7 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
-    """Settings in which a target's engine differs from the engine that saved `run`, as problems.
+    """Problems: settings in which a target's engine differs from the engine that saved `run`.
 
     Types are not compared: the loader casts them, and finds the files by both names (0.19.8).
     """

@@ -152,9 +152,9 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
-    """Raises WrongOption for options that cannot apply while model ranks are written one by one.
+    """Raises WrongOption for options that do not work while model ranks are written one by one.
 
-    These options change files of layers, or the full model, which does not exist then.
+    They would change files of layers, or the full model, which does not exist then.
     """
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS

@@ -204,7 +204,7 @@ def holds_universal(path: str) -> bool:
 def _folders(path: str) -> list[str]:
     """Names of the subfolders in the order of their numbers.
 
-    Folders without read permission (`lost+found`) are left out, and links to a sibling folder such
+    Left out are folders without read permission (`lost+found`), and links to a sibling folder, such
     as `latest`.
     """
     folders = ((name, os.path.join(path, name)) for name in sources.names_but_of_files(path))

@@ -41,10 +41,11 @@ def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
 
 
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class of Adam to write for, as `--optimizer` names it; None to keep the source's.
+    """The class of Adam whose groups and step the target gets, as `--optimizer` names it.
 
-    A DeepSpeed source's files fit its own optimizer. If hyper-parameters are missing, or another
-    ds_config is given, the ds_config determines the class that the engine makes.
+    None to keep the source's: a DeepSpeed source's files fit its own optimizer. If hyper-parameters
+    are missing, or another ds_config is given, the ds_config determines the class that the engine
+    makes.
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]
@@ -100,11 +101,11 @@ def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
 def complete_groups(
     engine: TargetEngine, source: Manifest
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All groups with every key the target's optimizer needs, and the assumed values.
+    """Completes all groups with the keys that the target's optimizer needs.
 
-    Groups that an engine wrote are complete. Groups of elastic files and other engines are
-    completed from `--group-defaults`, then from the ds_config, then from the optimizer's own
-    defaults.
+    Also returns the values that were assumed. Groups that an engine wrote are complete. Groups of
+    elastic files and other engines are completed from `--group-defaults`, then from the ds_config,
+    then from the optimizer's own defaults.
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)

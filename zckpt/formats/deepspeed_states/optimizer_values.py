@@ -19,7 +19,7 @@ SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
-    """Facts that zckpt writes into an optimizer file, under keys that the engine does not read.
+    """Facts that zckpt writes into a target's files, under keys that the engine does not read.
 
     These are parameter names that no file of the source states, and the class that `--optimizer`
     names.

@@ -213,7 +213,10 @@ class ParameterFolders:
     def _slots(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
-        """A parameter's slots, its numbers, and its shape."""
+        """Reads a parameter's files: its slots, its states of one number, and its full shape.
+
+        Raises InconsistentCheckpoint if a tensor does not have that shape.
+        """
         slots: list[BufferSlot] = []
         scalars: dict[str, Scalar] = {}
         for path in self.paths[name]:
@@ -246,7 +249,7 @@ class ParameterFolders:
         return slots, scalars, shape
 
     def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A flat tensor without the padding that converters before 0.19 leave in small ones."""
+        """Removes the padding that converters before 0.19 leave at the end of small tensors."""
         numel, dp = prod(shape), self.merged.states.dp
         longer = tensor.contiguous and numel < tensor.numel <= dp * -(-numel // dp)
         return tensor.part(0, numel) if longer else tensor

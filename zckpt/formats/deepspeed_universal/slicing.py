@@ -193,7 +193,7 @@ def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
 
 
 def placement_of(info: SliceInfo, shape: Shape) -> Placement:
-    """The placement that the keys beside a tensor describe."""
+    """How a parameter is cut (a placement), as the keys beside its tensor say it."""
     view = info.get(VIEW)
     if view is not None:
         fields = fields_of(view)

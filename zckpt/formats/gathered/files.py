@@ -80,10 +80,10 @@ ROLES = (
 
 
 class StateDictFiles(Struct, eq=False):
-    """Paths of one checkpoint: complete files by key, and ranks' files by key and rank.
+    """The files of one checkpoint: complete files by key, and ranks' files by key and rank.
 
     A key is a place in the tree of state dicts; None if one kind of file has the full tree. With
-    `items`, some items may be undistributed, and any ranks may have saved their files.
+    `items`, some items may be undistributed, and then any rank may have saved their files.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)

@@ -348,7 +348,7 @@ class FsdpReader:
         return TensorName(place)
 
     def location(self, key: str) -> ItemLocation:
-        """Where the file of an item is, for a value or a tensor with one box."""
+        """The place in a file of an item: of its value, or of its tensor's first box."""
         item = self.table.items[key]
         return self.table.location(key, item.boxes[0] if item else None)
 

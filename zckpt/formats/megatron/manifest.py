@@ -284,7 +284,7 @@ def without_weights(folder: str, states: Iterable[str], other_words: Iterable[st
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for Muon, whose state each rank has for full parameters."""
+    """Raises UnsupportedCheckpoint for Muon: each rank has the state of other full parameters."""
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             "optimizer-unsupported",

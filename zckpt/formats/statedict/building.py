@@ -433,7 +433,10 @@ class ManifestBuilder:
             self.sightings += steps.counter_sightings(where, scheduler, counters)
 
     def _kept(self, value: Any, path: str, entries: dict[Key, Entry] | None = None) -> Any:
-        """`value` with its tensors as entries of slot `state`; 0-d ones become numbers."""
+        """A value for the manifest's state: its tensors become entries, and 0-d tensors numbers.
+
+        The entries have the slot `state`.
+        """
         entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):
             if not value.shape and value.dtype != "C64":

@@ -197,12 +197,13 @@ def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
 
 
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
-    """The names in the only way that keeps their order; raises MissingData for none or several.
+    """The names, if there is exactly one way to assign them in the module's order.
 
-    Each order is first placed alone: as early as possible, then as late as possible. A number's
-    name is between its two places. If both places are the same, the name belongs to this number.
-    The other orders then lose this name, and the search is repeated. A number without a shape gets
-    no name that is needed by the numbers of the name's shape.
+    Raises MissingData for none or several ways. Each order is first placed alone: as early as
+    possible, then as late as possible. A number's name is between its two places. If both places
+    are the same, the name belongs to this number. The other orders then lose this name, and the
+    search is repeated. A number without a shape gets no name that is needed by the numbers of the
+    name's shape.
     """
     total = sum(map(len, orders))
     needed = Counter(shape for order in orders for shape in order if shape is not None)

@@ -480,7 +480,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[Notice]:
 
 
 def _below(path: str, folder: str) -> SiblingList:
-    """The files of a folder in the checkpoint whose files a target gets as they are."""
+    """The files in a subfolder such as `siblings/`, which a target gets unchanged."""
     root = os.path.join(path, folder)
     files = SiblingList(path, OPEN_FOLDERS | OPEN_FILES)
     if sources.is_folder(root):

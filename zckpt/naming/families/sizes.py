@@ -24,7 +24,7 @@ KEYS = ("heads", "kv_heads", "vocab_size")
 
 
 class Sizes(Struct, frozen=True):
-    """The sizes of a model that its packings need; None if a size is not stated.
+    """The numbers of heads and vocabulary rows that packings need; None if one is not stated.
 
     `vocab_size` is the number of rows in the target's vocabulary.
     """

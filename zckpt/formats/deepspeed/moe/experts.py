@@ -357,10 +357,9 @@ class Experts(Struct, frozen=True):
         return in_order(manifest)
 
     def _order(self, manifest: Manifest) -> list[str]:
-        """All parameters of the full model in the order of the flat buffers, group by group.
+        """All parameters of the full model, group by group, in the order of the flat buffers.
 
-        The experts of all ranks stand at the places of rank 0's experts. Frozen parameters come
-        last.
+        Where rank 0's experts are, the experts of all ranks follow. Frozen parameters come last.
         """
         groups = by_key(
             (about.group if about.trainable else None, name)

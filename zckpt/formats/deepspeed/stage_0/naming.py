@@ -47,7 +47,7 @@ name the trained parameters with --param-names names.txt, group by group. Two li
 program, before deepspeed.initialize, write that file:
     names = {p: name for name, p in model.named_parameters()}
     open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
-"""The hint to name an optimizer's parameters, without frozen ones: these have no masters."""
+"""A hint: how to name an optimizer's parameters, without frozen ones, which have no masters."""
 
 
 class Named(NamedTuple):

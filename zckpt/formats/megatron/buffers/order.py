@@ -79,7 +79,10 @@ def predicts(names: Iterable[str]) -> bool:
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """The possible orders of the parameters, one per spec; none if a name is not a GPTModel's."""
+    """The orders in which a model may have these parameters: one for each possible spec.
+
+    Empty if a name is not a GPTModel's.
+    """
     listed = list(names)
     all_names = frozenset(listed)
     given: list[list[str]] = []

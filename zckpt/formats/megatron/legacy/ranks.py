@@ -99,7 +99,7 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
 
 
 def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
-    """Every rank: by stage, then by rank of experts, then by tensor rank.
+    """All ranks of a directory, sorted by stage, then by rank of experts, then by tensor rank.
 
     Raises IncompleteCheckpoint, InconsistentCheckpoint, CorruptCheckpoint and
     UnsupportedCheckpoint.
