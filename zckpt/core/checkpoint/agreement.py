@@ -16,9 +16,9 @@ KEEP = "keep"
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
     """The step that all places state. If they differ, `policy` (max, min or a number) decides.
 
-    `keep` concerns different parameters, and decides nothing between several places of one
-    parameter. Raises InconsistentCheckpoint if places differ and no policy decides. Without any
-    policy, also raises it for a step that is not a whole number.
+    The policy `keep` allows different steps of different parameters. It does not decide between
+    several places of one parameter. Raises InconsistentCheckpoint if places differ and no policy
+    decides. Without any policy, also raises it for a step that is not a whole number.
     """
     if policy is None:
         need_whole(places)
@@ -49,11 +49,12 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
 
 
 def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None) -> None:
-    """Raises InconsistentCheckpoint if every file states one step, and the files differ.
+    """Raises InconsistentCheckpoint if each file states a single step, but not all the same one.
 
-    `steps_in_files` has paths of files, each with a step that it states for a parameter. If a file
-    states several steps, the parameters were not updated equally often, as if layers were unfrozen
-    late. Then steps show nothing. Any `policy` allows different steps.
+    `steps_in_files` yields pairs: the path of a file, and a step that it states for one parameter.
+    If any file states several steps, the parameters were not updated equally often, for example
+    because layers were unfrozen late. Then different steps prove nothing, and no error is raised.
+    Nor is it with any `policy`.
     """
     by_file: dict[str, set[Step]] = {}
     for file, step in steps_in_files:

@@ -49,9 +49,10 @@ def _float16(value: float) -> bytes:
 
 
 def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
-    """Whether a few weights equal, bit for bit, the rounded masters.
+    """Whether a few weights (`narrow`) equal, bit for bit, the rounded masters (`wide`).
 
-    None for other pairs of types than equal ones, F32 to BF16, and F32 to F16.
+    Two equal types are compared without rounding. None if the types differ and are not F32 and
+    BF16, or F32 and F16.
     """
     if wide_dtype == narrow_dtype:
         return wide == narrow
@@ -134,10 +135,11 @@ def refuse_overflow(
 def put_mean(
     copies: Sequence[tuple[memoryview, str]], target: memoryview, target_dtype: str
 ) -> None:
-    """Fills `target` with the mean of floats, given with their types, element by element.
+    """Fills `target` with the mean of all `copies`, element by element.
 
-    The mean is computed in float64, and then rounded as by `cast`. The mean of equal numbers is
-    that number. Raises UnsupportedCheckpoint for types that are not floats.
+    Each copy is a buffer with the name of its dtype. The mean is computed in float64, and then
+    rounded as by `cast`. The mean of equal numbers is that number. Raises UnsupportedCheckpoint for
+    types that are not floats.
     """
     import numpy as np
 

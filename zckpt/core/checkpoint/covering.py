@@ -74,9 +74,9 @@ def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
-    """Whether the flat buffers are long enough for the slices.
+    """Whether every flat buffer is long enough to contain its rank's slice of the tensor.
 
-    `shortest[n]` is the smallest length of the first n + 1 flat buffers.
+    `shortest[n]` is the smallest length in bytes of the first n + 1 flat buffers.
     """
     size, filled = SIZES[entry.dtype], len(slices)
     if slices.numel != entry.numel or slices.size != size:
@@ -100,7 +100,10 @@ def _is_run_through(entry: Entry, runs: Runs) -> bool:
 
 
 def _is_tiled(entry: Entry, fragments: Fragments) -> bool:
-    """Whether boxes lie within their extents, and tile a view of the tensor."""
+    """Whether boxes lie within their extents, and hold each element of the tensor exactly once.
+
+    The boxes may cut a view of the tensor: another shape with as many elements.
+    """
     parts, size = boxes_of(fragments), SIZES[entry.dtype]
     # a view of the entry's shape, which must be the same for all boxes
     wholes = {part.whole for part in parts}

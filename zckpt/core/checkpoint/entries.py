@@ -46,7 +46,7 @@ class Entry(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name in messages and documents."""
+        """The entry as `parameter/slot`, as messages and documents name it."""
         return name_of(self.key)
 
     @property

@@ -46,13 +46,13 @@ class ExpertLayer(Struct, frozen=True):
 
 
 def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
-    """The layers with experts, if the facts of the engine state them; empty for other engines."""
+    """The layers with experts that the facts about the engine list; empty if they list none."""
     layers: tuple[ExpertLayer, ...] = getattr(engine, "experts", ())
     return layers
 
 
 class FlatBufferEngine(Struct, frozen=True):
-    """An engine that cuts flat buffers over its ranks, and keeps its configuration.
+    """An engine whose ranks each hold a part of flat buffers; its files keep its configuration.
 
     A writer for this kind of engine copies `config`, `version` and the groups unchanged. So an
     engine with a configuration of another form needs another record.
@@ -65,9 +65,9 @@ class FlatBufferEngine(Struct, frozen=True):
     dtype: Dtype | None
     """The type in which the module computes."""
     elastic: bool
-    """Whether the files lack hyper-parameters.
+    """Whether the files lack hyper-parameters (DeepSpeed's elastic checkpoints).
 
-    Those of the manifest are then inferred from the configuration and the scheduler.
+    The manifest's hyper-parameters are then inferred from the configuration and the scheduler.
     """
     excludes_frozen: bool | None
     """Whether the save left out frozen weights; None if no file shows that."""
@@ -112,18 +112,25 @@ class StateDictEngine(Struct, frozen=True):
     folders: tuple[str, ...] | None
     """The folders of model and optimizer, if they have separate folders."""
     guessed: bool
-    """Whether buffers and frozen weights had to be told apart by a guess: no file states it."""
+    """Whether zckpt guessed which tensors are buffers or frozen weights: no file states it."""
     adapter: bool
     """Whether the model's state holds only an adapter."""
     whole: bool = False
-    """Whether the files are complete state dicts, with a `dialect`; sharded storage has none."""
+    """Whether each file is a complete state dict, instead of sharded storage.
+
+    Only then is `dialect` set.
+    """
     dialect: str | None = None
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
     experts: tuple[ExpertLayer, ...] = ()
     """The layers with experts that a writer found in the names; no file states them."""
     storage: str | None = None
-    """Weights outside of the items: `ranks` for safetensors of every rank, `adapter` for PEFT's."""
+    """Where weights lie besides the items of torch.distributed.checkpoint.
+
+    `ranks`: in a safetensors file of each rank. `adapter`: in the files of PEFT's adapter. None if
+    there are no such weights.
+    """
     bare: bool = False
     """Whether the optimizer's names lack the prefixes that PEFT adds to a module's names."""
     file: FileName | None = None
@@ -135,7 +142,8 @@ class StateDictEngine(Struct, frozen=True):
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.
 
-        `group_step` is the type of a step that only groups keep; None if the states keep the step.
+        `group_step` is the dtype of the step if the optimizer keeps it only in its groups; None if
+        the parameters' states keep it.
         """
         required, optional = self.__struct_fields__[:9], ("storage", "bare", "file", "ordered")
         return {
@@ -201,7 +209,7 @@ class StepPlace(Struct, frozen=True):
     optimizer: str | None = None
 
     def number(self, step: float | int) -> Scalar:
-        """Completed updates in the type and shape of this place."""
+        """The number that this place stores after `step` updates, in its type and shape."""
         return Scalar(step + self.first, self.kind, self.shape)
 
     def completed(self, number: int) -> int:
@@ -225,11 +233,11 @@ class StepPlace(Struct, frozen=True):
 
 
 class Pipeline(Struct, frozen=True):
-    """The pipeline from which a model was read.
+    """The pipeline stages of the run, and the layers that their files contain.
 
-    `parameters` and `buffers` have a list for each stage, in its order. `layers` are the numbers of
-    layers with files, or with names if there are no such files. `tied` maps the numbers of tied
-    layers' files to the keys of these layers.
+    `parameters` and `buffers` have a list of names for each stage. `layers` are the numbers in the
+    names of layer files; if there are no such files, the numbers in names of parameters. A tied
+    layer has several files: `tied` maps the number of each to the key of that layer.
     """
 
     parameters: Sequence[Sequence[str]]
@@ -281,7 +289,7 @@ class TensorParallel(Struct, frozen=True):
         return TensorParallel(placements, rows)
 
     def to_state(self) -> dict[str, Any]:
-        """The value of `state.tensor_parallel` in a manifest: placements are the texts of rules."""
+        """The value of `state.tensor_parallel` in a manifest; it has placements as rules."""
         rules = {name: own.text for name, own in self.placements.items()}
         return dict(to_builtins(_Rules(rules, self.vocabularies)))
 
@@ -301,7 +309,7 @@ class _Rules(Struct, frozen=True):
 
 
 UNCUT = TensorParallel({}, {})
-"""For a model without any statement of how it was cut."""
+"""The value for a model of which nothing states how tensor ranks cut it."""
 
 
 def with_cuts(
@@ -323,8 +331,8 @@ def with_facts(
 ) -> dict[str, Any]:
     """The `state` of a manifest's JSON: the program's state, and the facts of its run.
 
-    `groups` is the number of the optimizer's groups. A step in the groups of a state dict is
-    written as its type alone.
+    `groups` is the number of the optimizer's groups. If a program of state dicts keeps the step in
+    its groups, only the dtype of that step is written (`group_step`).
     """
     state = with_cuts(with_states(state, states, groups), pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):

@@ -8,7 +8,10 @@ from msgspec import Struct
 
 
 class Grid(Struct, frozen=True):
-    """The sizes of a run's model axes. `staged`: weights lie in files of layers."""
+    """The number of pipeline stages (`pp`) and of tensor ranks (`tp`) of a run.
+
+    `staged` is True if weights lie in one file per layer, as DeepSpeed's pipelines save them.
+    """
 
     pp: int = 1
     tp: int = 1
@@ -16,10 +19,10 @@ class Grid(Struct, frozen=True):
 
 
 class GridPlace(Struct, frozen=True):
-    """The model rank `number` of a grid; `buffers` are the names that its own file states.
+    """A model rank, by its number in a grid, and the names of buffers that its file lists.
 
-    `tied` maps the numbers of tied layers' files to the keys of these layers; None if only tensor
-    bytes would show them.
+    `tied` maps the numbers of tied layers' files to the keys of these layers. It is None if nothing
+    but equal tensors would show which layers are tied.
     """
 
     number: int

@@ -65,7 +65,7 @@ class Global(Struct, frozen=True):
 
 
 known_global = lru_cache(1 << 10)(Global)
-"""The record of a name, cached for names that zckpt writes often."""
+"""Makes the `Global` of a dotted name, and caches it, because zckpt writes few names often."""
 ITSELF = Global("zckpt.itself")
 """Replaces an object where a value within the object refers to it.
 

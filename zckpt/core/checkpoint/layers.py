@@ -11,7 +11,11 @@ LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<kind>.+)")
 
 
 class Places(Struct, frozen=True):
-    """The layer and the kind of each parameter: rows and columns, in the order of the model."""
+    """For each parameter, the row of its layer and the column of its kind in a table of the model.
+
+    `of` maps a parameter to the numbers of its row and its column. Rows and columns are in the
+    order of the model.
+    """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]

@@ -93,7 +93,10 @@ def parameters_from_json(
 
 
 class _Field(Struct):
-    """Values that every tensor has. msgspec analyzes the types of a Struct only once."""
+    """The types of values that every tensor has, to decode them.
+
+    msgspec analyzes a Struct only once.
+    """
 
     sizes: Sizes = ()
     crc: Hex = ""
@@ -145,7 +148,7 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
 class Sighting(Struct, frozen=True):
     """One place that states a step; `truth` is True if this optimizer reads its step there.
 
-    `counter` names the counter of a trainer program that it is; "" for all other places.
+    `counter` is the name of a trainer program's counter, if the place is such a counter, else "".
     """
 
     where: str
@@ -205,13 +208,16 @@ class Files(Struct, frozen=True):
     numbered: str = ""
     """The path of that folder; empty if there is none."""
     sibling_weights: tuple[Entry, ...] = ()
-    """Weights in siblings. A target gets them unchanged, and masters are compared with them."""
+    """Weights in sibling files, which a target gets unchanged.
+
+    Masters are compared with these weights.
+    """
     records: Sequence[Record] = ()
     """Extents whose checksum a file states."""
     beside: tuple[Record, ...] = ()
-    """Further records of the engine's containers, which no reader needs: the version of a zip.
+    """Records inside of the engine's files that no reader needs: the version in a torch zip.
 
-    Empty for a manifest that was not made by `reading.read`, and unless `Reading.nameless`.
+    Filled only by `reading.read`, and only with the option `Reading.nameless`.
     """
     unused: tuple[Extent, ...] = ()
     """Extents of the checkpoint's own files that nothing in the files describes."""
@@ -228,10 +234,11 @@ class Files(Struct, frozen=True):
     stated_in: str = ""
     """The file that states everything but tensors, for messages; empty if no single file does."""
     of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Values in which the files of further ranks differ from the first rank's, as JSON.
+    """Values of `state` in which another rank's file differs from the first rank's, as JSON.
 
-    They are by the name of the file, and by their place in `state`. A tensor is a text of its type,
-    shape and CRC-32. The values are only compared: a target gets those of the first rank.
+    They are listed by the file's name, then by their path in `state`. A tensor is given as a text
+    with its type, shape and CRC-32. The values are only compared: a target gets those of the first
+    rank.
     """
     rank_keys: tuple[str, ...] = ()
     """Keys of `state` that each rank's file states separately, besides those of every format.
@@ -239,9 +246,9 @@ class Files(Struct, frozen=True):
     The values of the first rank are used.
     """
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Statements of files about where their parts belong, as JSON: by file name, then by key.
+    """Values in which files state their place in the checkpoint, as JSON, by file, then by key.
 
-    They are only compared, with those of a checkpoint of the same files.
+    They are only compared, with those of another checkpoint that has the same files.
     """
 
 
@@ -251,11 +258,14 @@ class Notices(Struct, frozen=True):
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
     notes: tuple[Notice, ...] = ()
-    """Facts that these files cannot show by themselves, for a `verify` of one checkpoint alone."""
+    """What the files alone cannot prove.
+
+    A `verify` of one checkpoint, without another, reports it.
+    """
     links: tuple[Notice, ...] = ()
     """A warning that lists the files that lie elsewhere: behind links out of the directory."""
     omitted: tuple[Notice, ...] = ()
-    """Contents of the source that have no meaning outside of it."""
+    """Contents of the source that no target gets, since they mean nothing outside of it."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     lost: tuple[Notice, ...] = ()
@@ -264,11 +274,11 @@ class Notices(Struct, frozen=True):
     Only weights are here, and no training can resume from them.
     """
     likely: tuple[str, ...] = ()
-    """Keys of optimizers that fit the chosen model, but that no file assigns to it."""
+    """Keys of optimizers that fit the chosen model, although no file assigns them to it."""
     states_inferred: bool = True
-    """Whether the files can state that a name was inferred."""
+    """Whether the format can record that a name was inferred."""
     share: str = ""
-    """What shows that the optimizer's states are only one rank's share; empty if nothing does."""
+    """The evidence that the optimizer's states are only one rank's share; "" without any."""
     is_numbered: bool = False
     """Whether an optimizer identifies its parameters by number."""
     buffers_named: bool = False
@@ -321,7 +331,10 @@ class Manifest(Struct, frozen=True):
     the files, the records and the facts of the complete run.
     """
     models: "tuple[Manifest, ...]" = ()
-    """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
+    """One manifest of a model for each tensor rank, if there are several such ranks.
+
+    Also present if the manifests in `ranks` are not joined.
+    """
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The keys of each model's optimizers, if several models or optimizers were read.
 
@@ -379,7 +392,7 @@ class Manifest(Struct, frozen=True):
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
-        """The manifest with a changed `state_with_states`."""
+        """A manifest whose `state_with_states` is `state`: the inverse of that property."""
         optimizer = state.get("optimizer") or {}
         rest = {key: value for key, value in state.items() if key != "optimizer"}
         if "optimizer" in self.state:
@@ -417,20 +430,23 @@ class Manifest(Struct, frozen=True):
 
     @property
     def owners(self) -> dict[str, str]:
-        """Maps the other names of tied weights to their first names."""
+        """Maps each alias of a tied weight to the name under which its tensor is stored."""
         every = (item for own in self.each for item in own.parameters.items())
         return {alias: name for name, item in every for alias in item.aliases}
 
     @property
     def slots(self) -> dict[str, list[Entry]]:
-        """The entries of every slot, in manifest order."""
+        """The entries grouped by slot, each group in the order of the manifest."""
         return by_key((entry.slot, entry) for entry in self.entries.values())
 
 
 def fitting_roots(
     roots: Iterable[str], parameters: Mapping[str, Parameter], model: Mapping[str, Parameter]
 ) -> list[str]:
-    """The prefixes of those models in `parameters` that have the names and shapes of `model`."""
+    """Selects the `roots` under which `parameters` has all names and shapes of `model`.
+
+    For the root `a`, the parameter `w` of `model` is `a.w` in `parameters`.
+    """
     return [
         root
         for root in roots

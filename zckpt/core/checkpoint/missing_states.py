@@ -37,9 +37,9 @@ class _States(Struct, frozen=True):
 def missing_states(manifest: Manifest) -> tuple[list[Notice], list[Notice]]:
     """Warnings about parameters that lack some states, and warnings about parameters without any.
 
-    For the first kind, a parameter is compared with those of its group that have as many axes. Only
-    a state of the parameter's shape, or the step, can be lost. It does not count as lost if the
-    parameter has another state that the others lack, or if most of them lack it too.
+    A parameter that lacks some states is compared with the parameters of its group that have as
+    many axes. Only a state of the parameter's shape, or the step, can be lost. It does not count as
+    lost if the parameter has another state that the others lack, or if most of them lack it too.
     """
     groups = list(_groups(manifest))
     return _missing_of_some(groups), _missing_all(groups)
@@ -113,9 +113,9 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
 
 
 class _Kinds:
-    """The sets of keys that occur, each with the number of parameters that have it.
+    """Counts of parameters by the set of state keys that they have.
 
-    `holders` counts the parameters with a key, and `having` lists the sets with a key.
+    `holders` counts the parameters that have a key, and `having` lists the sets that contain it.
     """
 
     def __init__(self, counts: Counter[frozenset[str]]) -> None:

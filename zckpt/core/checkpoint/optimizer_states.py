@@ -29,7 +29,7 @@ Form = Literal[
 """The form of a state. `wrapper` rows are made by `states.states_of`; no table has them."""
 OF_NO_PARAMETER: tuple[Form, ...] = ("among", "beside")
 OF_OTHERS = "optimizer.other"
-"""The prefix of the names of tensors in values of parameters."""
+"""The beginning of the names of tensors that lie inside a parameter's state of the form `other`."""
 
 
 class Part(Struct, frozen=True):
@@ -83,23 +83,26 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form not in forms)
 
     def numbers(self, form: Form) -> dict[Any, Any]:
-        """The values of no parameter in this form, by key."""
+        """Maps keys to the values of the rows of a form that belongs to no parameter."""
         return {row.key: row.value for row in self.of_form(form)}
 
     @cached_property
     def scalars(self) -> dict[str, dict[str, Scalar]]:
-        """The numbers by parameter and key: Python numbers, or tensors of one element."""
+        """Maps each parameter to its states of one number.
+
+        They are Python numbers, or tensors of one element.
+        """
         return self._by_parameter("number")
 
     @cached_property
     def other_values(self) -> dict[str, dict[Any, Any]]:
-        """The values that are neither slots nor numbers, by parameter and key."""
+        """Maps each parameter to its states that are neither tensors of its shape nor numbers."""
         return self._by_parameter("other")
 
     def by_rank(self, groups: int) -> list[dict[Any, Any]]:
-        """For each of at least `groups` groups, the ranks' estimates by key.
+        """For each group, the hyper-parameters that ranks estimated, each with all ranks' values.
 
-        Empty if there are none.
+        The list has at least `groups` items, and is empty if there are no estimates.
         """
         rows = self.of_form("estimate")
         last = max((row.group or 0 for row in rows), default=-1)
@@ -124,15 +127,15 @@ class States(Struct, frozen=True, dict=True):
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
     def with_numbers_of(self, owners: Mapping[str, str]) -> "States":
-        """Keeps only the numbers of parameters that are values of `owners`.
-
-        `owners` maps a new name to the parameter whose numbers it gets.
-        """
+        """Replaces all numbers of parameters: a name in `owners` gets the numbers of its owner."""
         numbers = {name: self.scalars.get(owner, {}) for name, owner in owners.items()}
         return States((*of_parameters("number", numbers), *self.without_form("number")))
 
     def renamed(self, names: Mapping[str, str]) -> "tuple[States, dict[str, str]]":
-        """Renames parameters; also returns the new names of the tensors in their values."""
+        """Renames parameters, and the tensors inside their states.
+
+        Also returns a dictionary that maps the old names of these tensors to the new ones.
+        """
         tensors: dict[str, str] = {}
 
         def moved(value: Any, old: str, new: str) -> Any:

@@ -40,15 +40,15 @@ STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
 
 
 class Placement(Struct, frozen=True):
-    """How the ranks hold a parameter.
+    """How the ranks of an axis hold one parameter.
 
-    Unless the kind says otherwise, all hold it in its full shape.
+    The properties have the answers for a replica on every rank; kinds that differ override them.
     """
 
     word: ClassVar[str] = ""
-    """The text of a kind without numbers."""
+    """The rule of a kind that has no numbers: `replicated` or `sum`."""
     forms: ClassVar[str] = ""
-    """The texts of the kind, as a hint lists them for the user."""
+    """The rules of this kind, as a hint lists them for the user."""
 
     is_cut: ClassVar[bool] = False
     """Whether each rank has different elements. Slices with equal bytes then prove a wrong rule."""
@@ -65,7 +65,7 @@ class Placement(Struct, frozen=True):
 
     @property
     def plain(self) -> Placement:
-        """The placement of a tensor without padding that is cut in the same way."""
+        """The same cut without padding rows: a simple cut, in place of a padded vocabulary."""
         return self
 
     @property
@@ -90,7 +90,7 @@ class Placement(Struct, frozen=True):
         return True
 
     def agree(self, are_weights: bool) -> bool:
-        """Whether ranks must have the same bytes for the same elements, of weights or of states."""
+        """Whether ranks with the same elements, of weights or states, need equal bytes."""
         return True
 
     @property

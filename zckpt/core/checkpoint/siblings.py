@@ -68,9 +68,9 @@ def leads_out(path: str, root: str) -> bool:
 
 
 def _blobs(folder: str) -> Iterator[str]:
-    """The folders that may hold the blobs of a folder in a snapshot of a hub's repository.
+    """Candidates for the folder of blobs, given a folder within a snapshot of the Hub's cache.
 
-    The folder of a repository is named after its kind and its name: `models--ORG--NAME`.
+    For `models--ORG--NAME/snapshots/REVISION` it is `models--ORG--NAME/blobs`.
     """
     names = folder.split(os.sep)
     for place in range(1, len(names) - 1):
@@ -79,7 +79,7 @@ def _blobs(folder: str) -> Iterator[str]:
 
 
 def links_out(paths: Iterable[str], omitted: Iterable[Notice], root: str) -> list[Notice]:
-    """A warning that lists files which are not below the directory `root`; raises OSError.
+    """A warning about files that links place outside of the directory `root`; raises OSError.
 
     `paths` are the files that were read, and `omitted` notices about files that were left out.
     Blobs of a hub's cache count as outside here. Files that the user has named are not listed.
@@ -125,7 +125,7 @@ def _links_in(folder: str) -> set[str]:
 
 
 def relative(path: str, folder: str) -> str:
-    """As os.path.relpath, which takes 20 times as long for a path below the folder."""
+    """The path relative to a folder, as by os.path.relpath, but 20 times as fast if it is below."""
     above = os.path.join(folder, "")
     return path[len(above) :] if path.startswith(above) else os.path.relpath(path, folder)
 
@@ -165,12 +165,12 @@ class SiblingList(Struct, eq=False):
         ]
 
     def refuse(self, names: Iterable[str], reason: str) -> None:
-        """Adds names to those that are left out for this reason."""
+        """Notes that the files of these names are left out, and why."""
         for name in names:
             self._refused.setdefault(reason, []).append(name)
 
     def add(self, name: str, path: str) -> None:
-        """Adds a file under this name, or adds the name to those that are left out; raises OSError.
+        """Adds a file to those that are copied, or its name to those left out; raises OSError.
 
         The fingerprint of a link is that of the file to which it leads now. If it leads elsewhere
         when it is copied, the file counts as changed.
@@ -209,7 +209,7 @@ class SiblingList(Struct, eq=False):
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
         root: str | None = None,
     ) -> None:
-        """Adds everything below a folder, under its path from `root`, else from the folder.
+        """Adds everything below a folder, by its path relative to `root`, or else to the folder.
 
         Raises OSError. Anything for which `is_other` is true, given its path and its entry, is no
         sibling: it is neither copied nor mentioned.

@@ -36,9 +36,9 @@ class Slicing(Struct, frozen=True):
     """How one tensor is cut.
 
     `whole` is the shape of the complete tensor, `slices[r]` that of slice r. The shapes may be
-    views of the tensor's shape with as many elements; all have as many axes. `pieces` have each
-    element of the complete tensor at least once. If several slices hold an element, each of them
-    has a piece with it.
+    views of the tensor's shape with as many elements; all have as many axes. The `pieces` together
+    contain each element of the complete tensor at least once. If several slices hold an element,
+    each of them has a piece with it.
     """
 
     whole: tuple[int, ...]
@@ -50,7 +50,10 @@ class Slicing(Struct, frozen=True):
         return prod(self.whole)
 
     def covers(self) -> bool:
-        """Whether the first holders' pieces tile the tensor, and each slice's pieces the slice."""
+        """Whether the pieces contain each element of the tensor, and of every slice, exactly once.
+
+        If several ranks hold an element of the tensor, only the first rank's piece is counted.
+        """
         if not tile(self.whole, [(piece.offsets, piece.sizes) for piece in self.chosen(0)]):
             return False
         return all(
@@ -66,7 +69,8 @@ class Slicing(Struct, frozen=True):
     def chosen(self, copy: int) -> list[Piece]:
         """One piece for each box of the complete tensor.
 
-        It is that of the box's holder number `copy`, or of its last holder.
+        If several ranks hold the box, the piece is that of rank number `copy` among them, or of the
+        last.
         """
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
@@ -124,8 +128,8 @@ def joined(
 ) -> Fragments:
     """The fragments of the complete tensor, from those of its slices; `size` is bytes per element.
 
-    None stands for a slice that holds nothing. `copy` chooses among ranks that hold the same
-    elements.
+    An item of `slices` is None if that slice is empty. If several ranks hold the same elements,
+    `copy` is the number of the one whose elements are used.
     """
     by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
     parts: list[Box] = []
@@ -142,7 +146,7 @@ def joined(
 
 
 def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
-    """The elements of a slice of this shape, as boxes in the slice; `size` is bytes per element."""
+    """Converts the fragments of a slice of this shape to boxes; `size` is bytes per element."""
     if fragments is None:
         return
     parts = boxes_of(fragments)

@@ -36,7 +36,7 @@ from .wrapper import without_wrapped, wrapped
 FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unsupported")
 """The forms of a state. If one state has several, the last one decides what can be done with it."""
 NO_PARAMETER = "no parameter"
-"""Stands for the parameter of a state that belongs to none."""
+"""The key, in place of a parameter's name, for a state that belongs to no parameter."""
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
 REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
@@ -73,9 +73,10 @@ OF_WRAPPER = "no other engine reads what stands around the optimizer's state dic
 
 
 class State(Struct, frozen=True):
-    """The state `key` of a checkpoint, with the keys of its tensors by parameter.
+    """A state of the optimizer, such as `exp_avg`, and the parameters that have it.
 
-    `reason` says why a target cannot have it, or why it was not read; it may be empty.
+    `tensors` maps each parameter to the keys of the entries in its state. `reason` says why a
+    target cannot have the state, or why it was not read; it may be empty.
     """
 
     key: str
@@ -139,9 +140,9 @@ def entries_in(value: Any) -> list[Key]:
 
 
 def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
-    """The states of several ranks.
+    """Merges the states of several ranks: each key gets the parameters and tensors of all ranks.
 
-    If a state is None on some ranks, only the others supply tensors.
+    If the state is None on some ranks and a tensor on others, the first ones are left out.
     """
     united = {}
     for key, states_of_key in by_key(
@@ -191,7 +192,7 @@ def with_updates(manifest: Manifest) -> Manifest:
 
 
 def untouched(manifest: Manifest) -> list[str]:
-    """The parameters that an optimizer lists and never updated."""
+    """The parameters that the optimizer lists but has never updated."""
     return [n for n, own in manifest.parameters.items() if own.trainable and not own.updated]
 
 
@@ -237,9 +238,10 @@ def missing_in(source: Manifest, target: Manifest) -> list[State]:
 
 
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:
-    """The states of matrices that an optimizer of flat buffers has kept as if they were vectors.
+    """States that do not fit their matrices, because the optimizer worked on a flat buffer.
 
-    `target` cannot continue with them unless it has flat buffers too.
+    An optimizer that factors matrices sees only vectors there. `target` cannot continue with such
+    states unless it has flat buffers too; if it has, the result is empty.
     """
     if not _is_flat(source) or _is_flat(target):
         return []
@@ -271,9 +273,9 @@ def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
-    """The states whose keys may have been numbers or texts before.
+    """States whose keys are texts now, and may have been numbers in the program that saved them.
 
-    `source` has only texts, so `target` cannot get the right keys.
+    If `source` has only texts, `target` cannot get the right keys. Empty if this does not apply.
     """
     if not has_texts_alone(source) or has_texts_alone(target):
         return []

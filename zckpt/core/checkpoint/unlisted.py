@@ -20,9 +20,9 @@ LOST = (
 
 
 def unlisted(manifest: Manifest) -> list[Notice]:
-    """The warning that names the weights.
+    """A list of one warning that names the weights which no optimizer lists.
 
-    None without an optimizer, or if files state frozen weights.
+    Empty if there is no optimizer, or if the files themselves state which weights are frozen.
     """
     ranks, engine = manifest.each, manifest.run.engine
     # DeepSpeed states which parameters are frozen (0.19.8)

@@ -104,12 +104,13 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 
 
 def counterpart(entry: Entry, other_weight: Weight, weight: Weight) -> tuple[Entry, str] | None:
-    """The tensor of another checkpoint that a weight must equal, and how, as in `agreement`.
+    """The tensor of another checkpoint that must equal `entry`, and how, as `agreement` says it.
 
-    This is called if the other side has no entry of the same slot and type. `weight` is the weight
-    that `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from
-    them. A master, or a `param` without a master, may be what the other's `param` was rounded from.
-    An fp32 master may be rounded from a `param` of fp64.
+    This is called if the other checkpoint has no entry of the same slot and type. `weight` is the
+    weight that `entry` belongs to, and `other_weight` that of the other checkpoint. A `param` may
+    equal the other's master or `param`, or be rounded from them. The other's `param` may be rounded
+    from a master, or from a `param` without a master. An fp32 master may be rounded from a `param`
+    of fp64. None if no such tensor exists.
     """
     for other in (other_weight.master, other_weight.param):
         how = None if other is None else agreement(other, entry)

@@ -16,9 +16,9 @@ from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values that contain tensors, by keys that no state of a parameter has: `around.slow`.
+    """The values around the optimizer's state dict that contain tensors: `around.slow`.
 
-    Random states belong to the program: no optimizer needs them.
+    No state of a parameter has such a key. Random states are left out: they belong to the program.
     """
     values = _find(manifest)[1]
     return {

@@ -153,9 +153,9 @@ class _Comparison(Struct, eq=False, dict=True):
         self.bytes += report["bytes"]
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
-        """Lists of parts that fill the buffers one after the other.
+        """Yields tasks: lists of parts of matches that together fit into the buffers.
 
-        All parts of a list have the same dtypes.
+        All parts of a task have the same dtypes, and are placed one after the other.
         """
         parts: list[_MatchPart] = []
         end, kind = 0, None
@@ -184,7 +184,7 @@ class _Comparison(Struct, eq=False, dict=True):
             yield parts
 
     def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
-        """Allocates one thread's buffers; returns the function that compares a task's parts."""
+        """Allocates one thread's buffers; returns a function that compares the parts of a task."""
         buffers = Buffers(self.chunk, self.are_few)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
@@ -219,10 +219,10 @@ class _Comparison(Struct, eq=False, dict=True):
         return _Side(view, requests)
 
     def _hash(self, side: _Side, crcs_of_equal: Mapping[int, int]) -> dict[int, int]:
-        """Adds the CRC-32s of one side's tensors; those of records were added as they were read.
+        """Adds the CRC-32s of the tensor parts that one side has read to those of their tensors.
 
-        Returns the CRC-32s by the position of the elements in the buffer. `crcs_of_equal` holds the
-        CRC-32s of the other side, if its bytes are equal.
+        Returns the CRC-32s by the position of the elements in the buffer. `crcs_of_equal` has the
+        CRC-32s of the other side, which are reused if the bytes are equal.
         """
         crcs: dict[int, int] = {}
         for item in side.requests:
@@ -240,7 +240,7 @@ class _Comparison(Struct, eq=False, dict=True):
     def _compare(
         self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
     ) -> bool:
-        """Whether all parts are equal. Measures the differences of the parts that are not."""
+        """Compares all parts, and measures the differences; returns True if no byte differs."""
         match = parts[0].match
         a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
         if not self._looks_at_all(match) and same(a, b):

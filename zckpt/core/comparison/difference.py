@@ -157,7 +157,10 @@ def _measure(
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:
-    """The pairs of values that can have the largest difference, which may not fit into 64 bits."""
+    """The two pairs with the smallest and the largest difference a - b, as Python integers.
+
+    The differences of 64-bit integers may not fit into 64 bits.
+    """
     distance = a.astype("f8") - b.astype("f8")
     for place in {int(distance.argmin()), int(distance.argmax())}:
         yield int(a[place]), int(b[place])

@@ -39,10 +39,11 @@ SAMPLE = 1 << 12
 
 
 def check_duplicates(manifest: Manifest) -> list[Notice]:
-    """Warns about equal files that hold only weights of several parameters, or one state each.
+    """Warns about files with equal bytes that should differ, because one was copied over the other.
 
-    Raises InconsistentCheckpoint if such files also hold optimizer states. Only files that state
-    checksums are compared.
+    A pair of equal files is reported if each holds weights of several parameters, or one state of
+    one parameter. If files of several parameters also hold optimizer states, InconsistentCheckpoint
+    is raised. Only files that state checksums are compared.
     """
     pairs = _pairs(manifest)
     values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
@@ -71,11 +72,12 @@ def check_duplicates(manifest: Manifest) -> list[Notice]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[Notice]:
-    """Warns about equal files of one tensor each whose equality cannot be natural.
+    """Warns about equal files of one tensor each, if these tensors cannot be equal by nature.
 
-    The tensors are of two kinds, or of two parameters whose other states differ. There is no
-    warning for constant weights, such as those of norms, for rounded weights, and for moments that
-    are zero. Complete records are compared, including the padding after a tensor of one element.
+    They are two kinds of values (a weight and a moment), or belong to two parameters whose other
+    states differ. There is no warning for constant weights, such as those of norms, for rounded
+    weights, and for moments that are zero. Complete records are compared, including the padding
+    after a tensor of one element.
     """
     tensors = by_key(
         (file, entry)
@@ -136,9 +138,9 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
-    """Maps each file to the parameters of which it holds a weight or an optimizer state.
+    """Maps each file to the weights and optimizer states in it: pairs of a parameter and its kind.
 
-    Constants and replicas are left out: they are equal by nature.
+    The kind is `weight` or `state`. Constants are left out, because equal ones prove nothing.
     """
     values: dict[str, set[tuple[str, str]]] = {}
     for entry in chain.from_iterable(own.entries.values() for own in manifest.each):

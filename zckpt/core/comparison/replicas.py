@@ -42,9 +42,10 @@ OWN = "own"
 
 
 class Ranks(Struct, frozen=True):
-    """How messages name the ranks of an axis, and (`taken`) the replica that counts.
+    """How messages name the ranks of an axis, and the rank whose replica is used (`taken`).
 
-    If `drift`, replicas differ by nature: that replica is used, and a warning reports it.
+    With `drift`, the engine lets replicas differ: the one of `taken` is used, and a warning reports
+    it.
     """
 
     words: str
@@ -60,7 +61,7 @@ AXES: Mapping[str, Ranks] = {
     TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
     EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
-"""Maps the axis of a replica (`Entry.axis`) to the ranks that hold it.
+"""Maps an axis (`Entry.axis`) to the words for the ranks that hold replicas of its tensors.
 
 A replica without an axis belongs to a tensor rank.
 """
@@ -135,17 +136,20 @@ def check_joined(manifest: Manifest, chosen: str | None, hints: Hints) -> list[N
 
 
 def copies_of(manifest: Manifest) -> Iterator[Match]:
-    """Matches every replica with the tensor that is used instead of it."""
+    """Pairs every replica with the entry of the same name, which is used instead.
+
+    Tensors of the program's state are left out.
+    """
     for copy in manifest.replicas:
         if copy.slot != "state" and copy.key in manifest.entries:
             yield Match(copy, manifest.entries[copy.key])
 
 
 def compare_apart(manifest: Manifest) -> list[Notice]:
-    """Warns about masters that begin differently on ranks whose replicas drift by nature.
+    """Warns if masters differ on ranks whose replicas the engine lets drift.
 
-    `manifest` keeps the ranks separate. A stage that uses a tied layer through a function saves no
-    weight to which its master could be compared.
+    Only the beginnings of masters are compared. `manifest` keeps the ranks separate. A stage that
+    uses a tied layer through a function saves no weight to which its master could be compared.
     """
     matches = [
         match

@@ -23,7 +23,10 @@ from ..checkpoint.dtypes import FLOATS
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
 CANCELLED = 0.05
-"""The part of the squares that must remain after the mean is removed, to be exact to 14 digits."""
+"""If removing the mean leaves less than this part of the squares, they are computed once more.
+
+Otherwise the result is exact to 14 digits.
+"""
 EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
 NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-14}
@@ -111,7 +114,7 @@ class Statistics(Struct, eq=False):
 
 
 def exponents(histogram: Any) -> dict[int, int]:
-    """Maps powers of two to the nonzero counts of a histogram."""
+    """Maps each power of two that occurs in a histogram to its count."""
     import numpy as np
 
     return {int(place) - BIAS: int(histogram[place]) for place in np.flatnonzero(histogram)}

@@ -29,12 +29,12 @@ T = TypeVar("T", bound="Entry | Match")
 
 
 def line_of(notice: Notice, **more: Any) -> Report:
-    """A notice as a line of a report, with further keys."""
+    """A notice as a JSON object for a report; the keywords `more` become further keys."""
     return {**to_builtins(notice), **more}
 
 
 def said(notices: Iterable[Notice]) -> list[Report]:
-    """Notices as a report lists them: as JSON, without duplicates."""
+    """Notices as a list of JSON objects, without duplicates."""
     lines: list[Report] = to_builtins([*dict.fromkeys(notices)])
     return lines
 
@@ -122,7 +122,10 @@ FORMS = {
 
 
 def advice(manifest: Manifest, bare: int) -> Report:
-    """Advice for a report, if `bare` of the records that were read have no checksum."""
+    """The key `advice` for a report: records without checksums, and what to do about them.
+
+    `bare` is the number of such records that were read. Empty if it is 0.
+    """
     if not bare:
         return {}
     files = {record.extent.file for record in manifest.files.records}
@@ -140,9 +143,9 @@ def advice(manifest: Manifest, bare: int) -> Report:
 
 
 def unopened(manifest: Manifest) -> Report:
-    """The number of items that were not opened, since others show their form.
+    """The key `unopened` for a report: how many items were not opened.
 
-    {} if all were opened.
+    They have the form of other items, which were opened. Empty if all were opened.
     """
     count = sum(record.is_unopened for record in manifest.files.records)
     return {"unopened": count} if count else {}

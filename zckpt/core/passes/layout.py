@@ -44,11 +44,14 @@ class Layout(Struct, frozen=True):
     loading: Callable[[str], str] = str
     """Given the target's path, returns the line of code, or the command, that resumes from it."""
     read_back: Callable[[str], Manifest] | None = None
-    """Reads the files that were laid out; None if the format's own reader does."""
-    source: Manifest | None = None
-    """The manifest that fills the files; None if it is the source itself.
+    """Reads the manifest of the files that were laid out.
 
-    It may be a part of the source, or an extension of it.
+    If None, the format's own reader does it.
+    """
+    source: Manifest | None = None
+    """The manifest whose tensors fill the files; None if it is the source of the conversion itself.
+
+    It may be a part of that source, or an extension of it.
     """
     inside: str = ""
     """The folder of the engine's files and of the files beside them; empty if there is none."""

@@ -26,9 +26,9 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 class ReadRequest(Struct, frozen=True):
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
-    `check`: these bytes count for the CRC of their record. Bytes that are read twice count once.
-    `is_cut`: the chunk holds only part of what its file has of this tensor. A small slice that is
-    not cut can be read together with its neighbors.
+    With `check`, the bytes are hashed to check their record. A second read of the same bytes is
+    ignored. `is_cut` is True if the chunk holds only part of the tensor's elements in the target
+    file. A small slice that is not cut can be read together with its neighbors.
     """
 
     entry: Entry
@@ -51,7 +51,7 @@ class ReadRequest(Struct, frozen=True):
 class ElementReader(Struct, eq=False, dict=True):
     """Reads elements of entries into buffers, for one thread.
 
-    If `passed` is a list, the parts of records that were read are appended to it.
+    If `passed` is a list, every read appends to it the parts of records that it has read.
     """
 
     reader: Reader
@@ -162,7 +162,10 @@ class ElementReader(Struct, eq=False, dict=True):
                 refuse_overflow(entry.name, elements, entry.dtype, result, dtype)
 
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
-        """The long runs of a request, each with its byte in `view`; copies short runs directly."""
+        """Yields each long run of a request, with the byte in `view` where it belongs.
+
+        Short runs are not yielded: this function reads them, and copies them to their places.
+        """
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
             if fragment.count > 1 and (fragment.stop - fragment.start) * size < SHORT:
@@ -175,11 +178,12 @@ class ElementReader(Struct, eq=False, dict=True):
                 yield item.at + (start - item.start) * size, extent
 
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> Sequence[ReadRequest]:
-        """The requests from `place` on whose small slices follow each other on every rank.
+        """The requests from number `place` on that one read per rank can serve.
 
-        A tensor that the edge of a chunk cuts ends the batch, because its slices would be read
-        twice. Batches end at the same tensors for every file of a target. So if the files of two
-        ranks need elements of one slice, both read the same range of bytes.
+        These are small slices that are neighbors in every rank's flat buffer. A tensor that the
+        edge of a chunk cuts ends the batch, because its slices would be read twice. Batches end at
+        the same tensors for every file of a target. So if the files of two ranks need elements of
+        one slice, both read the same range of bytes.
         """
         first = _slices(requests[place])
         room = self.memory // (first.size * len(first.flats))  # elements of each flat buffer

@@ -222,7 +222,10 @@ def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
 
 
 def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, Entry]:
-    """The entries of `b`, in which a tied weight has its name in `a`, if `b` stores it once."""
+    """The entries of `b`, with tied weights under the names that they have in `a`.
+
+    A weight keeps its name in `b` if `b` stores it under several names.
+    """
     entries: dict[Key, Entry] = {}
     for key_of_b, entry in b.entries.items():
         key = names.get(entry.parameter, entry.parameter), entry.slot
@@ -252,7 +255,7 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
-    """The target files, and a function that lists the pieces of one file in byte order."""
+    """The paths of target files, and a function that lists the pieces of one in byte order."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     # by the identity of the flat buffers that many tensors share
     sliced: dict[int, list[tuple[Pair, Slices]]] = {}

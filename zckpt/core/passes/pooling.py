@@ -23,7 +23,7 @@ class Pass(Protocol):
         """Carries out the blocks that are assigned to this process."""
 
     def tasks_by_name(self) -> Any:
-        """A description of the tasks, which must be equal in all processes."""
+        """A description of all tasks; processes compare it to detect that tasks differ."""
         ...
 
     def findings(self) -> Any:
@@ -40,19 +40,23 @@ Running = TypeVar("Running", bound=Pass)
 class Pool:
     """The processes that share passes; each receives the results of all.
 
-    This class is one process alone.
+    This class has one process alone, which carries out everything. `processes/sharing.py` has
+    several.
     """
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        """Carries out a pass; `make` begins one that reads `chunk` bytes at a time."""
+        """Runs the pass that `make(chunk)` returns; then it has the results of all processes.
+
+        `chunk` is the number of bytes that a task of the pass reads at a time.
+        """
         running = make(chunk)
         running.run(count().__next__)
         return running
 
     def agree_on_problem(self, message: str) -> None:
-        """Reports, instead of passes, that this process cannot read a checkpoint."""
+        """Tells the other processes that this one cannot read a checkpoint: no pass follows."""
 
 
 SINGLE = Pool()

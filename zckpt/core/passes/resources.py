@@ -48,9 +48,10 @@ def uncollected() -> Iterator[None]:
 
 
 class Copying(Struct, frozen=True):
-    """`jobs` threads, `memory` bytes for all buffers, and `io`: auto, direct or buffered writes.
+    """The resources of a command: `jobs` threads, and `memory` bytes for all buffers.
 
-    `pool` are the processes that share a comparison.
+    `io` is the kind of writes: auto, direct or buffered. `pool` are the processes that share a
+    comparison.
     """
 
     jobs: int = 4
@@ -85,7 +86,7 @@ They never wait for a write, so more would only take turns.
 
 
 def free_memory() -> int:
-    """The bytes that this process may still allocate, by the machine and by its control group."""
+    """The bytes that this process may still allocate, on the machine and in its control group."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (kibibytes := re.search(r"MemAvailable: +(\d+) kB", _text("/proc/meminfo"))) is not None:
         free = int(kibibytes[1]) << 10

@@ -47,11 +47,11 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 
 
 def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list[ReadRequest]]]:
-    """Parts of tensors that together fit into `chunk` bytes.
+    """Cuts tensors into batches of requests, each of which fits into `chunk` bytes.
 
-    All tensors of a group have the same number of elements, and are read together: a part has the
-    same elements of all. A batch has a list for each slot, since tensors of one slot are neighbors
-    in their files. Groups with the same slots come one after the other.
+    All tensors of a group have the same number of elements, and are read together: a batch has the
+    same range of elements of each. A batch has a list for each slot, since tensors of one slot are
+    neighbors in their files. Groups with the same slots come one after the other.
     """
     kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
     for kind, alike in kinds.items():
@@ -102,7 +102,7 @@ def stream(
 def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
-    """One thread's readers of elements, one for each checker; their files are closed at the end."""
+    """Yields one thread's readers of elements, one per checker; closes their files at the end."""
     with closing(Reader(files_per_thread(jobs), _fingerprints(checkers))) as reader:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
 

@@ -103,9 +103,9 @@ def _names(each: Iterable[Iterable[str]]) -> list[str]:
 
 
 def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
-    """Joins the entries that the ranks hold of one tensor: the complete tensor, then its replicas.
+    """Joins the entries that ranks hold of one tensor: returns the complete one, then replicas.
 
-    `held` has a list of entries for each rank: the entry that counts, then copies. Raises
+    `held[r]` lists the entries of rank r: first the one that is used, then its replicas. Raises
     InconsistentCheckpoint if ranks have different dtypes or shapes, or if a rank lacks its slice.
     """
     name, (parameter, slot) = name_of(key), key
@@ -143,9 +143,10 @@ def tensor(key: Key, held: Sequence[Sequence[Entry]], table: Table, root: str) -
 
 
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Entry]]]:
-    """Maps each key to a list per rank: the rank's entry of the tensor, then its replicas.
+    """Maps a tensor's key to a list with an item per rank: the rank's entry, then its replicas.
 
-    Tensors of the state are taken from the first rank, with their copies on the other ranks.
+    Tensors of the program's state are included if the first rank has them in the same type and
+    shape.
     """
     held: dict[Key, list[list[Entry]]] = {}
     for number, rank in enumerate(every):
@@ -286,9 +287,9 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank's manifest, with files, layout, steps and notices of all ranks.
 
-    It does not depend on the axis. Tensors and parameters remain those of the first rank. Numbers
-    of no parameter in which the ranks differ become rows of states that are not read. Raises
-    InconsistentCheckpoint if counters or loss scales differ, as in mixed saves.
+    It needs no table of an axis. Tensors and parameters remain those of the first rank. If ranks
+    differ in an optimizer's number that belongs to no parameter, that number becomes an unsupported
+    state. Raises InconsistentCheckpoint if counters or loss scales differ, as in mixed saves.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -318,9 +319,9 @@ def _together(of_each: Iterable[Iterable[T]]) -> tuple[T, ...]:
 
 
 def _states(ranks: Sequence[Manifest], word: str) -> list[StateRow]:
-    """The rows of parameters' other values of all ranks, and the rows of states that are not read.
+    """The rows of all ranks for states of the forms `other` and `unsupported`.
 
-    The tensors of an unread state are named after their rank, so names of two ranks never collide.
+    The names of tensors in an unsupported state begin with their rank, so that they never collide.
     """
     values_by_name = {name: own for rank in ranks for name, own in rank.states.other_values.items()}
     rows = of_parameters("other", values_by_name)
@@ -353,7 +354,11 @@ def _of_optimizer(manifest: Manifest) -> object:
 
 
 def _of_first(ranks: Sequence[Manifest]) -> States:
-    """The first rank's states; numbers of no parameter that differ by rank become unread states."""
+    """The first rank's states.
+
+    If ranks differ in a number that belongs to no parameter, that number becomes an unsupported
+    state.
+    """
     rows = ranks[0].states.of_form("number", "other", "partition", "estimate")
     gone: list[StateRow] = []
     for form in OF_NO_PARAMETER:

@@ -53,7 +53,7 @@ class Partitioned(Struct, frozen=True):
         return self.ranks[rank].length // SIZES[self.dtype]
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The part of the element range [start, stop) that lies within a rank's part."""
+        """Cuts the element range [start, stop) to the length of this rank's part."""
         return start, min(stop, self.length(rank))
 
 
@@ -110,17 +110,17 @@ class Joined(Struct, frozen=True):
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The part of the element range [start, stop) that lies within a rank's part."""
+        """Cuts the element range [start, stop) to the length of this rank's part."""
         return start, min(stop, self.length(rank))
 
     @property
     def line(self) -> int:
-        """The elements in the shortest run that is contiguous in the tensor and in a part."""
+        """The least number of elements that are contiguous in both the tensor and a rank's box."""
         filled = (part for part in self.parts if part.extent.length)
         return min((prod(part.sizes[self.inner(part) :]) for part in filled), default=0)
 
     def inner(self, part: BoxPart) -> int:
-        """The last axis along which a box is cut."""
+        """The innermost axis along which a box is shorter than the tensor; 0 if there is none."""
         axes = range(len(self.shape))
         return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
 

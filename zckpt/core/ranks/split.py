@@ -16,12 +16,12 @@ from ..storage.fragments import Runs
 
 
 def split(whole: Manifest, table: Table) -> list[Manifest]:
-    """The manifests of all ranks, in order. Groups and state remain those of `whole`."""
+    """A manifest for each row of the table, in order. Groups and state remain those of `whole`."""
     return [part(whole, row) for row in table.rows]
 
 
 def names_in(whole: Manifest) -> list[str]:
-    """All names that a row of the table may contain: parameters, buffers, then module state."""
+    """All names in a model's manifest: parameters, buffers, then other module state."""
     module = whole.state.get("module") or ()
     return list(dict.fromkeys(chain(whole.parameters, whole.buffers, module)))
 

@@ -64,7 +64,7 @@ def register(path: str, where: ByteSource) -> Fingerprint:
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """Registers `where` again for a file that was registered before."""
+    """Registers `where` for a file of this fingerprint again, after `forget`."""
     _known[fingerprint] = where
 
 

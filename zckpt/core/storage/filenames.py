@@ -12,7 +12,7 @@ COUNTED = re.compile(r"(?s)(.+)_(0|[1-9]\d*)", re.ASCII)
 
 
 def file_names(pattern: str) -> re.Pattern[str]:
-    """A pattern of names in which `(\\d+)` stands for each number, in ASCII digits."""
+    """Compiles a pattern of file names. `(\\d+)` in it matches a number of ASCII digits only."""
     return re.compile(pattern, re.ASCII)
 
 

@@ -221,7 +221,7 @@ class Slices(Fragments):
         return self.filled
 
     def slice_of(self, rank: int) -> tuple[int, int, int]:
-        """The byte in its file where a rank's slice begins, and its elements [start, stop)."""
+        """The byte of the file at which a rank's slice begins, and its elements as start, stop."""
         start = rank * self.width
         stop = min(start + self.width, self.numel)
         return self.flats[rank].offset + self.offset * self.size, start, stop

@@ -153,10 +153,10 @@ def _groups(match: re.Match[str]) -> list[tuple[int, str | None]]:
 
 
 def nearest(roles: Sequence[Role], lost: str, paths: Iterable[str]) -> str | None:
-    """The file with the lost file's role and the nearest rank; None if no file is like it.
+    """The file whose name differs from the lost file's only in one number, by the least.
 
-    Lower ranks are preferred: the last rank's file may have more padding, so files of ranks before
-    the lost one are more alike.
+    None if there is no such file. Lower numbers are preferred: the last rank's file may have more
+    padding, so files of ranks before the lost one are more alike.
     """
     lost_file = known(roles, lost)
     candidates = []
@@ -195,10 +195,10 @@ def every(*axes: range) -> Iterator[Numbers]:
 def gaps(
     role: Role, there: Mapping[Numbers, str], wanted: Iterable[Numbers], example: str = ""
 ) -> list[Row]:
-    """Rows of the first files that are `wanted` and not `there`.
+    """A row for each of the first MOST files that are missing: `wanted`, but not in `there`.
 
-    `there` maps numbers to paths. The missing names are formed after `example`, or after the first
-    file that is there.
+    `there` maps numbers of ranks to paths. The missing names have the form of `example`, or of the
+    first file in `there`.
     """
     missing = [*islice((numbers for numbers in wanted if numbers not in there), MOST)]
     example = example or there[min(there)]
@@ -223,10 +223,10 @@ def refuse_gaps(
     hint: str = "",
     code: str = "missing-rank-file",
 ) -> None:
-    """Raises IncompleteCheckpoint if files of ranks are missing in a folder.
+    """Raises IncompleteCheckpoint if there are `rows`, and lists their files as missing.
 
-    `reason` says how that is known, and `hint` what else helps. A row has no name if the program
-    chooses the file's name.
+    `reason` says how it is known that they are missing, and `hint` what else the user can do. A row
+    has no name if the program chooses the file's name.
     """
     if not rows:
         return
@@ -254,7 +254,7 @@ def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCh
 
 
 def expecting(count: int) -> str:
-    """The hint for `count` lost files."""
+    """A hint to copy `count` lost files again, or to take an earlier checkpoint."""
     files = "it" if count == 1 else "them"
     return f"copy {files} again, or take an earlier checkpoint (of a run: --tag)"
 

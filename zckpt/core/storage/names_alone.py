@@ -27,7 +27,10 @@ def note_of(source: str, tag: str | None) -> bytes:
 
 
 def source_of(path: str) -> str | None:
-    """The checkpoint whose names a directory has, it or one above it; None for any other."""
+    """The path of the checkpoint that the note states, in a directory with names alone or above it.
+
+    None if there is no note; empty if the note cannot be parsed.
+    """
     for folder in _from(os.path.realpath(path)):
         file = os.path.join(folder, NAMES)
         if sources.is_file(file):
@@ -37,7 +40,7 @@ def source_of(path: str) -> str | None:
 
 
 def refuse_names(path: str) -> None:
-    """Raises UnsupportedCheckpoint for a directory with names alone, or for what is inside."""
+    """Raises UnsupportedCheckpoint if a directory, or one above it, has names and no data."""
     if (source := source_of(path)) is not None:
         raise UnsupportedCheckpoint(
             "names-alone",
@@ -49,7 +52,7 @@ def refuse_names(path: str) -> None:
 
 
 def _stated(data: bytes) -> str:
-    """The source in a note; empty if it does not say it."""
+    """The key `source` of a note; empty if the note has none, or is no JSON."""
     try:
         note = json.loads(data)
     except ValueError:

@@ -24,7 +24,7 @@ LITTLE = 1 << 20  # bytes; a record that lacks no more is read to its end, to ch
 
 
 class RecordCounts(Struct):
-    """How many records were checked or not; `bare` counts those that have no CRC-32."""
+    """How many records were `checked` and `unchecked`; `bare` counts those that have no CRC-32."""
 
     checked: int = 0
     unchecked: int = 0
@@ -117,10 +117,10 @@ class RecordChecker:
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
     ) -> int | None:
-        """Counts the bytes at `offset`, and adds them to `log`.
+        """Hashes bytes that were read at `offset` of a file, for each record they belong to.
 
-        Returns their CRC-32 if it was computed: if they lie in one record, whose CRC-32 is stated.
-        Raises CorruptCheckpoint for damage.
+        Appends the parts of records to `log`. Returns the CRC-32 of the bytes if they lie within
+        one record whose CRC-32 is stated; otherwise None. Raises CorruptCheckpoint for damage.
         """
         end, needed = offset + len(data), None
         for number in self._within(file, offset, end):  # one read may pass over several records
@@ -194,11 +194,11 @@ class RecordChecker:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> None:
-        """Reads the rest of records that lack little (padding).
+        """Reads the padding of records that are otherwise complete, and checks these records.
 
-        Counts checked and unchecked records. With `everything`, all records are completed,
-        including those that no tensor needed. `beside` is called with the bytes that lie beside
-        tensors in their records.
+        Then it counts the checked and the unchecked ones. With `everything`, all records are read
+        to their end, including those that no tensor needed. `beside` is called with the bytes of a
+        record that belong to no tensor.
         """
         buffer = Buffer(LITTLE)
         for number in self._whole:

@@ -46,18 +46,18 @@ Fingerprints = Mapping[str, Fingerprint]
 
 
 def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
-    """Size and mtime of every file, by its name below `root`. They are the same on all nodes."""
+    """Maps each file, by its name below `root`, to size and mtime: equal on all nodes."""
     return {
         os.path.relpath(file, root): [seen.size, seen.mtime] for file, seen in fingerprints.items()
     }
 
 
 class Watch(Struct, eq=False):
-    """The first fingerprint of every file that was opened or measured, by path.
+    """What `watching` has noted: `first` maps each path to its first fingerprint.
 
     `changed` are the files that had another fingerprint later. `objects` are the classes and
-    functions that are named in the texts of pickles. `beside` are records of containers that no
-    reader needs, unless it is None.
+    functions that pickles name. `beside` are records of containers that no reader needs; None if
+    they are not collected.
     """
 
     first: dict[str, Fingerprint] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def _changed(path: str) -> SourceChanged:
 
 
 def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
-    """Raises SourceChanged, from the error that followed, if one of the files has changed."""
+    """If one of the files has changed, raises SourceChanged with `error` as its cause."""
     for path, first in fingerprints.items():
         try:
             _check(path, first, status(path))
@@ -385,9 +385,10 @@ _listings = ContextVar("listings", default=None)
 
 @contextmanager
 def remembering(anew: bool = False) -> Iterator[None]:
-    """Inside the block a folder is listed once: every format asks, and it may have 50,000 files.
+    """Inside the block each folder is listed once, and `names` returns the remembered list.
 
-    A nested search reuses the listings of the outer one, unless it begins `anew`.
+    Every format asks for the names, and a folder may have 50,000 files. A nested block uses the
+    lists of the outer one, unless it begins `anew`.
     """
     token = _listings.set({} if anew else _listings.get() or {})
     try:
@@ -397,7 +398,7 @@ def remembering(anew: bool = False) -> Iterator[None]:
 
 
 def names(folder: str) -> list[str]:
-    """As os.listdir, but a search lists each folder only once."""
+    """The names in a folder, as by os.listdir; `remembering` lists a folder only once."""
     return [name for name, _ in _listing(folder)]
 
 

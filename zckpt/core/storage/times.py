@@ -24,11 +24,11 @@ class OddTimes(Struct, frozen=True):
 
 
 def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
-    """The files that were not written with the others.
+    """Finds files whose times show that they were not written with the others.
 
-    `times` maps names to nanoseconds. `last` is the time of the file that is written last, if there
-    is one. No file is odd unless more than half of all files lie together, and not after the last
-    one.
+    `times` maps names to nanoseconds. `last` is the time of the file that the program writes after
+    all others, if there is one. No file is reported unless more than half of the files were written
+    together, and not after that last file.
     """
     every = [*times.values()] if last is None else [*times.values(), last]
     most = max(_together(every), key=len, default=[])
