@@ -115,7 +115,7 @@ def _verify(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The findings of a verification through the manifests of both checkpoints."""
+    """The report of `verify` on one checkpoint, or on two that are compared tensor by tensor."""
     contents, lines = None, list[Notice]()
     if against is None:
         manifest = other = read(path, replace(reading, nameless=True))
@@ -158,7 +158,7 @@ def _verify(
 
 
 def _with_next_step(line: Report, path: Path) -> Report:
-    """Adds to a problem the command that restores damaged bytes, or lists those it can restore."""
+    """Adds to a damaged record a `zckpt mend` command: to restore it, or to see what can be."""
     if line["code"] != "record-damaged":
         return line
     command = f"zckpt mend {quote(os.fspath(path))} DST"
@@ -177,7 +177,7 @@ def _gather(
     memory: int,
     begin: Begin | None,
 ) -> Report:
-    """The findings of a verification that all-gathers the parts given by the engine's rule."""
+    """The report of `verify --gather`: the engine's rule assembles one checkpoint's tensors."""
     from .proof.allgather import verify_gathered  # which imports torch
 
     manifest = read(path, reading, alone=False)

@@ -59,8 +59,9 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """Reads the manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
     Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
-    of the checkpoint changes meanwhile. The error for a missing file mentions a nearby file of that
-    name. If it is not `alone`, `--root` may choose a model of the other checkpoint.
+    of the checkpoint changes meanwhile. If a file is missing and one of its name is nearby, the
+    error mentions that. Without `alone`, another checkpoint is read too: then --root may name one
+    of its models.
     """
     try:
         opens = reading.opens_items or (reading.for_target and not reading.by_checksums)
@@ -73,7 +74,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
 
 
 def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """As `_read`, for a caller that reads all bytes: opens every item before the first is copied.
+    """Reads like `_read`, and then opens every item, for a caller that will read all bytes.
 
     Items are planned by the form of others, which takes little memory, and compared with the plan
     when they are opened. If one has another form, all are read without a plan. All processes that
@@ -92,7 +93,7 @@ def _read_opened(path: str | os.PathLike[str], reading: Reading, alone: bool) ->
 
 
 def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manifest:
-    """As `read`, with errors as the format raises them."""
+    """Reads like `read`, but raises errors as the format does, without hints at nearby files."""
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished([path])
@@ -169,7 +170,10 @@ def _own_tensors(manifest: Manifest) -> list[Notice]:
 
 
 def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
-    """As `Functions.rebuilt`; raises WrongOption for a format without that function."""
+    """Rebuilds masters from weights by the format's function (`Functions.rebuilt`).
+
+    Raises WrongOption for a format that has none.
+    """
     rebuilt = format.functions.rebuilt
     if rebuilt is None:
         raise WrongOption(
@@ -181,7 +185,7 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
 
 
 def _oddly_timed(manifest: Manifest) -> list[Notice]:
-    """Warns about files of ranks that were not written when their siblings were."""
+    """Warns about files of ranks that were not written at the time of the other ranks' files."""
     format = formats.named(manifest.format)
     times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
     roles = {
@@ -204,7 +208,7 @@ def _oddly_timed(manifest: Manifest) -> list[Notice]:
 
 
 def _odd(paths: Sequence[str], when: str) -> list[Notice]:
-    """A warning about files that were written at an odd time; empty if there are none."""
+    """The warning about files that were written long before or after others; `when` says which."""
     if not paths:
         return []
     them = "it" if len(paths) == 1 else "they"
@@ -215,7 +219,7 @@ def _odd(paths: Sequence[str], when: str) -> list[Notice]:
 
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice]:
-    """Warns about options for buffers and for tensor ranks that have changed nothing."""
+    """Warns about --buffers, --tp-rules and --replicas if they have changed nothing."""
     buffers = [] if reading.for_target or manifest.notices.buffers_named else reading.buffers
     lines = [
         warning(
@@ -283,7 +287,7 @@ def _need_tag(path: str, reading: Reading, manifest: Manifest) -> None:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raises CorruptCheckpoint for names that no file can have: numbers, invalid Unicode."""
+    """Raises CorruptCheckpoint for a name that is no valid text: a number, or invalid Unicode."""
     names = ((*map(name_of, own.entries), *own.parameters, *own.buffers) for own in manifest.each)
     for name in chain.from_iterable(names):
         try:
@@ -302,9 +306,9 @@ def read_both(
 ) -> tuple[Manifest, Manifest, list[Notice]]:
     """Reads two checkpoints to compare them, under the names of the first; adds notices on names.
 
-    If only one of them has the words of wrappers in its names, they are removed from both. If the
-    optimizers of both identify their parameters by number, and no file states the names, their
-    states are compared without names.
+    If only one of them has wrappers' words in its names, such as `_orig_mod`, they are removed from
+    both. If the optimizers of both identify their parameters by number, and no file states the
+    names, their states are compared without names.
     """
 
     def pair(reading: Reading) -> tuple[Manifest, Manifest, list[Notice]]:
@@ -337,7 +341,8 @@ def read_other(
 def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
     """Gives `other` the names of `first`, to compare them; adds notices about the names.
 
-    If only one of them has the words of wrappers in its names, they are removed from both.
+    If only one of them has wrappers' words in its names, such as `_orig_mod`, they are removed from
+    both.
     """
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))
@@ -373,7 +378,7 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
 
 
 def _need_shared(first: Manifest, other: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if no name is shared, and one side has several models."""
+    """Raises AmbiguousCheckpoint if no name is common, and one of the two has several models."""
     if set(names_of(first)).isdisjoint(names_of(other)):
         for manifest, twin in ((first, other), (other, first)):
             refuse_several(manifest, like=twin)

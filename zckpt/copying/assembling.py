@@ -34,15 +34,15 @@ class Target(Protocol):
     def file(self) -> int: ...
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s that are needed of bytes that begin at `start` in the file."""
+        """The CRC-32s of `data`, which begins at byte `start` of the file, that are needed."""
 
 
 class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks, for one thread.
 
-    `numbers` maps the identity of each pair that is hashed to its number. The bytes of the pairs in
-    `checking` count for the source's records. `hashed_first` has the numbers of the pairs whose
-    source is hashed before it is cast.
+    `numbers` maps the identity of each pair that is hashed to its number. `checking` has the pairs
+    whose bytes are hashed to check the records of the source. `hashed_first` has the numbers of the
+    pairs whose elements are hashed before they are cast.
     """
 
     reader: ElementReader
@@ -161,7 +161,7 @@ class Assembler(Struct, frozen=True, eq=False):
         view: memoryview,
         crcs: Mapping[tuple[int, int], int],
     ) -> list[Passed]:
-        """The CRC-32s of the chunk's bytes: of tensors that are hashed, of records, of the file.
+        """The CRC-32s of a chunk's bytes: for tensors with a digest, for records, and for the file.
 
         `crcs` are CRC-32s that are known already, by bytes [begin, end) of `view`.
         """
@@ -186,14 +186,14 @@ class Assembler(Struct, frozen=True, eq=False):
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """The share of a piece's runs in the CRC of `entry`; the last run ends at element `stop`."""
+    """What a piece's runs add to the CRC-32 of `entry`; the last run ends at element `stop`."""
     size = SIZES[entry.dtype]
     crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
     return key, stop * size - len(runs), stop * size, crc
 
 
 def _parts(pieces: Iterable[TargetPiece]) -> Iterator[TargetPiece]:
-    """The pieces; a piece whose runs are far from each other is split into its runs."""
+    """Yields the pieces, but the single runs of a piece whose runs are far from each other."""
     for piece in pieces:
         far = piece.count > 1 and piece.stride * SIZES[piece.pair.source.dtype] >= SMALL
         if far:

@@ -50,7 +50,10 @@ class _Region(Struct, eq=False):
 
 
 class MasterRow:
-    """The row of a `rounding`, in regions whose parts need `memory` bytes in three buffers."""
+    """The masters and weights of `rounding` as one sequence of bytes, divided into regions.
+
+    The parts of a region need `memory` bytes in three buffers.
+    """
 
     def __init__(self, rounding: Rounding, memory: int) -> None:
         self._rounding, self._memory = rounding, memory
@@ -90,9 +93,10 @@ class MasterRow:
         return Buffers(self._memory // 3, elements <= FEW)
 
     def first(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> int | None:
-        """The first element that differs; None if an earlier one of its region is known.
+        """Compares a part; returns the first element at which a master does not round.
 
-        The bytes that are read here count for no checksum.
+        None if there is none, or if an earlier element of the region is known to differ. The bytes
+        that are read here are not hashed for any checksum.
         """
         views = []
         assert part.match.b is not None
@@ -119,12 +123,12 @@ class MasterRow:
         return Region(MASTERS, part.region, region.stop, passed)
 
     def refuse(self, region: Region) -> None:
-        """Raises for masters in a region that differ, unless differences are accepted."""
+        """Raises an error if the region notes differing masters, unless they are accepted."""
         self._rounding.refuse(differing(region.passed))
 
 
 def differing(passed: Sequence[Passed]) -> Mapping[int, int]:
-    """Maps the numbers of matches that differ in a region to the first element that differs."""
+    """Maps the number of each match that differs in a region to its first element that differs."""
     return {number: first for (kind, number, first), *_ in passed if kind == DIFFERS}
 
 

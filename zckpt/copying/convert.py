@@ -39,7 +39,7 @@ ReadShells = Callable[[str], Manifest]
 Seal = Callable[[Folder, Manifest, CopyOutcome], None]
 """Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
 HasDigests = Callable[[Manifest], bool]
-"""Whether the CRC-32 of each tensor is needed, given the manifest of the shells."""
+"""Decides whether the CRC-32 of each tensor is needed, given the manifest of the shells."""
 
 
 def files_of(layout: Layout) -> dict[str, int]:
@@ -74,9 +74,9 @@ def convert(
     rounding: Rounding | None = None,
     has_digests: HasDigests = lambda _: True,
 ) -> CopyOutcome | None:
-    """Writes `source` as the target of `staging`, `size` bytes in the files of `layout`.
+    """Writes `source` as the target of `staging`, with the files of `layout`: `size` bytes in all.
 
-    Masters are compared with their weights on the way, as `rounding` says. The result is None if
+    Meanwhile the masters of `rounding` are compared with their weights. The result is None if
     another part of the run will complete the target. If an error is raised, there is no target.
     Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have the checksums that
     its files state, SourceChanged if one of its files changed since it was read, MissingData,
@@ -136,9 +136,10 @@ def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
 
 @contextmanager
 def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
-    """Raises NotEnoughSpace for an OSError of a full disk; `target` needs `size` bytes.
+    """Replaces an OSError of a full disk by NotEnoughSpace; `target` needs `size` bytes.
 
-    The hint mentions the directory `partial` if it still exists. That of a part always does.
+    The hint mentions the directory `partial` if it still exists. The `.partial` of a run with
+    --part always does.
     """
     try:
         yield

@@ -44,7 +44,10 @@ from .sharing import Portion, Sharing
 SLICES = 512 << 10
 UNSYNCED = 64  # small files that are kept open until they are synced together
 CHECKED = "checked"
-"""The object of a CRC-32: a record of the source. `assembling` and `filling` have others."""
+"""The kind of a CRC-32 that belongs to a record of the source.
+
+The other kinds are in `assembling` and `filling`.
+"""
 
 Task = tuple[TargetFile, Chunk] | MasterPart
 
@@ -148,7 +151,7 @@ class _Copy(Struct, eq=False, dict=True):
                 yield Portion(name, region.start, region.stop, is_complete)
 
     def take(self, regions: Iterable[Region]) -> list[Region]:
-        """Adds the CRC-32s of regions that an earlier run or another process has written.
+        """Adopts regions that an earlier run or another process has written, with their CRC-32s.
 
         Returns the regions that were not known before.
         """
@@ -166,13 +169,16 @@ class _Copy(Struct, eq=False, dict=True):
         return taken
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Adds the CRC-32s of a region; the checker has those of source records already."""
+        """Adds the CRC-32s of a region to those of tensors, files and records of the target.
+
+        The checker has those of source records already.
+        """
         with self.lock:
             crcs_of_targets = (part for part in passed if part[0][0] not in (CHECKED, DIFFERS))
             self.sums.add(crcs_of_targets, self._cover_of)
 
     def _length_of(self, key: Key) -> int:
-        """The number of bytes that a key stands for."""
+        """The number of bytes of the tensor, file or record to which a key of CRC-32s belongs."""
         kind, number, place = key
         if kind == TENSOR:
             return self.lengths[number]
@@ -286,7 +292,7 @@ class _Copy(Struct, eq=False, dict=True):
             self.outcome.differing[number] = min(first, first_known)
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
-        """The parts of source records that a thread has read since the last call."""
+        """Empties `log`, and yields its parts of source records as the journal notes them."""
         for number, start, stop, crc in log:
             yield (CHECKED, number, 0), start, stop, crc
         log.clear()
@@ -332,11 +338,12 @@ def scattered(pairs: Sequence[Pair]) -> set[int]:
 
 
 def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
-    """The pairs, by identity, whose bytes count for the records of the source.
+    """Selects, by identity, the pairs whose bytes are hashed to check the records of the source.
 
-    There is one pair for the bytes of each source entry. An entry is identified by its fragments,
-    since each model rank may have an entry of that name. Records of tensors that all targets cut
-    along inner axes are read once more in the end: `checker` requires them.
+    The bytes of a source entry may be in several pairs: only one of them is selected. An entry is
+    identified by its fragments, since each model rank may have an entry of that name. Records of
+    tensors that all targets cut along inner axes are read once more in the end: `checker` requires
+    them.
     """
     first: dict[int, int] = {}
     cut = scattered(pairs)

@@ -25,9 +25,9 @@ CoverOf = Callable[[Key], Cover | Scattered]
 
 
 class Sums(Struct, eq=False):
-    """CRC-32s by key, while their parts arrive in any order.
+    """Collects the CRC-32s of tensors, files and records from parts that arrive in any order.
 
-    A key whose bytes arrived as one part, as those of a small tensor do, has no cover.
+    A cover is made for a key only when its second part arrives: a small tensor has just one.
     """
 
     _alone: dict[Key, Passed] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Sums(Struct, eq=False):
 
 
 class UnfinishedRegion(Struct, eq=False):
-    """Bytes [start, stop) of a target file, and the CRC-32s of its parts so far.
+    """Bytes [start, stop) of a target file that are being written, and the CRC-32s of parts so far.
 
-    `left` chunks are still missing.
+    `left` is the number of chunks that are still missing.
     """
 
     start: int

@@ -106,8 +106,8 @@ class Journal:
 
     `regions` are those of an earlier run, by file; `is_new` is True if there was no earlier run.
     `chunk` is the number of bytes that a run copies at a time. If there was an earlier run, it is
-    that run's `chunk`: otherwise its regions would not fit. Notes of the processes of an earlier
-    run are copied, and their journals are removed.
+    that run's `chunk`: otherwise its regions would not fit. If several processes shared the earlier
+    run, their regions are copied into this journal, and their journals are removed.
 
     Raises TargetExists if another run has locked the journal, or if the earlier run has another
     identity. Then nothing of this run stays there.
@@ -165,7 +165,7 @@ class Journal:
         return os.path.join(self.folder.path, name)
 
     def _opened(self, name: str, more: int = os.O_CREAT) -> int:
-        """Opens a file of the folder; `close` closes it."""
+        """Opens a file of the folder for appending, and remembers it for `close`."""
         flags = os.O_RDWR | os.O_APPEND | more
         self._files.append(self.folder.open(self._path(name), flags, 0o600))
         return self._files[-1]

@@ -71,7 +71,7 @@ class PartJournal(Journal):
                 self._compared(header)
 
     def _locked(self) -> int:
-        """This part's journal, locked against all other processes."""
+        """Opens and locks this part's journal; raises TargetExists if it is locked already."""
         while True:
             file = self._opened(self._name)
             if not lock(file):
@@ -107,9 +107,10 @@ class PartJournal(Journal):
             time.sleep(0.1)
 
     def _fix(self, file: int) -> None:
-        """Writes the identity of this run into `journal`, unless it has another one.
+        """Writes the identity of this run as the first line of `journal`, if that has none yet.
 
-        No other process is there.
+        Raises TargetExists if a journal there is that of another run. This part holds the exclusive
+        lock.
         """
         for name in self._names():
             with suppress(FileNotFoundError):
@@ -143,7 +144,10 @@ class PartJournal(Journal):
             self.folder.unlink(self._path(self._name))
 
     def of_all_parts(self) -> list[Region] | None:
-        """The regions of all parts; None if another part is still at work, or has completed all."""
+        """The regions of all parts, if this one is the last to end and completes the target.
+
+        None if another part is still at work, or has completed the target.
+        """
         with naming(self.path):
             sync_data(self._file)
         with suppress(OSError):
@@ -177,7 +181,10 @@ class ProcessJournal(Journal):
 
 
 def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]:
-    """The regions that another process has noted in its journal, which has this CRC-32."""
+    """Reads the regions in another process's journal, of which it has synced `length` bytes.
+
+    `crc` is the CRC-32 of these bytes.
+    """
     return regions_in(lines_in(_shown(folder, f"{JOURNAL}-{part}", length, crc)))
 
 

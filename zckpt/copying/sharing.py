@@ -22,7 +22,11 @@ from .journal import Identity, Journal, Region
 from .journals import PartJournal
 
 Begun = tuple[int, int] | tuple[int, int, str]
-"""The length and CRC-32 of a journal; without locks also the writer in the directory's name."""
+"""The length and the CRC-32 of the leader's journal when other processes join.
+
+On a filesystem without locks, the third value is the part of the directory's name that identifies
+the leader.
+"""
 
 
 class Portion(Struct, frozen=True):
@@ -58,10 +62,13 @@ class Sharing:
         """Raises WrongOption if another process was started for another conversion."""
 
     def begin(self, journal: Journal) -> None:
-        """The target's files exist, with holes: others may write into them from now on."""
+        """Tells other processes that the target's files exist, with holes, and may be filled."""
 
     def begun(self) -> Begun | None:
-        """The state of rank 0's journal at `begin`; None if rank 0 writes nothing."""
+        """Waits for rank 0's `begin`; returns the state of its journal.
+
+        None if it writes nothing.
+        """
         return None
 
     def mine(
@@ -93,13 +100,16 @@ ALONE = Sharing()
 
 @contextmanager
 def ended(sharing: Sharing) -> Iterator[None]:
-    """Makes all processes leave the block together, unless one fails."""
+    """At the end of the block, calls `sharing.end`, so that all processes leave it together.
+
+    If the block raises an error, it is not called.
+    """
     yield
     sharing.end()
 
 
 class Part(Sharing, Struct, frozen=True):
-    """Part `number` of `count`, counted from 1.
+    """Part `number` of `count` of a conversion, counted from 1: the option --part K/N.
 
     Parts share a filesystem, and do not communicate.
     """

@@ -125,7 +125,11 @@ class Staging:
                     raise
 
     def _go_alone(self) -> None:
-        """Chooses a folder for this run alone, because no lock protects a common one."""
+        """Chooses a folder with a name of this run alone, on a filesystem without locks.
+
+        Raises WrongOption for a part, and for a run that should continue another one. Removes what
+        dead runs have left.
+        """
         if self.sharing.part or (self.resume and not self._begins_anew):
             raise refusal(self.target, self.sharing.part)
         self.resume = False
@@ -195,7 +199,10 @@ class Staging:
         return sum(each.stop - each.start for each in regions if each.file != MASTERS)
 
     def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
-        """Writes shells, as files of this mode under the umask; their holes take no space yet."""
+        """Writes the shells; their holes take no space on the disk yet.
+
+        The umask applies to `mode`.
+        """
         self._lay(shells, mode)
 
     def _lay(self, shells: Iterable[Shell], mode: int) -> None:
@@ -223,7 +230,10 @@ class Staging:
         self._is_postponed = True
 
     def _created(self, name: str, mode: int) -> AbstractContextManager[int]:
-        """Opens a new file, or in a run that is continued the existing one. OSErrors name it."""
+        """Opens a new file of the target. A run that continues another one opens the existing file.
+
+        OSErrors name the file.
+        """
         path = os.path.normpath(path_inside(self.path, name, "the source"))
         flags = os.O_RDWR | os.O_CREAT | (0 if self.resume else os.O_EXCL)
         return self.root.opened(path, flags, mode)
@@ -235,7 +245,10 @@ class Staging:
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
 
     def put(self, name: str, source: str) -> str:
-        """Moves such a file to its place, with the mode of `source`; returns its path there."""
+        """Moves a file that was copied unchanged from `.zckpt` to its place; returns its new path.
+
+        It gets the permissions of `source`.
+        """
         path, place = waiting(self.path, name), os.path.join(self.path, name)
         with self.root.opened(path) as file:
             self.root.move(path, self.root, place, makes=True)
@@ -244,7 +257,10 @@ class Staging:
         return place
 
     def _take_back(self) -> None:
-        """Undoes `put` calls of an earlier run, so readers of shells do not find holes."""
+        """Moves files that an earlier run has `put` to their places back to `.zckpt`.
+
+        They may have holes, which readers of the shells must not find.
+        """
         for name in self.journal.regions:
             place = os.path.join(self.path, name.removeprefix(waiting("", "")))
             if name.startswith(waiting("", "")) and self.root.status(place):
@@ -360,15 +376,15 @@ def with_neighbors(
 
 
 def waiting(root: str, name: str) -> str:
-    """The path of a file that is copied unchanged, until the copy has ended."""
+    """The path below `.zckpt` of a file that is copied unchanged, until the copy has ended."""
     return os.path.join(root, CACHE, name)
 
 
 @contextmanager
 def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
-    """The `.partial` of a target that another process has begun, and the directory of its files.
+    """Opens the `.partial` of a target that another process has begun, and the folder of its files.
 
-    Without locks, `writer` identifies that process in the name.
+    On a filesystem without locks, `writer` is the part of the name that identifies that process.
     """
     target = os.path.abspath(target)
     path = f"{target}.{writer}.partial" if writer else f"{target}.partial"

@@ -136,9 +136,10 @@ def is_complete(target: str, identity: Identity) -> bool:
 
 
 def _shown_mark(target: str) -> dict[str, str]:
-    """The mark of a target.
+    """The mark of a target; empty if it has none.
 
-    Without locks, another run may have renamed it and not marked it yet.
+    On a filesystem without locks, another run may have renamed the target and not marked it yet. So
+    the mark is awaited for MARKING seconds.
     """
     if (mark := mark_of(target)) or has_locks_at(target):
         return mark
@@ -205,7 +206,7 @@ def remove_empty(folder: Folder, above: Folder) -> None:
 
 
 def refuse_strange(folder: Folder, name: str) -> None:
-    """Raises TargetExists if this folder cannot be left by a run of zckpt for a target `name`."""
+    """Raises TargetExists unless a run that wrote the target `name` may have left the folder."""
     if not is_begun(folder, name):
         raise _strange(folder.path)
 
@@ -259,10 +260,7 @@ def free_space(target: str) -> int:
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The bytes that a run can use for `target`.
-
-    These are the free bytes, and with `resume` those of its files that exist already.
-    """
+    """The free bytes for `target`; with `resume`, plus those of its unfinished files."""
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun
 

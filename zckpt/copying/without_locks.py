@@ -26,7 +26,7 @@ from .journal import Journal, lines_of
 from .targets import has_locks_at, remove_empty
 
 WRITER = re.compile(r"([A-Za-z0-9_]*)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
-"""Matches the part of a directory's name that identifies its process: host, process, word."""
+"""Matches the part of a directory's name that identifies its process: `node7-4711-9f2c8a1b`."""
 OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
 
 
@@ -114,7 +114,7 @@ def writer_of(partial: str) -> str:
 
 
 def refusal(target: str, part: str) -> WrongOption:
-    """The error for a `part`, or if `part` is empty for a run that should continue another one."""
+    """The error that --part, or if `part` is empty --resume, needs a filesystem with locks."""
     option = "--part" if part else "--resume"
     return WrongOption(
         "option-not-applicable",
@@ -126,7 +126,10 @@ def refusal(target: str, part: str) -> WrongOption:
 
 
 def refuse(target: str, part: str) -> None:
-    """Raises that error if the target's filesystem has no locks, before a large source is read."""
+    """Raises the error of `refusal` if the filesystem of the target has no locks.
+
+    It is called before a large source is read.
+    """
     if not has_locks_at(target):
         raise refusal(target, part)
 
@@ -161,10 +164,11 @@ class Left(Struct, frozen=True):
 
 
 def clear(above: Folder, name: str) -> Left:
-    """Removes from a directory the unfinished targets of dead processes of this machine.
+    """Removes unfinished targets that dead processes of this machine have begun without locks.
 
-    These were begun without locks. `name` is the target's: remains of a run with locks are listed
-    too. Targets that a living process of this machine writes are not listed.
+    They lie directly in the directory `above`. The result also lists the unfinished targets that
+    stay: those of other machines, and `name`.partial, which a run with locks has left. Targets that
+    a living process of this machine writes are not listed.
     """
     left = Left([], [])
     with suppress(PermissionError):  # a directory may be writable and not listable

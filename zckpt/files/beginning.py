@@ -102,13 +102,16 @@ class _Search(Unpickler):
             return enough.number
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """As in the unpickler, but tensors become None."""
+        """Calls a function that the pickle names, as the unpickler does; tensors become None."""
         if isinstance(function, Global) and function.name.startswith(TENSORS):
             return None
         return super().call(function, arguments)
 
     def spend(self, work: int) -> None:
-        """Before each container and call, examines the pairs that the dictionary has so far."""
+        """Looks for the wanted number among the pairs that the dictionary has so far.
+
+        The unpickler calls this before each container and each call.
+        """
         super().spend(work)
         # inside of a dictionary within the outermost one
         if len(self.marked) > 2 or not self.marked:

@@ -115,7 +115,10 @@ def check_seal(text: bytes) -> None:
 
 
 def laid_table(folder: str) -> ItemTable:
-    """Returns and forgets the table of a folder that zckpt has just laid out; else reads it."""
+    """Reads the metadata of a folder, or takes the table that zckpt remembers after laying it out.
+
+    A remembered table is forgotten by this call.
+    """
     return _laid.pop(os.path.normpath(folder), None) or read_table(folder)
 
 
@@ -209,7 +212,11 @@ def _table(folder: str, files: tuple[str, ...], content: Any, rows: Rows) -> Ite
 
 
 def _combined(tables: list[ItemTable]) -> ItemTable:
-    """The tables of all ranks as one. Ranks may repeat whole tensors: each box counts once."""
+    """Combines the tables of all ranks into one.
+
+    Several ranks may have saved a box, or a complete tensor. Then the first rank's location is
+    used, and the others go to `copies`.
+    """
     first = tables[0]
     items, locations = dict(first.items), dict[ItemKey, ItemLocation](first.locations)
     copies: dict[ItemKey, list[ItemLocation]] = {}
@@ -290,7 +297,7 @@ class _Columns:
         self._numbers: dict[int, int] = {}
 
     def _number(self, of_rows: int, key: str) -> int:
-        """The number of a shape in the columns, given its number in the rows."""
+        """Converts the number of a shape in the pickle's rows to its number in the columns."""
         number = self._numbers.get(of_rows)
         if number is None:
             number = self.shapes.number(_numbers(self.rows.shapes[of_rows], key))
@@ -480,7 +487,8 @@ def _all_shown(keys: list[str]) -> str:
 def _need_separate(table: ItemTable, name: str) -> None:
     """Raises InconsistentCheckpoint if items share bytes, except tensors of one safetensors file.
 
-    The locations of these all state where the file begins (torch 2.13, filesystem.py).
+    Each tensor of a safetensors file has the location of the complete file (torch 2.13,
+    filesystem.py).
     """
     for file, items in table.by_file():
         stop = begin = 0

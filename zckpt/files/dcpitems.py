@@ -84,7 +84,11 @@ class ItemFiles:
         return SavedTensor(key, dtype, sizes, extent)
 
     def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
-        """The tensor `key`, if a safetensors file begins at the location; else None."""
+        """The tensor `key` of the safetensors file at this location.
+
+        None if an item of torch.save is there instead. Raises IncompleteCheckpoint if the
+        safetensors file lacks the tensor.
+        """
         begin = location.file, location.offset
         if begin not in self._tensors:
             self._require(location.file, location.offset, 1)
@@ -117,7 +121,7 @@ class ItemFiles:
         return item
 
     def open(self, location: ItemLocation) -> TorchFile:
-        """The item as a file of torch.save, without a check of its location."""
+        """Reads the item at a location as a file of torch.save, without checking the location."""
         with self._opened(location.file) as file:
             return TorchFile(location.file, self._parsed, location.extent, file)
 
@@ -191,9 +195,10 @@ class ItemFiles:
     def reopened(
         self, location: ItemLocation, dtype: str, sizes: tuple[int, ...], data: Extent
     ) -> TorchFile | int:
-        """Opens a planned item.
+        """Opens an item whose data were planned.
 
-        If its bytes equal those of a known item, returns only its CRC-32.
+        If all its bytes except the data equal those of an item that was read before, it is not
+        parsed, and only the CRC-32 of its data is returned.
         """
         outline = self.outlines.get((dtype, sizes, location.length))
         if outline is not None and outline.data == data.offset - location.offset:
@@ -303,9 +308,9 @@ def kind_of(key: str) -> str:
 class _Forms:
     """Where the data of items lie, learned from the items that were opened.
 
-    Items of one kind have the same dtype, and keys that differ only in numbers, as those of all
-    layers do. Items of a kind are planned only if all opened ones are row-major tensors with a
-    storage of their own. The beginning of the data follows from an item's length. torch and zckpt
+    Items of one kind have the same dtype, and keys that differ only in numbers: the same weight in
+    all layers. Items of a kind are planned only if all opened ones are row-major tensors with a
+    storage of their own. The first byte of the data follows from an item's length. torch and zckpt
     align data to 64 bytes, and put equal numbers of bytes after data whose ends are aligned alike:
     only the pickle before them has a variable length.
     """
@@ -320,7 +325,7 @@ class _Forms:
         return self.begin(length, item_length) if length and self.kind(key, dtype) else None
 
     def kind(self, key: str, dtype: str) -> bool:
-        """Whether items of this kind are planned."""
+        """Whether items with this dtype and this kind of key are planned, instead of opened."""
         return self._kinds.get((kind_of(key), dtype), False)
 
     def begin(self, length: int, item_length: int) -> int | None:

@@ -33,9 +33,9 @@ Places = dict[str, list[tuple[int, int]]]
 
 
 def numbers_in(folder: str, choice: Choice) -> list[float]:
-    """The different numbers in the chosen items, which are files of torch.save; [] without any.
+    """The numbers in the items whose keys `choice` selects, without duplicates; [] without any.
 
-    Raises as `read_table` and `TorchFile`, and OSError.
+    The items are files of torch.save. Raises as `read_table` and `TorchFile`, and OSError.
     """
     path = os.path.join(folder, METADATA)
     if not sources.is_file(path) or sources.size(path) > most_metadata():
@@ -45,7 +45,7 @@ def numbers_in(folder: str, choice: Choice) -> list[float]:
 
 
 class _Metadata:
-    """What one `.metadata` states about items; equal to another one with the same statements."""
+    """A `.metadata` file; two of them are equal if they state the same about items."""
 
     def __init__(self, path: str) -> None:
         from hashlib import sha256
@@ -64,7 +64,10 @@ class _Metadata:
 
 
 def _without_frames(text: bytes) -> bytes:
-    """A pickle without the lengths of its frames: the last length depends on the path's."""
+    """Removes the lengths of a pickle's frames from its bytes.
+
+    The length of the last frame depends on the path of the save, which is in it.
+    """
     parts, start = [text[:2]], 2
     while text[start : start + 1] == FRAME and start + 9 <= len(text):
         stop = start + 9 + int(struct.unpack_from("<Q", text, start + 1)[0])

@@ -83,7 +83,7 @@ class Unusual(Exception):
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):
-    """An item's key, and the number of its offsets; -1 without offsets."""
+    """The key of an item, and the number of its offsets in `Rows.shapes`; -1 without offsets."""
 
     key: str
     offsets: int
@@ -98,7 +98,10 @@ class InfoRow(Struct, frozen=True, gc=False):
 
 
 class Run(Struct, frozen=True, eq=False):
-    """Rows [start, stop) of a column: boxes, or places as a key of a dictionary."""
+    """Rows [start, stop) of a column, in place of as many objects.
+
+    They are boxes in a list, or the keys of a dictionary of places.
+    """
 
     start: int
     stop: int
@@ -144,7 +147,7 @@ class Rows:
         return None if form is None else form(data, position, memo)
 
     def _count(self, count: int) -> None:
-        """Counts values that the pickle numbers and that are not kept."""
+        """Counts values that have a number in the pickle, but cannot be recalled by it."""
         if self.is_numbered:
             self.skipped += count
 
@@ -160,7 +163,7 @@ class Rows:
         raise Unusual
 
     def forget_numbers(self) -> None:
-        """Frees the pickle's numbers after it was read, since nothing refers to them any more."""
+        """Frees the memory of the pickle's numbers, after the pickle was read to its end."""
         for numbers in (self._recalled, self._values, self._box_numbers, self._index_numbers):
             del numbers[:]
         del self._index_keys[:], self._index_offsets[:]
@@ -364,7 +367,7 @@ class Rows:
         text: bytes | None,
         plain: bytes | None,
     ) -> None:
-        """Counts the numbers that the pickle gives to a tuple, the tuple around it and the Size.
+        """Follows the numbers that the pickle gives to a shape's tuples and to its torch.Size.
 
         The empty tuple has no number.
         """
@@ -391,7 +394,7 @@ class Rows:
         return known
 
     def _word(self, ref: bytes | None, memo: dict[int, Any]) -> Any:
-        """The value of a reference, cached for references that many forms contain."""
+        """The value of a reference that many forms repeat; it is looked up only once."""
         if ref is None:
             return None
         known = self._words.get(ref)
@@ -400,7 +403,7 @@ class Rows:
         return known
 
     def _value(self, ref: bytes, memo: dict[int, Any]) -> Any:
-        """The value of a reference; raises as `recall`."""
+        """Looks up a reference by its number in the pickle; raises as `recall`."""
         number = ref[1] if len(ref) == 2 else int.from_bytes(ref[1:], "little")
         return memo[number] if number in memo else self.recall(number)
 
@@ -425,4 +428,4 @@ def _integer(text: bytes) -> int:
 
 
 ROWS = frozenset({IndexRow, InfoRow})
-"""The types that stand for an object in a dictionary."""
+"""The types of rows that are in a dictionary in place of an object."""

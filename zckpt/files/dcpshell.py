@@ -33,7 +33,10 @@ NEAR = 4 << 10  # bytes; checksums nearer to each other are written together
 
 
 class ItemShell(Struct, frozen=True):
-    """One item and its shell: a box of a tensor, or a value, for which `box` is None."""
+    """An item of an item file, without the data of its tensor.
+
+    `box` is the box of the tensor that the item holds; None if it holds another value.
+    """
 
     key: str
     box: ItemBox | None
@@ -73,7 +76,7 @@ def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]
 
 
 def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedItem]]:
-    """The file `name` with these items, and the location of each."""
+    """The shell of the file `name`, which holds these items, and the location of each."""
     size, parts, saved = 0, [], []
     for item in items:
         start = align(size, ALIGNMENT)
@@ -112,7 +115,7 @@ def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]])
 
 
 def _places(file: int, item: Extent, data: Collection[int]) -> list[int]:
-    """Where an item states the CRC-32s of the records that begin at `data`, two for each."""
+    """The bytes at which an item states CRC-32s: two for each record that begins at `data`."""
     members = {member.offset: member for member in read_directory(file, item).values()}
     return [place for start in data for place in checksums_of(members[start])]
 

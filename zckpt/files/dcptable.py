@@ -69,7 +69,7 @@ class BoxColumns:
         self.offsets, self.sizes = array("i"), array("i")
 
     def since(self, start: int) -> BoxRows:
-        """The boxes that were entered from row `start` on."""
+        """The boxes of the tensor whose first box is row `start`, up to the last row."""
         return BoxRows(self, start, len(self.sizes))
 
 
@@ -193,7 +193,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
         return repr(dict(self))
 
     def named(self, rows: Sequence[int]) -> Iterator[ItemKey]:
-        """The keys of the items in these rows."""
+        """Yields the key and the offsets of the item in each of these rows."""
         names, values = [*self.key_numbers], self.shapes.values
         for row in rows:
             key, offsets = divmod(self.codes[row], self.base)
@@ -209,7 +209,7 @@ class Places(Mapping[ItemKey, ItemLocation]):
 
 
 class EnteredPlaces:
-    """Places in the order in which the metadata states them."""
+    """Collects places in the order in which the metadata states them; `in_order` sorts them."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -219,7 +219,7 @@ class EnteredPlaces:
         self._offsets, self._lengths = array("q"), array("q")
 
     def enter(self, key: str, offsets: int, path: str, offset: int, length: int) -> None:
-        """Enters an item; `offsets` is their number in `shapes`, or -1."""
+        """Adds an item's place; `offsets` is the number of its offsets in `shapes`, or -1."""
         self._of_keys.append(self._keys.setdefault(key, len(self._keys)))
         self._of_offsets.append(offsets)
         self._files.append(self._paths.setdefault(path, len(self._paths)))

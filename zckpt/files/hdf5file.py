@@ -152,10 +152,10 @@ def _contents(
 
 
 class _Bounds:
-    """Limits the bytes of all datasets together to the size of the file, since they do not overlap.
+    """Limits the bytes of all datasets to the size of the file, and the number of texts in heaps.
 
-    Datasets that share their bytes could have any total size. So could texts, which a heap lists
-    one after another.
+    In a valid file, datasets do not overlap. Datasets that share their bytes could have any total
+    size. So could texts, which a heap lists one after another.
     """
 
     def __init__(self, path: str, file_size: int) -> None:
@@ -165,7 +165,7 @@ class _Bounds:
         self.steps = MAX_STEPS
 
     def take(self, name: str, length: int) -> None:
-        """Counts the bytes of a dataset; raises CorruptCheckpoint."""
+        """Counts a dataset's bytes; raises CorruptCheckpoint if all exceed the file's size."""
         self.bytes -= length
         if self.bytes < 0:
             raise CorruptCheckpoint(
@@ -175,7 +175,7 @@ class _Bounds:
             )
 
     def step(self) -> None:
-        """Counts a text in a heap; raises CorruptCheckpoint."""
+        """Counts a text in a heap; raises CorruptCheckpoint after MAX_STEPS texts."""
         self.steps -= 1
         if self.steps < 0:
             raise CorruptCheckpoint(

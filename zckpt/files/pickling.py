@@ -48,9 +48,10 @@ class Repeated(Struct, frozen=True, eq=False):
 
 
 class Record(Struct, frozen=True, eq=False):
-    """One of many objects of a class, as `Foreign.instance` makes them.
+    """An object with attributes, as `Foreign.instance` makes it, for classes with many objects.
 
-    `form` is the class and the names of the attributes; equal forms must be one object.
+    `form` is the class and the names of the attributes. All objects of a class must refer to the
+    same tuple as their form; an equal copy is another form.
     """
 
     form: tuple[Global, tuple[str, ...]]

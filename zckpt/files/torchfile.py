@@ -60,9 +60,9 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 class _Loaded(Struct, frozen=True, eq=False):
     """A parsed pickle: its value, and the totals of its tensors, with each view counted once.
 
-    `bytes` is the sum of their elements' bytes. `runs` is the number of separate runs in the file
-    that tensors which are not contiguous need. `names` are the classes and functions that the
-    pickle names.
+    `bytes` is the sum of their elements' bytes. `runs` is the number of separate runs of bytes that
+    hold the elements of tensors which are not contiguous. `names` are the classes and functions
+    that the pickle names.
     """
 
     value: Any
@@ -134,9 +134,9 @@ class TorchFile:
 
     @classmethod
     def of(cls, record: Record, dtype: str, shape: tuple[int, ...]) -> TorchFile:
-        """A TorchFile for one row-major tensor in `record`, without opening the file.
+        """Makes a TorchFile for one row-major tensor in `record`, without opening the file.
 
-        It is used if the file is lost and cannot be read, and for planned records.
+        It is used for a lost file, which cannot be read, and for items that were planned.
         """
         file, extent = cls.__new__(cls), record.extent
         file.path, file.saved_as, file.size = extent.file, None, extent.length
@@ -181,7 +181,10 @@ class TorchFile:
         return record.extent.part(start, start + tensor.numel * size)
 
     def reach(self, tensor: Tensor) -> tuple[Extent, tuple[int, ...] | None]:
-        """The bytes from a tensor's first element to its last; its strides, unless contiguous."""
+        """The bytes from a tensor's first element to its last, and its strides.
+
+        The strides are None if the tensor is contiguous.
+        """
         if tensor.contiguous:
             return self.extent(tensor), None
         pairs = zip(tensor.shape, tensor.strides, strict=True)
@@ -189,7 +192,7 @@ class TorchFile:
         return self.extent(tensor.part(0, count)), tensor.strides
 
     def fragments(self, tensor: Tensor) -> Fragments:
-        """The bytes of any tensor, in runs of row-major elements."""
+        """The fragments of a tensor with any strides: runs of row-major elements in the file."""
         if tensor.contiguous:
             return solid(tensor.numel, self.extent(tensor))
         size, strides, extent = SIZES[tensor.dtype], tensor.strides, self.whole(tensor)
@@ -258,9 +261,10 @@ class TorchFile:
         return record.extent.length, record.crc
 
     def summary(self, value: Any) -> Any:
-        """A value as JSON, equal for equal values. Tensors are given by type, shape and CRC-32.
+        """Converts a value to JSON that is equal for equal values.
 
-        It reads a tensor if it is a part of its storage, or if the file states no checksum.
+        A tensor is given by its type, shape and CRC-32. Its bytes are read if it is only a part of
+        its storage, or if the file states no checksum.
         """
         return to_json(self._summary(value, None))
 

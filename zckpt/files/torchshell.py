@@ -37,13 +37,17 @@ ALIGNMENT = 64
 
 
 class Storages(Struct, eq=False):
-    """The storages of one file that is being written."""
+    """The storages of the tensors in one file that is being written.
+
+    `lengths` maps the key of a storage to its bytes. `values_by_key` has the bytes that are known
+    already.
+    """
 
     lengths: dict[str, int] = field(default_factory=dict)
     values_by_key: dict[str, bytes] = field(default_factory=dict)
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """A contiguous tensor in a new storage, to be filled later."""
+        """Makes a contiguous tensor with a new storage, whose bytes are filled in later."""
         key = str(len(self.lengths))
         numel = prod(shape)
         self.lengths[key] = numel * SIZES[dtype]
@@ -51,7 +55,7 @@ class Storages(Struct, eq=False):
         return Tensor(storage, dtype, 0, tuple(shape), row_major(shape))
 
     def scalar(self, value: Scalar) -> Tensor:
-        """A tensor of one element, whose value is known."""
+        """Makes a tensor of one element with a new storage, whose bytes are known."""
         tensor = self.tensor(value.dtype, value.shape)
         self.values_by_key[tensor.storage.key] = encode(value.dtype, value.value)
         return tensor
@@ -186,7 +190,11 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
 
 
 def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
-    """The part that continues at `offset`: the last one, or a new one after a hole."""
+    """The list of pieces to which bytes from `offset` on are appended.
+
+    It is that of the last part, unless there is a hole between `stop`, its end, and `offset`: then
+    a new part begins.
+    """
     if stop < offset:
         parts.append((offset, [bytearray()]))
     return parts[-1][1]
@@ -201,7 +209,8 @@ def _add(pieces: list[bytearray], *added: bytes | bytearray) -> None:
 def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tuple[bytes, bytes]:
     """One entry of the directory: the bytes before and after the name of the folder.
 
-    `name` is the length of the member's full name. Values beyond 32 bits go to the zip64 field.
+    `inside` is the member's name without the folder, and `name` the length of its full name. Values
+    beyond 32 bits go to the zip64 field.
     """
     wide = b"".join(
         struct.pack("<Q", value) for value in (length, length, offset) if value >= 0xFFFFFFFF
@@ -234,7 +243,10 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
 def seal_whole(
     root: Folder, path: str, crcs: Mapping[int, int], directories: Directories | None = None
 ) -> None:
-    """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
+    """Writes the CRC-32s of members into a file that is one zip from its first byte to its last.
+
+    The arguments are those of `state_checksums`.
+    """
     with root.opened(path, os.O_RDWR) as file:
         state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs, directories)
 

@@ -102,7 +102,7 @@ CONTIGUOUS = ((), (1,))
 
 
 def runs_of(tensor: Tensor) -> int:
-    """The number of runs of elements, by the tensor's strides; 0 if it is contiguous."""
+    """The number of contiguous runs in which a tensor's elements lie; 0 if it is contiguous."""
     if tensor.contiguous:
         return 0
     inner = [size for size, stride in zip(tensor.shape, tensor.strides, strict=True) if stride == 1]
@@ -140,7 +140,10 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
 
 
 def class_of(value: Any) -> str:
-    """The class of a tensor that stayed a record, as it has a class of its own; else ""."""
+    """The name of a tensor subclass, given the record that `torch.load` would build a tensor from.
+
+    "" for any other value.
+    """
     if not isinstance(value, Foreign) or value.name != REBUILD or len(value.arguments) != 4:
         return ""
     cls = value.arguments[1]

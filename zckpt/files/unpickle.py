@@ -90,7 +90,10 @@ def _keys(values: Any) -> list[Hashable]:
 
 
 def _key(value: Any) -> Hashable:
-    """Returns `value` if it can be hashed and compared without deep recursion, in little time."""
+    """Returns `value` if it may be a key of a dictionary; raises CorruptCheckpoint otherwise.
+
+    It must be hashable, and not be nested so deeply that hashing would exhaust the C stack.
+    """
     _parts_of_key(value)
     if not isinstance(value, Hashable):
         raise CorruptCheckpoint("file-damaged", "a pickle uses a list or dictionary as a key")
@@ -368,7 +371,7 @@ class Unpickler:
             )
 
     def key(self, value: Any, container: Any) -> Hashable:
-        """Checks `value` as a key of a dictionary or set; raises CorruptCheckpoint."""
+        """Returns `value`, a new key of `container`; raises CorruptCheckpoint if it must not be."""
         if type(value) is str or (type(value) is int and -OWN_HASH < value < OWN_HASH):
             return value
         key = _key(value)
@@ -389,7 +392,10 @@ _KEYED = frozenset(
 
 
 def _nested(part: Any) -> int:
-    """The number of values in a part that may become a key, or a pair of a key and a value."""
+    """The number of values in those items of `part` that are tuples or other keys with items.
+
+    `part` lists what may become keys, or pairs of a key and a value.
+    """
     return sum([_parts_of_key(item) for item in part if type(item) in _KEYS]) if part else 0
 
 

@@ -49,7 +49,11 @@ class ZipMember(Struct, frozen=True):
 
 
 class _Entry(Struct, frozen=True, gc=False):
-    """One entry of a directory, at a `place` in it; `header` counts from the zip's beginning."""
+    """One entry of a directory.
+
+    `place` is its offset in the directory. `header` is the offset of the member's local header from
+    the beginning of the zip.
+    """
 
     name: bytes
     place: int
@@ -64,9 +68,10 @@ class _Entry(Struct, frozen=True, gc=False):
 
 
 class _Known(Struct, frozen=True, eq=False):
-    """A directory in which `folder` occurs only at the beginning of each name.
+    """A parsed directory, to recognize another one that differs only in the name of the folder.
 
-    Members have offsets.
+    `folder` occurs in its bytes only at the beginning of each name. `members` are its entries, each
+    with the offset of its data.
     """
 
     folder: bytes
@@ -76,7 +81,7 @@ class _Known(Struct, frozen=True, eq=False):
 
 
 Directories = dict[tuple[int, int, int], _Known]
-"""Long directories that were read, by properties that must be equal first."""
+"""A cache of long directories, by three numbers that equal directories have in common."""
 
 
 def read_directory(
@@ -246,11 +251,11 @@ class _Zip(Struct, eq=False, dict=True):
         return int(entry.header + 30 + length + extra)
 
     def followed(self, entries: Sequence[_Entry]) -> dict[_Entry, int]:
-        """The offsets of data that follow from the next member, without reading local headers.
+        """Computes where members' data begin from the next member, without local headers.
 
         In a store, every read is a request. torch aligns data to 64 bytes, and puts a descriptor of
-        16 or 24 bytes after it; zckpt puts none. If none of the three fits, the local header is
-        read.
+        16 or 24 bytes after it; zckpt puts none. A member for which none of the three fits is left
+        out: its local header is read.
         """
         ordered = sorted(entries, key=lambda entry: entry.header)
         nexts = [*(entry.header for entry in ordered[1:]), self.start]

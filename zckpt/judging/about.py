@@ -38,7 +38,7 @@ Point = tuple[float, float | None]
 
 
 class About(Struct, frozen=True):
-    """The stated facts; None if unstated.
+    """What files beside a checkpoint state about its training; None for a fact that no file states.
 
     `planned` is the number of updates that the program plans.
     """
@@ -103,9 +103,9 @@ def resuming(manifest: Manifest, root: str, path: str) -> str | None:
 
 
 def at_another_size(manifest: Manifest, path: str) -> str | None:
-    """The command that writes the checkpoint for another number of ranks.
+    """The command that writes the checkpoint for another number of ranks, or in an engine's format.
 
-    None if programs with any number of ranks load it.
+    None if the engine loads its files with any number of ranks.
     """
     format = formats.of(manifest)
     if format is None or format.is_neutral:
@@ -135,7 +135,10 @@ def model_of(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> tuple[Nam
 
 
 def of_log(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The last loss, learning rate and epoch in the Trainer's log (transformers 5.24)."""
+    """The losses, the learning rate, the epoch and the planned updates in the Trainer's log.
+
+    They are those of trainer_state.json (transformers 5.24).
+    """
     log = state.get("log_history")
     lines = [line for line in log if isinstance(line, dict)] if isinstance(log, list) else []
     losses = [
@@ -173,7 +176,7 @@ def number(value: Any) -> Any:
 
 
 def unbounded(value: Any) -> float | str | None:
-    """A loss; one that is not finite is given as a text."""
+    """A loss as a number, or as "nan", "inf" or "-inf"; None for any other value."""
     if type(value) is float and not math.isfinite(value):
         return str(value)
     number_or_none = number(value)
@@ -181,9 +184,9 @@ def unbounded(value: Any) -> float | str | None:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Reduces the points: in each group of neighbors the lowest and the highest stay.
+    """Reduces a curve: of each group of neighbors, the lowest and the highest point stay.
 
-    So peaks remain visible.
+    So peaks remain visible. A curve of up to MOST_POINTS points stays complete.
     """
     if len(points) <= MOST_POINTS:
         return tuple(points)

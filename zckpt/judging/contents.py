@@ -20,7 +20,11 @@ OTHER_TIME = "files-of-other-time"
 
 
 def rounding_of(manifest: Manifest, accept_weights: bool) -> masters.Rounding | None:
-    """The masters that a conversion compares while it copies, if the format needs all compared."""
+    """The comparison of all masters with their weights that a conversion makes while it copies.
+
+    None if the format needs only the beginnings compared, or if its engine changes weights without
+    their masters.
+    """
     format = formats.named(manifest.format)
     if format.compares != masters.ALL or manifest.run.weights_differ:
         return None

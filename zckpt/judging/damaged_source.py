@@ -57,7 +57,7 @@ SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 
 
 class Found(Struct, eq=False, dict=True):
-    """The readable part of the checkpoint at `path`.
+    """What could be read of the checkpoint at `path`, and what is wrong with it (`faults`).
 
     `lost` maps files, by their paths in the manifest, to `missing` or `unreadable`. `shadow` is the
     folder of links, if there is one. `stated` are the places that state steps, if these differ.
@@ -163,13 +163,20 @@ def _fault(found: Found, error: ZckptError | OSError, kind: str, file: str | Non
 
 
 def _omitted() -> Report:
-    """A warning that more could not be read because a file stood in for a lost one; not a fault."""
+    """A warning for the report that, because a file is missing, more could not be read.
+
+    It is no fault.
+    """
     left = warning("not-compared", "the rest was not read, because of the missing files above")
     return line_of(left, kind="warning", fault=False)
 
 
 def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
-    """The elements of a tensor that are not in lost files, joined, and their original ranges."""
+    """The elements of a tensor that are not in lost files, and where they were.
+
+    The first value is a flat tensor of these elements. The second one has their ranges [start,
+    stop) in the complete tensor.
+    """
     size, parts = SIZES[entry.dtype], []
     if not any(fragment.extent.file in lost for fragment in entry.fragments):
         return entry, ((0, entry.numel),)
@@ -193,7 +200,10 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
 
 
 def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
-    """The step that most places state, as a policy; the other places become faults."""
+    """The step that most places state, as a value of --step-policy.
+
+    Adds a fault for each other place.
+    """
     found.stated = error.steps
     (most, _), *_ = Counter(step for _, step in error.steps).most_common()
     odd = by_key(
@@ -205,7 +215,10 @@ def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
 
 
 def file_in(where: str, folder: str) -> str | None:
-    """The path of the file below the folder that a place of a step names; None if it names none."""
+    """The path below `folder` of the file that a place of a step names: `model.pt, step of fc1`.
+
+    None if the place names no file.
+    """
     words = {os.path.basename(word.strip()) for word in re.split(r"[,:]\s", f"{where} ")}
     named = (path for path in files_below(folder) if os.path.basename(path) in words)
     return next(named, None) if any("." in word for word in words) else None
@@ -243,7 +256,10 @@ def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[st
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
-    """Makes the folder `shadow` link to everything in `real`, and to `other` at `inside`."""
+    """Makes the folder `shadow` of links to everything in `real`, and to `other` at `inside`.
+
+    Small files are copied instead.
+    """
     name, _, below = inside.partition(os.sep)
     if not os.path.isdir(shadow):
         os.mkdir(shadow)

@@ -103,7 +103,7 @@ def _state_of_torch(file: BinaryIO, size: int) -> State:
 
 
 def _is_sound(parts: zipfile.ZipFile, part: zipfile.ZipInfo) -> bool:
-    """Whether a member can be read, and has its CRC-32."""
+    """Whether a member of a zip can be read to its end and has the CRC-32 that the zip states."""
     try:
         with parts.open(part) as content:
             while content.read(BLOCK):

@@ -43,9 +43,9 @@ STATES: Mapping[str, State] = {
 def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Row]:
     """The rows of a checkpoint that was read: the engine's files, then those beside them.
 
-    `required` are the program's needs by role. Of the files beside the engine's, small ones are
-    read completely, and the ends of large ones; not those behind links out of the folder. A needed
-    file that is missing has a row, unless the checkpoint has only weights.
+    `required` maps roles to what the program needs. Of the files beside the engine's, small ones
+    are read completely, and large ones at both ends; files behind links out of the folder are not
+    read. A needed file that is missing has a row, unless the checkpoint has only weights.
     """
     rows = [*of_engine(manifest), *_beside(manifest, required)]
     there, folder = {row.role for row in rows}, folder_of(manifest)
@@ -64,7 +64,7 @@ def inventory(manifest: Manifest, required: Mapping[str, needs.Need]) -> list[Ro
 
 
 def has_optimizer(manifest: Manifest) -> bool:
-    """Whether an optimizer's state was saved, with the names of its parameters or without."""
+    """Whether the files have any state of an optimizer, even without names of parameters."""
     return (
         manifest.groups is not None
         or bool(manifest.roots)
@@ -74,14 +74,14 @@ def has_optimizer(manifest: Manifest) -> bool:
 
 
 def stand_in(lost: str, paths: Iterable[str]) -> str | None:
-    """The file with the same role and the nearest rank, among those of any format."""
+    """The file with the lost file's role and the nearest rank, in any format; None without one."""
     return nearest(ALL_ROLES, lost, paths)
 
 
 def needs_of(manifest: Manifest) -> list[needs.Need]:
-    """The files that the program needs to resume.
+    """The files that the checkpoint's program needs to resume.
 
-    Empty for a neutral format, which none resumes from.
+    Empty for a neutral format, because no program resumes from it.
     """
     format = formats.of(manifest)
     return [] if format is None or format.is_neutral else needs.of_program(manifest)
@@ -119,9 +119,10 @@ def _row_of(own: Known | None, name: str, path: str, size: int | None, state: St
 
 
 def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
-    """The rows of the files in a folder (or of one file), and of files that are missing there.
+    """The rows of the files in a folder, or of one file, for a checkpoint that could not be read.
 
-    The names give the roles. `wrong` has the states of files by path, as an error reports them.
+    The names of files show their roles. `wrong` has the states of files by path, as an error
+    reports them; it may name files that are missing.
     """
     engines = list[Role]()
     with suppress(ZckptError, OSError):
@@ -167,7 +168,7 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _beside(manifest: Manifest, required: Mapping[str, needs.Need]) -> Iterable[Row]:
-    """The rows of files beside the engine's.
+    """Yields the rows of files beside the engine's, with the state of each as its bytes show it.
 
     A file that this user may not open is examined only if it is needed. A file without a role is
     not examined, since its ending may not state its form.

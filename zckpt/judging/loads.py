@@ -19,18 +19,21 @@ OF_TARGETS = Keywords.__annotations__
 
 
 def of_target(words: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that describe the target; the others say how the source is read."""
+    """Selects the options that describe a target; all others say how a source is read."""
     return {name: value for name, value in words.items() if name in OF_TARGETS}
 
 
 def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[Notice]:
-    """The reasons why its engine does not load a checkpoint at this size; empty if it does."""
+    """The reasons why the engine of the checkpoint does not load it at the wanted size.
+
+    `words` has the size among other options. Empty if the engine loads it.
+    """
     find = formats.named(manifest.format).functions.obstacles
     return find(manifest, options_of(of_target(words))) if find else []
 
 
 def missing_of(manifest: Manifest, to: str, words: Mapping[str, Any]) -> list[Notice]:
-    """What a program loads, and neither the checkpoint nor a conversion of it has."""
+    """What the program of the format `to` loads and the checkpoint lacks, even if converted."""
     find = formats.named(to).functions.missing
     return find(manifest, options_of(of_target(words))) if find else []
 
@@ -97,7 +100,7 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
-    """The trained parameters of each group, under the names of `other`, without empty groups."""
+    """The names of the trained parameters of each group that has any, as `other` spells them."""
     groups = by_key(
         (parameter.group or 0, name if name in other.parameters else other.owners.get(name, name))
         for name, parameter in manifest.parameters.items()
@@ -109,7 +112,10 @@ def _members(manifest: Manifest, other: Manifest) -> list[list[str]]:
 def _other_groups(
     own_groups: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]
 ) -> list[tuple[str, str]]:
-    """A parameter and a phrase for each difference between groups; empty if they are equal."""
+    """A parameter and a phrase for each difference between the groups; empty if they are equal.
+
+    `own_groups` and `wanted` list the names of each group.
+    """
     places, new = (
         {n: i for i, names in enumerate(side) for n in names} for side in (own_groups, wanted)
     )

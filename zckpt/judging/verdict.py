@@ -50,7 +50,7 @@ from .inventory import OTHER, has_optimizer, inventory, needs_of
 MISSING = (IncompleteCheckpoint, MissingData, NotACheckpoint, FileNotFoundError)
 NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
-"""Errors that are findings for commands that only look, and not failures of these commands."""
+"""Errors that commands such as `report` list as findings, instead of failing with them."""
 BROKEN = (*MISSING, *NOT_ITS_OWN, CorruptCheckpoint, UnsupportedCheckpoint)
 """Errors about the files of one checkpoint: another checkpoint of the run may be complete."""
 WORDS: Mapping[State, str] = {
@@ -69,12 +69,12 @@ FAILS = "with which the program cannot resume"
 
 
 class Verdict(Struct, frozen=True):
-    """The problems of a checkpoint, as records; `manifest` is None if it could not be read.
+    """The problems of a checkpoint, by kind; `manifest` is None if it could not be read.
 
-    `missing` and `damaged` are files that a program needs to resume. `of_one_save` are
-    contradictions between files. `unread` are damaged files that resuming does not read. `alone`
-    reports weights without an optimizer. `doubts` prove nothing, such as a folder with another
-    number. `rows` is the inventory. `links` report where files behind links lie.
+    `missing` and `damaged`: files that a program needs to resume. `of_one_save`: contradictions
+    between files, as if they were not of one save. `unread`: damaged files that resuming does not
+    read. `alone`: weights without an optimizer. `doubts`: signs that prove nothing, such as a
+    folder with another number. `links`: where files behind links lie. `rows` is the inventory.
     """
 
     manifest: Manifest | None = None
@@ -199,12 +199,15 @@ def refuse_widened(manifest: Manifest, dtype: str | None) -> None:
 
 
 def with_warnings(manifest: Manifest) -> Manifest:
-    """Adds the problems of a checkpoint to its warnings, for a command that only shows it."""
+    """Adds the problems of the verdict to the manifest's warnings, for commands that show it."""
     return manifest.replace(warnings=(*manifest.notices.warnings, *of(manifest).warnings()))
 
 
 def step_of(manifest: Manifest) -> int | float | None:
-    """The completed updates, or Megatron-Core's iteration; else the Trainer's counter."""
+    """The number of completed updates; for Megatron-Core the iteration in the folder's name.
+
+    If the files of the engine state none, the Trainer's counter is used.
+    """
     iteration = str(manifest.run.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():
         return int(iteration)
@@ -212,7 +215,10 @@ def step_of(manifest: Manifest) -> int | float | None:
 
 
 def _pointer(manifest: Manifest) -> Iterable[Notice]:
-    """A problem if the loader needs the file that names the engine's folder, and it is missing."""
+    """Yields a problem if the file that names the engine's folder (`latest`) is lost.
+
+    Programs that do not read it do not need it.
+    """
     tag, format = manifest.run.origin.tag, formats.of(manifest)
     folder = manifest.root
     for _ in str(tag).split("/"):

@@ -76,7 +76,7 @@ class Group:
     # -- joining
 
     def _led(self) -> str:
-        """Takes every other process into a new group; returns its name."""
+        """In rank 0: makes a new group, and returns its name when all others have joined it."""
         name = secrets.token_hex(8)
         missing = set(range(1, self.size))
 
@@ -94,7 +94,10 @@ class Group:
         return name
 
     def _followed(self) -> str:
-        """The name of the group into which rank 0 takes this process."""
+        """In other ranks: waits for the group that rank 0 makes, and joins it; returns its name.
+
+        Raises WrongOption if this rank was started twice.
+        """
         token = secrets.token_hex(8)
         self.store.set(f"arrived/{self.rank}", token)
         self._wait(lambda: self.store.has(f"led/{token}"), lambda: "rank 0")
@@ -114,7 +117,7 @@ class Group:
     # calls that all processes make in the same order
 
     def share(self, value: Any = None) -> Any:
-        """Rank 0's value, in all processes."""
+        """Sends rank 0's `value` to all processes; returns it in each of them."""
         key = self._next_key()
         if self.rank == 0:
             self._send(key, value)
@@ -208,7 +211,7 @@ class Group:
                 patience(f"rank {self.rank} waits for {whom()}")
 
     def _patience(self) -> Patience:
-        """A function that prints its argument once, after PATIENCE seconds have passed."""
+        """A function that prints its argument once, when PATIENCE seconds have passed."""
         end: float | None = time.monotonic() + PATIENCE
 
         def tell(text: str) -> None:
@@ -243,7 +246,10 @@ class Group:
             raise other from error
 
     def _fail(self, error: BaseException) -> ProcessFailed | None:
-        """Reports a failure to the others; if another process failed first, returns its error."""
+        """Tells the others that this process has failed.
+
+        If another one failed first, returns its error.
+        """
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None
         if self.store.add(f"{self._name}failures", 1) > 1:

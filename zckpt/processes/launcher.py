@@ -20,7 +20,7 @@ LAUNCHERS = {
 
 
 class Launch(Struct, frozen=True):
-    """This process's `rank` among `size` processes."""
+    """The `rank` of this process among the `size` processes that a launcher has started."""
 
     rank: int
     size: int
@@ -48,7 +48,7 @@ def launched() -> Launch | None:
 
 
 def joined() -> Launch | None:
-    """This process's place in its program's torch.distributed group; None without such a group."""
+    """This process's rank in its program's torch.distributed group; None if there is no group."""
     group = sys.modules.get("torch.distributed")
     if group is None or not group.is_available() or not group.is_initialized():
         return None

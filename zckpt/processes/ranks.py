@@ -11,7 +11,7 @@ from .sharing import Processes
 
 
 class Told(Exception):
-    """An error with which rank 0 ends the work of all; each rank recreates it."""
+    """Wraps an error of rank 0 that ends the work of all ranks; each rank raises it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -29,7 +29,7 @@ class Ranks:
     def told(self, decide: Callable[[], Any]) -> Any:
         """Runs `decide` in rank 0, and returns its result in all ranks.
 
-        Raises Told in all if it fails.
+        If it fails, raises Told with its error in all ranks.
         """
         value: Any = None
         error: Exception | None = None
@@ -52,7 +52,7 @@ class Ranks:
 
 
 def sent(error: Exception | None) -> Any:
-    """An error as a message to other ranks; None if there is none."""
+    """Converts an error to JSON, which `received` converts back; None if there is no error."""
     if error is None:
         return None
     if isinstance(error, OSError):

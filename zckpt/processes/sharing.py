@@ -35,7 +35,7 @@ MAX_CHUNK = 4 << 30  # bytes that a thread copies at a time, for 16,384 ranks
 
 
 class Processes(Group, Sharing, Pool):
-    """A group whose processes share conversions and passes."""
+    """A group of processes that share conversions (`Sharing`) and passes over tensors (`Pool`)."""
 
     is_alone = False
     _has_begun = False
@@ -145,11 +145,12 @@ class Processes(Group, Sharing, Pool):
     # values that survive if the launcher restarts the processes
 
     def continues(self, target: str) -> bool:
-        """Whether this launch began a target before its processes were restarted.
+        """Whether this launch had begun the target before its processes were restarted.
 
-        Then they continue it. Remains of another run are not touched without --resume. The agents
-        of torchrun count restarts separately, so a target that was begun and is not complete proves
-        one. If nothing is there, this launch begins the target now.
+        If so, they continue it. Remains of another run are not touched without --resume. The agents
+        of torchrun count restarts separately; so a restart is also recognized by a target that was
+        begun and is not complete. If nothing is there, this call notes that the launch begins the
+        target now.
         """
         path = os.path.abspath(target)
         key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")

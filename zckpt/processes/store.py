@@ -27,7 +27,7 @@ ATTEMPT = timedelta(seconds=5)
 LOOK = 0.05  # seconds
 
 PROCESSES = "processes"
-"""The subject of an error that does not occur if one process works alone."""
+"""The subject of errors that can occur only if several processes work together."""
 Patience = Callable[[str], None]
 """Is called repeatedly while a process waits, with a text to print once that takes long."""
 
@@ -107,7 +107,7 @@ class Store:
         return value
 
     def outlived(self, last: Callable[[], object], seconds: float) -> None:
-        """Calls `last`; returns when rank 0 has ended the store, or after `seconds`.
+        """Calls `last`, and returns when rank 0 has ended the store, at the latest after `seconds`.
 
         A request to a store that has ended makes torch print a stack; a plain connection does not.
         """
@@ -129,7 +129,7 @@ class Store:
 
 
 def unreadable(reason: str) -> ProcessFailed:
-    """The error for a message that no process of this launch has sent."""
+    """The error for a message that cannot be parsed: no process of this launch has sent it."""
     return ProcessFailed(
         "processes-disagree",
         f"a message of another process cannot be read: {reason}",

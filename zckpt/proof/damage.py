@@ -35,9 +35,10 @@ Contents = list[tuple[Entry, Fragment]]
 
 
 def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:
-    """The contents of each record in `extents`, which do not overlap.
+    """Maps each extent of a record to the entries whose fragments it overlaps.
 
-    It makes one pass over all fragments: at a large dp there are millions of them.
+    The `extents` do not overlap. All fragments are passed only once: at a large dp there are
+    millions.
     """
     contents: dict[Extent, Contents] = {extent: [] for extent in extents}
     in_order = sorted(contents, key=lambda extent: extent.offset)
@@ -59,7 +60,10 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
 
 
 def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
-    """A report on a record with a wrong CRC-32: which bit is flipped, if only one is, and where."""
+    """A line of a report about a record with a wrong CRC-32: its tensors and the flipped bit.
+
+    The bit is named if a single one explains the CRC-32. Damage in padding is reported as harmless.
+    """
     extent, stated_crc = damage.record.extent, damage.record.crc
     assert stated_crc is not None
     line: Report = {
@@ -109,7 +113,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
 
 
 def beside(manifest: Manifest) -> list[Damage]:
-    """Damaged records that no tensor needs and no reader: a zip's version, and its random id.
+    """Damaged records that neither a tensor nor a reader needs: a zip's version, and its random id.
 
     torch.load (2.13) refuses a file in which some of their bits are flipped.
     """
@@ -176,7 +180,7 @@ def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[
 
 
 def _places(contents: Contents) -> set[tuple[str, int, int]]:
-    """Which elements lie where in a record."""
+    """The contents of a record in comparable form: each tensor's name, byte and first element."""
     return {(entry.name, each.extent.offset, each.start) for entry, each in contents}
 
 

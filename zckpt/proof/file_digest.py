@@ -17,7 +17,7 @@ from ..core.storage.fileio import crc_of
 from ..core.storage.fragments import Extent
 
 Covered = tuple[int, int, int]
-"""The offset and length of bytes, and their CRC-32; -1 for the bytes of a tensor."""
+"""The offset and length of a range of bytes, and their CRC-32, or -1 for a tensor's bytes."""
 
 
 def same_files(a: Manifest, b: Manifest) -> bool:
@@ -25,11 +25,11 @@ def same_files(a: Manifest, b: Manifest) -> bool:
 
 
 def digest(manifest: Manifest) -> str:
-    """The CRC-32 of everything but tensors in the files, and of where tensors lie.
+    """The CRC-32 of a checkpoint's files, in which tensors are replaced by their places.
 
-    It covers the checksums that the files state, and all bytes that no checksum and no tensor
-    covers; tensors are compared separately. The name of a checkpoint that is one file, alone or in
-    a folder, does not count.
+    It covers the names and sizes of files, the checksums that they state, and all bytes that belong
+    to no tensor and no checksum; tensors are compared separately. The name of a checkpoint that is
+    one file, alone or in a folder, is left out.
     """
     covered: dict[str, set[Covered]] = {}
     for record in manifest.files.records:

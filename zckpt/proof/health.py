@@ -54,7 +54,7 @@ class Total(Struct, eq=False):
             self.statistics.add(part)
 
     def count(self, part: Statistics) -> None:
-        """Moves the histogram out of the statistics of a part."""
+        """Adds the histogram of a part to that of the tensor, and removes it from the part."""
         if part.histogram is not None:
             own_histogram = self._histogram
             self._histogram = (
@@ -111,7 +111,10 @@ class Measuring(Struct, eq=False, dict=True):
         return carry_out
 
     def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
-        """Adds the statistics of numbers that are the elements of a request, or belong to them."""
+        """Adds the statistics of `elements` to those of the tensor `name`.
+
+        They are the elements of the request, or numbers derived from them, one for each.
+        """
         part = measure(elements, dtype, histogram=self.histograms)
         with self.lock:
             total = self.totals[name]
@@ -119,7 +122,10 @@ class Measuring(Struct, eq=False, dict=True):
             total.add(item.start, item.stop, part)
 
     def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
-        """Is called with the same elements of all tensors of a group."""
+        """Is called with the buffer that holds the same elements of all tensors of a group.
+
+        Subclasses compare them there; this class does nothing.
+        """
 
 
 def _bytes_of(batch: Sequence[Sequence[ReadRequest]]) -> int:
@@ -175,7 +181,7 @@ def passed(
     copying: Copying,
     begin: Begin | None,
 ) -> Running:
-    """Makes and runs a pass of this kind over the tensors."""
+    """Runs a pass of the class `make` over the tensors in `groups`; returns it with its results."""
     # each thread has a buffer of this size, and as much working memory
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
@@ -264,7 +270,11 @@ def _problems_of(
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether some element must be below: a maximum has no smaller extreme, mean or norm."""
+    """Whether some element of `maximum` is less than the same element of `now`, by statistics.
+
+    `maximum` is a running maximum. If it is one, its min, max, mean and norm are not below those of
+    `now`.
+    """
     return (
         maximum.min < now.min
         or maximum.max < now.max

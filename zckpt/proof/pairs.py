@@ -19,7 +19,11 @@ from .states import twins
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
-    """Every tensor once: a weight with its master, any other tensor alone; then the replicas."""
+    """The matches by which one checkpoint is checked: every tensor is in one of them.
+
+    A weight is matched with its master, and any other tensor with nothing: it is only read. Matches
+    of replicas follow.
+    """
     entries = manifest.entries
     matches = list(with_masters(entries))
     paired = {id(entry) for item in matches for entry in (item.a, item.b)}
@@ -38,7 +42,10 @@ def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
 
 
 def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
-    """The tensors that both have, with replicas; also the keys that only `a` or only `b` has."""
+    """Matches of the tensors that both checkpoints have, and of their replicas.
+
+    Also returns the keys that only `a` has, and those that only `b` has.
+    """
     matches, only_a, only_b = match(a, b)
     equals = [(item.a, item.b) for item in matches if item.b is not None and item.how == "bits"]
     paired = _of_same_ranks(a, b) if twins(a, b) else []
@@ -92,7 +99,7 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
 
 
 def missing(keys: Sequence[Key], owner: Manifest, other: Manifest) -> list[Key]:
-    """The keys of `keys`, which only `owner` has, that `other` should have too: lost tensors.
+    """The keys of tensors that `other` lacks although it should have them; `owner` has all `keys`.
 
     A tensor should be there if `other` has the same slot for other parameters. A trained weight
     should be there in slot `param` or `master`. Other weights are not needed by formats that keep

@@ -20,7 +20,7 @@ from . import damage
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
-    """Differences of tensors, damage of files, and notices about harmless findings."""
+    """The findings of a comparison: tensors that differ, damaged files, harmless notices."""
     buffers = {*a.buffers, *b.buffers}
     copies = {id(entry) for manifest in (a, b) for entry in manifest.replicas}
     differences, notes, cast = [], [], []
@@ -91,7 +91,7 @@ def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
 
 
 def difference(result: Result) -> Report | None:
-    """A line of `differences`; None if nothing differs."""
+    """A line about a pair of tensors that differ; None if they are equal, or `b` is None."""
     match, measured = result.match, result.difference
     if match.b is None:
         return None
@@ -138,7 +138,7 @@ def changes(measured: Difference, elements: int) -> Report:
 
 
 def _file_of(entry: Entry) -> str | None:
-    """The name of the file in which an entry begins."""
+    """The name of the file that contains the first element of an entry; None for an empty entry."""
     first = next(iter(entry.fragments), None)
     return None if first is None else os.path.basename(first.extent.file)
 

@@ -12,9 +12,10 @@ from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
 def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
-    """Of a proof of several models, the model of this name, as if it were alone.
+    """Reduces a proof of several models to the model `name`, with its names as if it were alone.
 
-    Raises WrongOption if neither side has a model of this name.
+    A proof of one model is returned unchanged. Raises WrongOption if neither side has a model of
+    this name.
     """
     front = f"{name}."
     every = (*proven.parameters, *proven.buffers)
@@ -65,7 +66,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
 
 
 def refuse_several(proven: Manifest, manifest: Manifest) -> None:
-    """Raises AmbiguousCheckpoint if several models were proven, and `manifest` may be one alone."""
+    """Raises AmbiguousCheckpoint if the proof has several models and `manifest` fits one."""
     parameters, names = proven.parameters, [*manifest.parameters]
     if not names or not parameters.keys().isdisjoint(names):
         return
@@ -81,7 +82,10 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
 
 
 def _own_part(key: str, value: Any, front: str) -> Any:
-    """A part of the state, without values of other models."""
+    """The value of a key of the state, without what belongs to other models.
+
+    `front` is the name's prefix.
+    """
     if key == "module":
         return [name.removeprefix(front) for name in value if name.startswith(front)]
     if key == "module_extra":

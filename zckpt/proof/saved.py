@@ -92,7 +92,10 @@ class _Held(Struct):
 
 
 def about(manifest: Manifest) -> Report:
-    """A report's statements about the checkpoint itself, besides the checksums of its tensors."""
+    """The part of a report that describes the checkpoint, except for the checksums of its tensors.
+
+    `--save-proof` writes it into the proof.
+    """
     groups = manifest.groups
     return {
         "step": manifest.step,
@@ -128,7 +131,7 @@ def about(manifest: Manifest) -> Report:
 
 
 def _others(manifest: Manifest) -> list[State]:
-    """The states that are neither tensors of a parameter's shape nor numbers."""
+    """The states that are neither tensors of a parameter's shape, nor numbers, nor None."""
     return [s for s in states_of(manifest).values() if s.form not in ("slot", "number", "none")]
 
 
@@ -150,7 +153,7 @@ def verify_proof(
     begin: Begin | None,
     root: str,
 ) -> Report:
-    """The report on whether a checkpoint still equals that of a proof, by CRC-32s of all tensors.
+    """The report on whether a checkpoint still has the CRC-32s of all tensors that a proof states.
 
     `contents` is the digest of the proven files. If several models were proven, `root` is the name
     of the one that is compared.
@@ -199,7 +202,10 @@ def verify_proof(
 
 
 def _of_first_rank(manifest: Manifest) -> list[Notice]:
-    """A notice about values that differ by rank: a proof has one checksum for each name."""
+    """A notice that replicas with different values on each rank are not compared, if there are any.
+
+    A proof has one checksum for each name: that of the first rank.
+    """
     names = dict.fromkeys(
         entry.name
         for entry in manifest.replicas
@@ -312,7 +318,7 @@ def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | N
 
 
 def _with_tensors(item: _Unsupported, entries: dict[Key, Entry]) -> StateRow:
-    """The state with its tensors, which are removed from the entries."""
+    """The row of an unsupported state of a proof; its tensors are moved there from `entries`."""
     tensors = tuple(entries.pop(key) for key in map(key_of, item.tensors) if key in entries)
     # if some tensors are missing
     content = item.content if len(tensors) == len(item.tensors) else ""

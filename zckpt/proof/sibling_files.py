@@ -20,21 +20,24 @@ OF_RUN = re.compile(
     r"trainer_state\.json|scheduler\.pt|scaler\.pt|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
     r"|custom_checkpoint_\d+\.pkl"
 )
-"""Files of trainers' programs that are needed to resume, whatever the number of ranks.
+"""Files that a trainer's program needs to resume, whatever the number of ranks.
 
-Those of a second model or object have a number.
+The files of a second model or object have a number in their names.
 """
 OF_TENSORS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
 """Endings of files that may contain tensors."""
 PATHS = {"trainer_state.json": "best_model_checkpoint"}
-"""Maps a JSON file to the key of a path in the run, which differs in a converted run."""
+"""Maps the name of a JSON file to a key whose value is a path.
+
+The path is not compared, since a conversion changes it.
+"""
 
 
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """A line for each file that differs; notices about files that only one side has.
+    """A line for each file that differs, and notices about files that only one side has.
 
-    If both checkpoints have only weights, from which no run resumes, only files that may contain
-    tensors are compared.
+    If neither checkpoint has an optimizer, no run resumes from them: then only files that may
+    contain tensors are compared.
     """
     has_run = a.groups is not None or b.groups is not None
     ours, theirs = (
@@ -66,7 +69,10 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 def _sizes(a: int, b: int) -> dict[str, str]:
-    """The words about two files that differ; if their sizes are equal, one has "other" bytes."""
+    """The sizes of two files that differ, in words.
+
+    If they are equal, they are "9 bytes" and "9 other bytes".
+    """
     return {"a": f"{a} bytes", "b": f"{b} other bytes" if a == b else f"{b} bytes"}
 
 

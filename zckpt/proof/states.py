@@ -24,11 +24,11 @@ from ..core.passes.description import Report
 from ..errors import Notice, listed, note
 
 MODULE = "module"
-"""The part of the state that describes the files: the order of the module's names."""
+"""The key of the state that has the module's names in their order. It describes the files."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Parts of the state that belong to the user's program, whatever the engine."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Parts of the state about how tensors were cut over ranks; compared if the files are alike."""
+"""Keys of the state that describe how ranks cut tensors; compared if both have the same files."""
 OF_SAVING = frozenset(
     (
         *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
@@ -39,7 +39,10 @@ OF_SAVING = frozenset(
         *("param_state_sharding_type", "distrib_optim_sharding_type"),
     )
 )
-"""The names that programs give, among their arguments, to a run's sizes and to kinds of files."""
+"""Names of arguments that depend on the numbers of ranks, or on the kinds of files that are saved.
+
+Two checkpoints of one run may differ in them.
+"""
 ARGUMENTS = ("megatron.", "client_state.args.", "trainer_options.")
 """Where programs keep their arguments."""
 OF_VERSIONS = (
@@ -56,9 +59,9 @@ SCALING = tuple(f"optimizer.{key}" for key in (LOSS_SCALER, "dynamic_loss_scale"
 """The places of the loss scale: fp16 runs need one, and each wrapper has another form."""
 CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
-"""The wrappers that leave clipping to the configuration."""
+"""The wrappers of DeepSpeed that keep no value for clipping: its configuration has that."""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
-"""The paths in the state of numbers that belong to no parameter."""
+"""The paths in the state under which an optimizer's numbers that belong to no parameter are."""
 MERGED = "deepspeed-universal"
 """The format whose loader reads only states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"
@@ -67,12 +70,12 @@ COUNTER = "last_batch_iteration"
 OF_TRAINER = ("scheduler.pt", "scheduler.bin")
 """Files in which a trainer keeps its scheduler."""
 OF_NAMES = ("guessed", "ordered", "file")
-"""Facts about names that files do not state, and the name of a file."""
+"""Keys of the engine's facts that are not compared: they depend on options or a file's name."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
 def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """Differences, one line for each value; notices about values that were not compared."""
+    """The lines of a report about values that differ; notices about values not compared."""
     comparison = _Comparison(a, b)
     comparison.run()
     return comparison.lines, [note("not-compared", text) for text in comparison.not_compared()]
@@ -132,9 +135,9 @@ class _Comparison:
         return any(item.name in OF_TRAINER for item in files) or _has_within(client_state, state)
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
-        """Drops the states of parameters, unless the same engine has them on both sides.
+        """Drops the states of parameters from both states, unless both sides have the same engine.
 
-        `values.missing_states` names those of one side.
+        `values.missing_states` reports those that only one side has.
         """
         kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
         left = OF_PARAMETERS - kept
@@ -148,9 +151,10 @@ class _Comparison:
         return one, other
 
     def _names(self) -> list[dict[str, str]]:
-        """The kind of each name, without those of tensors that only one side has.
+        """Maps, for each side, the names of the module to their kinds.
 
-        Such tensors are compared as tensors.
+        A name is left out if only one side has a tensor of that name, because tensors are compared
+        separately.
         """
         one, other = (_weights(manifest) for manifest in self.sides.values())
         alone = one ^ other
@@ -176,9 +180,9 @@ class _Comparison:
                 self.without_place[other] += lost
 
     def _leave_single_ranks(self) -> None:
-        """Drops differences in random states of single ranks.
+        """Drops the lines about random states of single ranks that only one side has.
 
-        They do not count if the runs have other sizes, or if one run has none.
+        Runs of different sizes have them for different ranks, and some runs have none.
         """
         for line in [*self.lines]:
             if line["key"].startswith(OF_SINGLE_RANKS) and "only" in line:
@@ -201,7 +205,10 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """Compares what files of one name state; a version of an engine may omit some of it."""
+        """Compares what files of the same name state about their place in the checkpoint.
+
+        A key that only one side states is not compared: some versions of an engine do not write it.
+        """
         a, b = (manifest.files.layout for manifest in self.sides.values())
         for name in dict.fromkeys((*a, *b)):
             ours, theirs = a.get(name, {}), b.get(name, {})
@@ -249,7 +256,7 @@ class _Comparison:
             self.without_place[other].append(path)
 
     def _has_place(self, manifest: Manifest, path: str) -> bool:
-        """Whether the files of a checkpoint could contain this part of the state."""
+        """Whether files like those of this checkpoint could contain the value at this path."""
         part, engine = path.partition(".")[0], manifest.run.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
@@ -285,7 +292,7 @@ class _Comparison:
         return value
 
     def not_compared(self) -> Iterator[str]:
-        """Sentences about values that were not compared, each of which begins with their names."""
+        """Yields sentences about values that were not compared; each begins with their names."""
         if self.of_saving:
             yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
         if self.of_program:
@@ -318,7 +325,7 @@ def _scheduler_of(manifest: Manifest) -> Any:
 
 
 def _has_within(value: Any, wanted: Mapping[str, Any]) -> bool:
-    """Whether a dictionary is `wanted`, or contains it at any depth."""
+    """Whether a value equals the dictionary `wanted`, or contains it at any depth."""
     if not isinstance(value, Mapping):
         return False
     return alike(value, wanted) or any(_has_within(item, wanted) for item in value.values())
@@ -352,7 +359,7 @@ def _weights(manifest: Manifest) -> set[str]:
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
-    """The kind of each name of the module: an alias, a buffer, or a name of the module alone."""
+    """Maps each name of the module to its kind: an alias, a buffer, or a name without a tensor."""
     names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
     names |= dict.fromkeys(manifest.buffers, "a buffer")
     for owner, parameter in manifest.parameters.items():
@@ -369,7 +376,10 @@ def _has_second_names(manifest: Manifest) -> bool:
 
 
 def _facts(manifest: Manifest) -> Report:
-    """How a checkpoint was saved: a program may save the same run in another way."""
+    """The facts of a checkpoint that depend on how it was saved, as JSON.
+
+    Two saves of one run may differ in them.
+    """
     place = manifest.run.step_place
     facts = with_facts({}, manifest.run.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
@@ -388,7 +398,7 @@ def plain_facts(origin: Origin) -> Report:
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:
-    """The first rank's value of a part of the state; `path` is its key, or a key within it."""
+    """The first rank's value, as JSON, at `path`: a key of the state, or two with a dot."""
     part, _, key = path.partition(".")
     value = manifest.state.get(part)
     return to_json(value.get(key) if key and isinstance(value, Mapping) else value)

@@ -17,11 +17,14 @@ from ..errors import Notice, listed, note
 
 Owned = tuple[str, tuple[str, ...]]
 Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
-"""For each rank, the value, and the types and shapes of its tensors."""
+"""What is compared of such a state: for each rank, its value and its tensors' types and shapes."""
 
 
 def pairs(a: Manifest, b: Manifest) -> list[Match]:
-    """Matches the tensors that both have in the same place of such a state."""
+    """Matches the tensors of unsupported states that both checkpoints have, one by one.
+
+    Only states of the same value are paired, and with the same types and shapes of tensors.
+    """
     return [
         Match(one, other)
         for ours, theirs in _shared(a, b).values()
@@ -32,9 +35,11 @@ def pairs(a: Manifest, b: Manifest) -> list[Match]:
 
 
 def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], list[Notice]]:
-    """Drops such states that both have; those that differ become lines, the others notices.
+    """Removes the unsupported states that both checkpoints have, and reports on them.
 
-    A state that differs only in its tensors is no line: `pairs` are compared with all tensors.
+    Returns both manifests without them, lines about those that differ, and notices about the
+    others. A state that differs only in the bytes of its tensors has no line here: `pairs` matches
+    them.
     """
     shared = _shared(a, b)
     lines, notes = [], []
@@ -54,7 +59,10 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
 
 
 def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[StateRow], list[StateRow]]]:
-    """The states that both have, with known values; each model rank has a separate state."""
+    """The unsupported states that both checkpoints have, if their values are known.
+
+    Each is a list with a row for every model rank, of `a` and of `b`.
+    """
     ours, theirs = _by_owner(a), _by_owner(b)
     return {
         key: (rows, theirs[key])

@@ -24,13 +24,16 @@ from .states import by_keys, engine_name
 
 
 def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
-    """Parameters of both, by the name in `a`; a tied weight may have another name in `b`."""
+    """The parameters that both checkpoints have: the name in `a`, then the record of each side.
+
+    A tied weight may have another name in `b`.
+    """
     for owner, name in shared_names(a, b):
         yield owner, a.parameters[owner], b.parameters[name]
 
 
 def shared_names(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
-    """The names in `a` and in `b` of the parameters that both have."""
+    """For each parameter that both checkpoints have, its name in `a` and its name in `b`."""
     theirs = {name: name for name in b.parameters} | b.owners
     for owner, parameter in a.parameters.items():
         if name := next(filter(theirs.__contains__, (owner, *parameter.aliases)), None):
@@ -61,12 +64,13 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
-    """The place of the step if it differs: as a line, or as a notice if an optimizer was named.
+    """Lines and notices about the place of the step, if the two checkpoints differ in it.
 
-    An optimizer reads its step from one place, and begins at 1 if there is none. A named optimizer
-    may read another place. The type is compared if neither side names its optimizer: the optimizers
-    of each engine accept a number in their own type. In files of the same engine and stage, an
-    optimizer counts either in each state or only in a group's last state.
+    The result is a line if neither side names its optimizer. An optimizer reads its step from one
+    place, and begins at 1 if there is none; another optimizer, which the user has named, may read
+    another place: then it is a notice. The type is compared if neither side names its optimizer:
+    the optimizers of each engine accept a number in their own type. In files of the same engine and
+    stage, an optimizer counts either in each state or only in a group's last state.
     """
     ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
@@ -94,7 +98,10 @@ def _are_alike(a: Manifest, b: Manifest) -> bool:
 
 
 def step_place(manifest: Manifest) -> StepPlace | None:
-    """Where the optimizer keeps its step; None without a step, or with an engine's own place."""
+    """The place in which the optimizer keeps its step.
+
+    None if there is no step, or if the engine has optimizers of its own (`NamedWeightsEngine`).
+    """
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
     if not has_steps or isinstance(manifest.run.engine, NamedWeightsEngine):
         return None
@@ -125,10 +132,10 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def missing_states(
     a: Manifest, b: Manifest, reported: Collection[str]
 ) -> tuple[list[Report], list[Notice]]:
-    """Optimizer states that one side lacks, or that could not be read.
+    """Lines about optimizer states that one side lacks, or that were not read; notices.
 
-    And notices on harmless ones. `reported` are tensors that the report lists one by one. A step
-    that one side has for no parameter at all is such a state, too.
+    The notices are about harmless ones. `reported` are tensors that the report lists one by one. A
+    step that one side has for no parameter at all is reported like a state.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
@@ -164,7 +171,7 @@ def _missing(owner: Manifest, other: Manifest, reported: Collection[str]) -> Ite
 
 
 def unsupported_states(manifest: Manifest) -> list[Notice]:
-    """Notices about optimizer states in the files that were not read."""
+    """Notices about all states of the optimizer that are in the files, but were not read."""
     return [
         note(
             "state-unsupported",
@@ -176,7 +183,7 @@ def unsupported_states(manifest: Manifest) -> list[Notice]:
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
-    """Types and shapes, if they differ."""
+    """The types and shapes of both numbers, for a line of the report; empty if they are equal."""
     if a is None or b is None or (a.dtype, a.shape) == (b.dtype, b.shape):
         return {}
     return {
@@ -188,7 +195,7 @@ def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
 
 
 def trainable(a: Manifest, b: Manifest) -> list[Report]:
-    """Parameters that only one side trains."""
+    """A line for each parameter that is trained in only one of the checkpoints."""
     return [
         {"group": None, "key": f"trainable of {name}", "a": ours.trainable, "b": theirs.trainable}
         for name, ours, theirs in shared_parameters(a, b)
@@ -197,7 +204,7 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Marks untouched parameters as frozen on both sides, if one side has them frozen.
+    """Marks parameters as frozen in both manifests, if one says so and one never updated them.
 
     DeepSpeed leaves them out of its groups; state dicts do not state whether they are frozen.
     """
@@ -212,11 +219,11 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """A line if both sides state whether frozen weights were left out, and differ.
+    """A line if one checkpoint was saved without its frozen weights, and the other one with them.
 
-    DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
-    dictionary instead states that the model has none, and an engine whose model has some stops. No
-    value differs: both engines load what is there.
+    Both sides must state it, as DeepSpeed does. Its `frozen_param_fragments` is None in a save
+    without frozen parameters. An empty dictionary instead states that the model has none, and an
+    engine whose model has some stops. Otherwise no value differs: both engines load what is there.
     """
     statements = [
         side.run.engine.excludes_frozen if isinstance(side.run.engine, FlatBufferEngine) else None
@@ -347,14 +354,17 @@ def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def _hyper(group: dict[str, Any]) -> Report:
-    """Hyper-parameters as JSON, with the values of 0-d tensors (a capturable optimizer's lr)."""
+    """A group's hyper-parameters as JSON.
+
+    A 0-d tensor, such as a capturable optimizer's lr, is given as its value.
+    """
     return plain_group(
         {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
     )
 
 
 def _by_keys(value: Any) -> Any:
-    """JSON with dictionaries by their keys."""
+    """Replaces dictionaries of tagged JSON, which are lists of pairs, by objects with keys."""
     if isinstance(value, dict) and value.keys() == {"$dict"}:
         value = by_keys(value["$dict"])
     if isinstance(value, dict):

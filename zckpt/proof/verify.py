@@ -41,7 +41,7 @@ def verify_alone(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """The part of the report of `verify` on whether a checkpoint contradicts itself."""
+    """The part of the report of `verify` on whether one checkpoint's files contradict it."""
     matches = selected(own_matches(manifest), pattern)
     everything = pattern is None
     outcome = compare.compare(
@@ -165,9 +165,10 @@ def diff(
 
 
 def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
-    """Whether the optimizer of `wide` updates one of these weights, named as in `narrow`.
+    """Whether the optimizer of `wide` updates a weight that `narrow` has only rounded.
 
-    Weights that no optimizer updates have the type of their engine.
+    `names` are the names of these weights in `narrow`. A weight that no optimizer updates has no
+    master.
     """
     shared, rounded = values.shared_parameters(narrow, wide), {*names}
     return any(theirs.trainable for name, _, theirs in shared if name in rounded)
@@ -177,9 +178,9 @@ def _is_missing_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) 
 
 
 def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData unless weights are compared: anything else proves nothing.
+    """Raises MissingData unless at least one weight is compared: anything else proves nothing.
 
-    Weights without elements are enough if neither side has others.
+    A weight without elements is enough if neither side has any other.
     """
     shared = [match.a for match in matches if match.a.slot in WEIGHTS]
     entries = (*a.entries.values(), *b.entries.values())
@@ -194,7 +195,10 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
 
 
 def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
-    """By side, the names of weights of which it has only the rounded values; also as notices."""
+    """The keys `rounded` and `notes` of a report: weights that one side has only rounded.
+
+    `rounded` lists their names for each side.
+    """
     equal = (item.match for item in results if not item.differs)
     rounded = only_rounded(equal, a, b)
     notes = [
@@ -213,10 +217,10 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
 def inferences(
     matches: Iterable[Match], a: Manifest, b: Manifest, are_copies: Callable[[], bool]
 ) -> Report:
-    """The inferred names of both sides, and what equal tensors do not prove because of them.
+    """The keys `inferred` and `unproven` of a report, about parameters whose names were inferred.
 
     If an optimizer's state has the same wrong name in both checkpoints, the comparison finds it
-    equal. If the files are copies, the names do not matter.
+    equal: it is listed as unproven. If the files are copies, the names do not matter.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.notices.inferred if b.notices.states_inferred else a.notices.inferred)
@@ -242,7 +246,7 @@ def inferences(
 def with_values(
     report: Report, a: Manifest, b: Manifest, only_a: Sequence[Key], only_b: Sequence[Key]
 ) -> Report:
-    """Adds differences that are not in tensors, and tensors that only one side has."""
+    """Adds to a report differences in steps, groups and states, and tensors of one side only."""
     lost = [
         line_of(
             problem(
@@ -282,5 +286,5 @@ def with_values(
 
 
 def nothing_found(report: Report) -> bool:
-    """Whether a report has no finding."""
+    """Whether the lists of findings in a report are all empty."""
     return not any(report.get(key) for key in FINDINGS)

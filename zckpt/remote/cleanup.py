@@ -23,7 +23,7 @@ from .urls import Url, parse
 
 
 class Upload(Struct, frozen=True):
-    """An unfinished multipart upload of S3."""
+    """An unfinished multipart upload of S3; `number` is its upload id."""
 
     url: Url
     key: str

@@ -54,7 +54,7 @@ NO_CREDENTIALS = (
 
 
 class BrokenOff(StoreError):
-    """The error for an answer that ended early; the library does not repeat such a request."""
+    """An answer of a store ended too early. The store's library does not repeat such a request."""
 
 
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
@@ -75,7 +75,7 @@ def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
 
 
 def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
-    """The error for the user: `doing` is "read", "write" or "list"."""
+    """Converts a library's error to one for the user; `doing` is "read", "write" or "list"."""
     text = str(error)
     name = type(error).__name__
     if isinstance(error, ZckptError):

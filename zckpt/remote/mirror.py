@@ -59,7 +59,10 @@ NAMED = (
     "adapter_model.safetensors",
     "pytorch_model.bin",
 )
-"""Files that a folder of a web server may have, besides those that its lists name."""
+"""Names of files that are looked for in a folder of a web server, which cannot be listed.
+
+Those in its lists, such as model.safetensors.index.json, are looked for too.
+"""
 LISTS = {
     "manifest.json": "files",
     "model.safetensors.index.json": "weight_map",
@@ -107,7 +110,7 @@ class File(Struct, eq=False, dict=True):
         self._number = next(_numbers)  # unique, while an id may be reused
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
-        """Reads bytes of the object in one request, which is repeated if its answer breaks off."""
+        """Reads bytes [start, stop) in one request, which is repeated if its answer breaks off."""
 
         def ask() -> bytes | memoryview:
             data = self.store.read(self.stored_object, start, stop)
@@ -195,7 +198,10 @@ class Mirror(Struct, eq=False):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read_ahead(self, file: File) -> None:
-        """Reads the ends of a file and of its neighbors with the same ending, once."""
+        """Reads both ends of a file, and of the next files with the same ending in its folder.
+
+        Each file is read ahead only once.
+        """
         key = file.stored_object.key
         with self.lock:
             if key in self.read_already:
@@ -243,12 +249,12 @@ _written: dict[str, str] = {}
 
 
 def spell(path: str, url: str) -> None:
-    """Makes `spelled` replace a path of this machine by a URL from now on."""
+    """Registers a target's path on this machine, so that `spelled` replaces it by the URL."""
     _written[path] = url
 
 
 def spelled(text: str) -> str:
-    """Replaces paths of this machine that stand for URLs by these URLs in a text."""
+    """Replaces in a text the paths on this machine that belong to URLs by these URLs."""
     for path, url in _written.items():
         # an unfinished target has only a path
         text = re.sub(re.escape(path) + r"(?![\w.-])", lambda _, url=url: url, text)  # type: ignore[misc]
@@ -301,7 +307,7 @@ def _beside(store: Store, url: Url) -> list[StoredObject]:
 
 
 def _seen(look: Callable[[], T]) -> T | None:
-    """The result of a request outside of the URL; None if this user may see only the checkpoint."""
+    """The result of `look`, a request outside of the checkpoint; None if it is not allowed."""
     try:
         return look()
     except Exception as error:
@@ -319,7 +325,7 @@ def _folders(key: str) -> Iterator[str]:
 def _finished(
     store: Store, url: Url, objects: Mapping[str, StoredObject]
 ) -> dict[str, StoredObject]:
-    """The files, without those of targets below the URL that are not complete.
+    """The objects, without targets below the URL that a run has not completely sent.
 
     Raises IncompleteCheckpoint if the URL itself belongs to such a target.
     """
@@ -402,7 +408,10 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
 
 
 def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
-    """Lays the files of a folder whose server lists nothing, by the names that its files state."""
+    """Adds files to the mirror of a folder that its server cannot list.
+
+    They are found by the names in `NAMED`, and by those that index files list.
+    """
     if url.key in mirror.files:
         return
 

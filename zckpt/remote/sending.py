@@ -46,9 +46,9 @@ AT_ONCE = 8  # small files that are sent in parallel
 NOTED = 5.0  # seconds between two updates of the note
 EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
 NO_CONDITION = ("NotImplementedError", "NotSupportedError")
-"""EXISTS and NO_CONDITION: errors of the libraries for a put on condition.
+"""Names of the libraries' errors if a store does not support a put that must not replace an object.
 
-The object exists, or the store does not support the condition.
+EXISTS has those for an object that exists.
 """
 
 
@@ -117,7 +117,7 @@ def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, A
 
 
 class _Sending(Struct, dict=True):
-    """One target while it is sent; `again` counts the files that had to be read back."""
+    """A target that is being sent; `again` counts files that had to be read from the store."""
 
     store: Store
     url: Url
@@ -131,7 +131,10 @@ class _Sending(Struct, dict=True):
         return f"{self.url.key}/{name}"
 
     def begin(self, sizes: dict[str, int], last: str) -> set[str]:
-        """Writes the note; returns the names of files that an earlier run has sent."""
+        """Writes the note of the unfinished target; returns the names of files sent before.
+
+        Raises TargetExists if another program has written there.
+        """
         self.target = Note(sizes, last, zckpt=__version__)
         self._noting, self._noted = threading.Lock(), time.monotonic()
         there = names_at(self.url)
@@ -155,7 +158,7 @@ class _Sending(Struct, dict=True):
         return {*self.target.sent}
 
     def state(self, create: bool = False) -> None:
-        """Writes the note with the files that were sent so far."""
+        """Writes the note to the store, with the CRC-32s of all files that have arrived so far."""
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps(to_builtins(self.target)).encode())
             file.flush()
@@ -190,7 +193,10 @@ class _Sending(Struct, dict=True):
         )
 
     def note(self, name: str, crc: int) -> None:
-        """Notes a file that has arrived and was compared."""
+        """Adds a file that has arrived, and was compared, to the note.
+
+        The note is written to the store only if the last write is NOTED seconds ago.
+        """
         with self._noting:
             self.target.sent[name] = crc
             if time.monotonic() - self._noted > NOTED:
@@ -230,7 +236,7 @@ class _Sending(Struct, dict=True):
         return crc
 
     def _is_ours(self, name: str) -> bool:
-        """Whether the store has the bytes that this run sends, and no other run has sent them."""
+        """Whether the stored object has the file's bytes, and no mark of another run."""
         stored, path = self.store.head(self.key(name)), os.path.join(self.path, name)
         if stored is None or stored.size != os.path.getsize(path):
             return False

@@ -21,7 +21,7 @@ from .urls import Url
 PART, MOST_PARTS = 16 << 20, 9_000  # bytes of a part of an upload; S3 takes 10,000 parts
 IN_FLIGHT = 128 << 20  # bytes of parts that are being sent
 CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
-"""Limits of time.
+"""The time limits of obstore's client.
 
 A request may take long while bytes arrive; obstore's own limit is 30 s in all.
 """
@@ -49,7 +49,10 @@ def part_size(size: int) -> int:
 
 
 def etag_of(digests: Sequence[bytes]) -> str:
-    """The ETag that S3 gives an object, from the MD5s of its parts, or of itself."""
+    """The ETag that S3 computes for an object, given the MD5 of each part of its upload.
+
+    For an object of one part it is the MD5 itself.
+    """
     import hashlib
 
     if len(digests) == 1:
@@ -65,7 +68,7 @@ def blocks_of(path: str, size: int) -> Iterator[bytes]:
 
 
 class Objects:
-    """An obstore store, accessed by keys. `Filesystem` has the same methods."""
+    """An object store of obstore, whose methods take keys. `Filesystem` has the same methods."""
 
     has_listing = True
 
@@ -160,7 +163,7 @@ def _quoted(etag: str | None) -> str | None:
 
 
 class Web(Objects):
-    """A web server, which lists nothing."""
+    """A web server, whose folders cannot be listed."""
 
     has_listing = False
 

@@ -31,7 +31,7 @@ LASTS = (
     "model.safetensors",
     "mp_rank_00_model_states.pt",
 )
-"""The files that make a folder a checkpoint, the decisive one first."""
+"""Names of files without which no program recognizes a checkpoint; the decisive one first."""
 REMOVING = {"s3": "aws s3 rm --recursive {}", "gs": "gcloud storage rm --recursive {}"}
 OF_RUNNING = {
     *("begin", "tell", "copying", "resume", "begins_anew", "gives_way", "dry_run"),
@@ -41,9 +41,9 @@ OF_RUNNING = {
 
 
 def order(name: str) -> tuple[int, str]:
-    """A sort key for the order in which files are sent: those of `LASTS` last.
+    """A sort key that puts files in the order in which they are sent; those of `LASTS` come last.
 
-    A file in a deeper folder is less decisive.
+    Of two files of the same name, the one in a deeper folder is sent first.
     """
     base = os.path.basename(name)
     if base not in LASTS:
@@ -68,7 +68,7 @@ def folder_for(url: Url) -> str:
 
 
 def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
-    """Identifies a run by its command, its options, and the files of its sources."""
+    """A text that identifies a run by its command, its options, and the files of its sources."""
     said = {
         name: word
         for name, word in words.items()

@@ -27,7 +27,7 @@ from .mirror import spelled
 from .urls import Url, is_url, parse
 
 FETCHING = {"s3": "aws s3 sync {} DIR", "gs": "gcloud storage rsync -r {} DIR"}
-"""Commands that download a target to the machine whose engine loads it."""
+"""The commands that download a target of a store to the machine whose engine loads it."""
 JOBS = 16  # threads
 Words = ParamSpec("Words")
 Result = TypeVar("Result")
@@ -77,7 +77,7 @@ def takes_urls(
 def _sent(
     function: Callable[..., Any], words: dict[str, Any], target: str, url: Url, run: str
 ) -> Any:
-    """The report of a function whose target is sent to a store."""
+    """Calls a function that writes a target, sends that to a store, and returns the report."""
     started = time.monotonic()
     with upload.outgoing(url, words, run) as (path, is_done):
         # the check before the rename belongs to the store's commit
@@ -130,13 +130,13 @@ def local(path: Any) -> Iterator[str]:
 
 
 def kept(path: Any) -> str:
-    """The path at which a URL can be read until the process ends; a local path is unchanged."""
+    """The path for reading a URL until the process ends; a local path is returned as it is."""
     return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Makes errors in the block name URLs instead of the paths of mirrors."""
+    """Inside the block, replaces paths of mirrors in errors by the URLs."""
     try:
         yield
     except ZckptError as error:

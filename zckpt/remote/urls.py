@@ -17,9 +17,10 @@ MOST_NAME = 255  # bytes; the longest name on this machine's filesystems
 
 
 class Url(Struct, frozen=True):
-    """`root` is the bucket, the container, the host, or the Hub's repository with its revision.
+    """A URL of an object store, or of a folder in it.
 
-    `key` has no slash at its ends. `store` is a store that a program has passed.
+    `root` is the bucket, the container, the host, or the Hub's repository with its revision. `key`
+    has no slash at its ends. `store` is a store that a program has passed.
     """
 
     scheme: str
@@ -31,7 +32,7 @@ class Url(Struct, frozen=True):
         return f"{self.scheme}{SLASHES}{self.root}{'/' if self.key else ''}{self.key}"
 
     def beside(self, key: str) -> Url:
-        """Another object of the same store."""
+        """The URL of another key in the same store."""
         return Url(self.scheme, self.root, key, self.store)
 
 
@@ -96,7 +97,7 @@ def _repository(rest: str) -> tuple[str, str]:
 
 
 def _key(key: str, url: str) -> str:
-    """Checks that a key can be a path on this machine."""
+    """Returns the key without slashes at its ends; raises WrongOption if it cannot be a path."""
     key = key.strip("/")
     if key and (reason := strange(key)):
         raise _wrong(f"{url} {reason}", "give the key as the store lists it")

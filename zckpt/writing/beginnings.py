@@ -34,11 +34,11 @@ Group = dict[str, Any]
 
 
 def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> Manifest:
-    """Adds to the source what the target needs for parameters that it did not train.
+    """Adds initial states for parameters that the source did not train and the target does.
 
-    Warnings name them. If a group has only new parameters, a target that keeps one step for a group
-    needs nothing. `run` has the engine of the target. Raises UnsupportedState for states of an
-    optimizer that zckpt does not know.
+    Warnings name them. Nothing is added if all parameters of a group are new and the target keeps
+    one step for a group. `run` has the engine of the target. Raises UnsupportedState for states of
+    an optimizer that zckpt does not know.
     """
     new = {*states.untouched(source)}
     begins = format.functions.begins
@@ -129,7 +129,10 @@ def _fresh(names: Sequence[str]) -> list[Notice]:
 
 
 def _late(source: Manifest, names: Mapping[str, int]) -> list[Notice]:
-    """Warnings about the first updates, by the step and the betas of the groups."""
+    """Warnings about parameters that begin with zero moments at the step of their group.
+
+    With betas, they state how much larger the first updates are.
+    """
     groups = source.groups or ()
     lines = []
     for number, late_names in by_key((number, name) for name, number in names.items()).items():
@@ -155,9 +158,10 @@ MOST_UPDATES = 10_000
 
 
 def _larger(beta1: float, beta2: float) -> str:
-    """A text about how much larger than the rate Adam's updates are after moments of zeros.
+    """The end of a warning: how many times the learning rate Adam's first updates are, at most.
 
-    With equal gradients, the moments after n updates are 1 - beta ** n of their final value.
+    It is for moments that begin with zeros at a late step. With equal gradients, the moments after
+    n updates are 1 - beta ** n of their final value.
     """
     if not 0 <= beta1 < 1 or not 0 < beta2 < 1:
         return ""

@@ -60,9 +60,9 @@ from .state_loss import Keeping, dropped_states, unable_to_step
 from .target import has_plain_names, laid_out, named_for
 
 FEW = 16
-"""The number of ranks with which a conversion is tried instead of a thousand.
+"""The number of ranks that `try_out` uses in place of a larger one.
 
-Trying a thousand ranks takes as long as reading them.
+A thousand ranks would take as long as reading their files.
 """
 
 
@@ -101,7 +101,7 @@ def read_source(source: str | os.PathLike[str], reading: Reading, options: Optio
 
 
 class Decision(Struct, frozen=True):
-    """What a conversion is going to write; no file was built.
+    """What a conversion is going to write, before any file is built.
 
     `manifest` is the manifest that was read, without dropped states. `named` has the target's
     names, `grouped` also the groups of the next run, and `source` fills the files of `layout`.
@@ -133,7 +133,10 @@ def decide(
     options: Options,
     best_in: str | None = None,
 ) -> Decision:
-    """Decides a conversion, with the arguments of `write`; raises its refusals."""
+    """Decides what a conversion will write; raises all errors that need no bytes of tensors.
+
+    The arguments are those of `write`.
+    """
     format = formats.named(to)
     if format.options is None:
         raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
@@ -174,7 +177,7 @@ def decide(
 
 
 def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> Decision:
-    """Decides a conversion that nobody will run; raises its refusals.
+    """Decides a conversion that will not run, to see whether it is possible; raises as `decide`.
 
     The target's files are built, in a temporary folder, only if nothing else shows whether they
     have a place for a state of the optimizer.
@@ -197,7 +200,10 @@ def shells_of(decision: Decision) -> Callable[[str], Manifest]:
 
 
 def check_beforehand(decision: Decision, reading: Reading) -> list[Notice]:
-    """Reads the tensors that `write` reads before its first byte; raises as `write` does."""
+    """Makes the checks that read tensors before `write` writes its first byte; returns warnings.
+
+    Raises as `write`.
+    """
     accepted = decision.options[ACCEPT_WEIGHTS]
     warnings = check_tensors(decision.manifest, reading.replicas, accepted)
     return [*warnings, *(decision.layout.check() if decision.layout.check is not None else ())]
@@ -299,7 +305,7 @@ def write(
 
 
 def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Manifest:
-    """Drops the records of sibling files that a copy of `source` checks on its way."""
+    """Drops from `manifest` the records of sibling files, which the copy reads and checks."""
     copied = {sibling.path for _, sibling in layout.siblings}
     copied_extents = {
         record.extent for record in source.files.records if record.extent.file in copied
@@ -309,7 +315,10 @@ def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Man
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
-    """Options for FEW ranks instead of more, if such a target has the same states."""
+    """The options with FEW data-parallel ranks instead of more, if such a target is alike.
+
+    It must have the same states of the optimizer; otherwise the options are returned unchanged.
+    """
     dp = options[DP]
     if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.run.engine):
         return options
@@ -318,9 +327,10 @@ def _for_few(manifest: Manifest, options: Options) -> Options:
 
 
 def _there(target: str, run: Identity, gives_way: bool) -> str:
-    """The report's word for a complete target at the path; empty if there is none.
+    """The key that a report has for a complete target at the path; "" if there is no such target.
 
-    Raises TargetExists for the target of another run, unless this run `gives_way`.
+    It is `already_complete`, or for the target of another run `is_of_another`, if this run
+    `gives_way`. Otherwise raises TargetExists for the target of another run.
     """
     try:
         return "already_complete" if targets.is_complete(target, run) else ""
@@ -338,7 +348,7 @@ def _without_buffers(options: Options, format: Format) -> Options:
 
 
 def _called(command: str, to: str) -> str:
-    """The name of the target in an error about an option, since the user may not have typed it."""
+    """The target's format as an error names it: the user may not have typed --to."""
     if command == "reshard":
         return f"{to}, the format that reshard keeps"
     if to == "universal":
@@ -421,5 +431,5 @@ def _identity(
 
 
 def _since(started: float) -> float:
-    """The seconds since `started`, for a report."""
+    """The seconds that have passed since `started`, rounded to milliseconds."""
     return round(time.monotonic() - started, 3)

@@ -30,18 +30,21 @@ ASKS_FOR_MORE: dict[str, tuple[str, str]] = {
         "add --tp N, or leave it out",
     ),
 }
-"""Options whose absence changes the target from what was asked for: why, and what to type."""
+"""Options that are an error if no writer reads them: the reason, and what to type instead.
+
+The target would not be what the user asked for.
+"""
 OF_STATES = "no state of the optimizer is written"
 REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
 """Why `--weights-only` ignores an option."""
 ABOUT_STATES: tuple[Option[Any], ...] = (OPTIMIZER, LAYOUT)
-"""Options that only concern states; a writer may read them even if there are no states."""
+"""Options that only concern states. There is no warning about them if a writer has read them."""
 TOLERANT = frozenset({ACCEPT_WEIGHTS.name})
-"""Options that only declare something to be no error."""
+"""Options that only accept something that would otherwise be an error; they never get a warning."""
 
 
 def refuse_unread(options: Options) -> None:
-    """Raises WrongOption for an unread option if the target is not what the user asked for."""
+    """Raises WrongOption if an option in `ASKS_FOR_MORE` was given and no writer has read it."""
     for option in options.unread:
         if option.name in ASKS_FOR_MORE:
             why, way = ASKS_FOR_MORE[option.name]

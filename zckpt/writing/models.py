@@ -39,7 +39,10 @@ OF_ONE: tuple[Option[Any], ...] = (RENAME, FAMILY, GROUPS_FROM, SET_GROUP)
 
 
 def are_numbered(manifest: Manifest) -> bool:
-    """Whether there are several numbered models, each with the optimizer of its number or none."""
+    """Whether the files have several models, numbered as `model`, `model_1` and so on.
+
+    Each may have one optimizer, whose number must be that of the model.
+    """
     roots = list(manifest.roots.items())
     return len(roots) > 1 and all(
         name == numbered("model", number)
@@ -57,7 +60,7 @@ def _has_place(format: Format, manifest: Manifest, options: Options) -> bool:
 def parts_of(
     format: Format, manifest: Manifest, reading: Reading, options: Options
 ) -> list[Manifest]:
-    """The manifests of several models, if the target has a place for all; otherwise empty.
+    """A manifest for each of several models, if the target has a place for all; otherwise empty.
 
     Raises WrongOption for an option that applies to one model. Raises MissingData if the files do
     not state to which weights an optimizer's states belong.
@@ -155,7 +158,7 @@ def _joined(
     lines: Sequence[Sequence[Notice]],
     of_source: Callable[[Manifest], Sequence[Notice]],
 ) -> list[Notice]:
-    """The reader's notices about all models, and the writer's about each."""
+    """The notices that the reader made about all models, and those of the writers about each."""
     lines_of_writer = [
         replace(line, message=f"{name}: {line.message}")
         for name, part, said in zip(whole.roots, parts, lines, strict=True)

@@ -46,7 +46,7 @@ DOES_NOT_FIT = "like-does-not-fit"
 
 
 def as_asked(format: Format, named: Manifest, options: Options) -> tuple[Manifest, list[Report]]:
-    """The manifest, under the target's names, with the groups that the user asks for.
+    """The manifest `named` with the groups that --groups-from or --set-group ask for.
 
     Also returns lines of the report about states of parameters that are no longer trained. Raises
     WrongOption, and MissingData for a run that does not fit.
@@ -183,7 +183,10 @@ class _RunsGroups:
         return members
 
     def _origins(self) -> list[int]:
-        """For each group of the run, the source's group of its first trained member."""
+        """For each group of the run, a group of the source from which values are taken.
+
+        It is the group of the first parameter that both train; 0 if there is none.
+        """
         before = self.named.parameters
         first: dict[int, int] = {}
         for name, number in self.members.items():
@@ -192,7 +195,10 @@ class _RunsGroups:
         return [first.get(number, 0) for number in range(len(self.run.groups or ()))]
 
     def taken(self) -> tuple[Manifest, list[Report]]:
-        """The source with the run's groups, without states of parameters that are not trained."""
+        """The source with the run's groups, and lines of the report about dropped states.
+
+        The states of parameters that the run does not train are dropped.
+        """
         named, members = self.named, self.members
         before = named.parameters
         trained = {name for name, own in before.items() if own.trainable}
@@ -262,7 +268,10 @@ class _RunsGroups:
         return group
 
     def _engine(self) -> Any:
-        """The source's engine. If its files state no hyper-parameters, they count as given now."""
+        """The source's engine.
+
+        If its files lack hyper-parameters, those of the run are noted as given.
+        """
         engine = self.named.run.engine
         if isinstance(engine, FlatBufferEngine) and engine.elastic:
             return replace(engine, given=True)
@@ -275,7 +284,7 @@ class _RunsGroups:
         return its.renamed(self.owners) if fits and its else stages
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The source's state, in which the optimizer lists further parameters as in the run."""
+        """The source's state, with the lists of names in the optimizer's groups as in the run."""
         optimizer = dict(state.get("optimizer") or {})
         listed_before = optimizer.pop("members", None)
         theirs = (self.run.state.get("optimizer") or {}).get("members")
@@ -305,7 +314,7 @@ def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
 
 
 def _lines(manifest: Manifest, names: Sequence[str]) -> list[Report]:
-    """Lines of the report about the states of these parameters."""
+    """Lines of the report about the states of `names`, which are dropped, one for each state."""
     counts = {
         key: len({*names} & state.tensors.keys())
         for key, state in states.states_of(manifest).items()

@@ -26,7 +26,10 @@ from ..training.options import DIALECT, Options
 
 
 def as_run(manifest: Manifest) -> Manifest:
-    """The source for a target that contains a numbered folder with the source's name."""
+    """Moves the checkpoint into a numbered folder, for a target that is the directory around it.
+
+    The folder has the source's name. A source without a numbered folder is unchanged.
+    """
     name, origin = name_of(manifest), manifest.run.origin
     if not name or origin.inside is None:
         return manifest
@@ -41,7 +44,7 @@ def as_run(manifest: Manifest) -> Manifest:
 def in_its_folder(
     layout: Layout, source: Manifest, format: Format, target: str, options: Options
 ) -> Layout:
-    """The layout of a `target` whose source was in a subfolder of a numbered folder.
+    """Puts the files of a layout into a subfolder, if the source was in one of a numbered folder.
 
     A target of the same format and kind gets this subfolder, too. Another target gets the files
     around the source beside its own. Other layouts are unchanged. A warning is added if the

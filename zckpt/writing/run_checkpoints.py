@@ -91,7 +91,7 @@ def write_run(
 def _summary(
     source: str, target: str, names: Sequence[str], reports: Sequence[Report], folder: str
 ) -> Report:
-    """The report of the run, from those of the checkpoints, which are written in `folder`."""
+    """The report of all checkpoints written to `folder`, combined from a report of each."""
     last = "the last one " if len(names) > 1 else ""
     summary: Report = {
         "zckpt": VERSION,

@@ -27,7 +27,10 @@ OTHER_RATES = ("max_lr", "min_lr", "swa_lr")
 
 
 def with_values(manifest: Manifest, options: Options) -> Manifest:
-    """Sets the values of --set-group in the manifest; raises WrongOption for unknown ones."""
+    """Sets the hyper-parameters of --set-group in the groups, and where their values have copies.
+
+    Raises WrongOption for hyper-parameters or groups that do not exist.
+    """
     counts = {len(own.groups or ()) for own in manifest.each}
     if 0 in counts or are_inferred(manifest):
         raise WrongOption(
@@ -112,7 +115,10 @@ def about_files(names: Sequence[str]) -> list[Notice]:
 
 
 def _about_schedules(manifest: Manifest, options: Options) -> list[Notice]:
-    """Warnings about schedulers that set rates and keep none where a checkpoint has them."""
+    """Warnings about schedulers that will replace the new rates after the first update.
+
+    A checkpoint has no place for the rates that such a scheduler sets.
+    """
     first_rank, engine, config = manifest.each[0], manifest.run.engine, options[CONFIG]
     if config is None and isinstance(engine, FlatBufferEngine):
         config = dict(engine.config)
@@ -148,7 +154,10 @@ def number_of(value: Any) -> float | None:
 
 
 def of_form(key: str, before: Any, value: Any) -> Any:
-    """Converts a value to the form that the group has; raises WrongOption if it does not fit."""
+    """Converts a value of --set-group to the type of the group's present value `before`.
+
+    Raises WrongOption if it does not fit.
+    """
     is_number = type(value) in (int, float)
     if isinstance(before, Scalar) and is_number:
         return replace(before, value=type(before.value)(value))

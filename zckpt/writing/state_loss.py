@@ -33,7 +33,10 @@ from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
-    """The states that the user drops, as lines of the report; raises WrongOption."""
+    """Lines of the report about the states that --drop-state or --weights-only drops.
+
+    Raises WrongOption for a state that the checkpoint does not have.
+    """
     keys = options[DROP_STATE]
     if keys and options.weights_only:
         raise WrongOption(
@@ -50,9 +53,10 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
 
 
 def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
-    """A warning if the optimizer cannot run without the dropped states.
+    """A warning if the optimizer fails at its first update because it needs a dropped state.
 
-    `manifest` lacks them already. For a parameter without any state the optimizer starts afresh.
+    `manifest` lacks these states already. For a parameter without any state the optimizer starts
+    afresh.
     """
     if options.weights_only:
         return []
@@ -76,7 +80,10 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[Notice]:
 
 
 def _numbers(manifest: Manifest) -> dict[str, Any]:
-    """Numbers of no parameter; those in the optimizer's `state` have keys such as `state.n`."""
+    """Maps keys to the optimizer's numbers that belong to no parameter.
+
+    Those inside of its `state` have keys such as `state.n`.
+    """
     numbers: dict[str, Any] = {}
     for rank in manifest.each:
         numbers |= rank.states.numbers("beside")
@@ -90,7 +97,7 @@ def _line(state: State, reason: str) -> Report:
 
 
 class Keeping(Struct, frozen=True):
-    """Checks that a target keeps what it must keep.
+    """Checks that a target has a place for all states of the source, or that the user drops them.
 
     `source` is what was read, without dropped states. `named` has the target's names. `grouped`
     lacks the states of parameters that the next run does not train. `admitted` lacks the objects
@@ -135,7 +142,7 @@ class Keeping(Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the target certainly has a place for all states, without any file that shows it.
+        """Whether the target has a place for all states for certain, without building it.
 
         Every format has a place for the moments of Adam. Formats whose `states` name no limit also
         have one for every number.
@@ -209,7 +216,7 @@ class Keeping(Struct, frozen=True):
         return [_line(state, reasons[key]) for key, state in lost.items()]
 
     def _beside(self, shells: Manifest) -> list[Notice]:
-        """Notices about numbers of no parameter that the target lacks."""
+        """Notices about numbers that the target lacks and that belong to no parameter."""
         lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
@@ -217,7 +224,10 @@ class Keeping(Struct, frozen=True):
         return [note("state-omitted", message, subject=min(lost))]
 
     def _of_texts(self, shells: Manifest) -> list[Notice]:
-        """A warning about keys that may have been numbers, outside of parameters' states."""
+        """A warning about text keys of groups, schedulers and client state.
+
+        They may have been numbers before torch.distributed.checkpoint turned all keys into texts.
+        """
         if has_texts_alone(shells) or not has_texts_alone(self.source):
             return []
         parts: dict[str, Any] = {"groups": list(shells.groups or ())}
@@ -270,7 +280,7 @@ class Keeping(Struct, frozen=True):
 
 
 def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[Notice]:
-    """A warning if the target's engine counts an update differently from the source's."""
+    """A warning if the target's optimizer adds another number to its step in each update."""
     if before is None or after is None or before.times == after.times:
         return []
     return [

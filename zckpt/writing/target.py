@@ -49,7 +49,7 @@ from .numbered import in_its_folder
 
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
-    """The source under the names that the target needs, in the order that the user gives."""
+    """The source under the target's names, with parameters in the order of --param-names."""
     family_of_origin = formats.family_of(str(manifest.run.origin.format))
     is_plain = has_plain_names(format, manifest, options)
     if options[RENAME]:
@@ -78,10 +78,10 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
 
 
 def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
-    """Whether the words of wrappers are removed from a target's names.
+    """Whether wrappers' words, such as `_orig_mod`, are removed from the target's names.
 
     Weights alone and complete files are loaded into a plain model. But a run that itself saves such
-    files loads its own names. So does a user whose --rename adds the words.
+    files loads the names that it saved. So does a user whose --rename adds the words.
     """
     is_same = format.name == manifest.format and not format.is_neutral
     adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])
@@ -89,9 +89,9 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 
 
 def _is_in_order(manifest: Manifest) -> bool:
-    """Whether the manifest was read in the order of --param-names, which name only a part of it.
+    """Whether the reader has applied --param-names already, because it lists names of single ranks.
 
-    Without ZeRO, model ranks have separate names, and experts have those of one rank.
+    That is so without ZeRO if model ranks have separate names, or experts those of one rank.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
     return is_apart and manifest.run.origin.zero_stage == 0
@@ -106,7 +106,7 @@ def laid_out(
     options: Options,
     best_in: str | None,
 ) -> tuple[Manifest, Layout]:
-    """The source as the target's engine needs it, and the files of the target.
+    """The manifest that fills the target's files, and the layout of these files.
 
     `named` is the manifest under the target's names; `parts` are its models, if there are several.
     Raises the ZckptError that says why the target cannot be written; no file is written here.
@@ -169,7 +169,7 @@ def _run(path: str, format: Format) -> Manifest:
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
-    """Replaces the siblings of the same names by these files."""
+    """Adds files to a layout, in place of siblings of the same names."""
     if not files:
         return layout
     unchanged, names = layout.shells, {file.name for file in files}

@@ -276,7 +276,7 @@ class Notices(Struct, frozen=True):
     likely: tuple[str, ...] = ()
     """Keys of optimizers that fit the chosen model, although no file assigns them to it."""
     states_inferred: bool = True
-    """Whether the format can record that a name was inferred."""
+    """Whether files of this format can state that the name of a parameter was inferred."""
     share: str = ""
     """The evidence that the optimizer's states are only one rank's share; "" without any."""
     is_numbered: bool = False

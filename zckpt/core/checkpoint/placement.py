@@ -70,9 +70,10 @@ class Placement(Struct, frozen=True):
 
     @property
     def row_parts(self) -> object:
-        """How rows are cut, which is the same for a layer's weight and bias.
+        """A value that is equal for two rules that cut rows into the same sub-parameters.
 
-        None if the rule does not say.
+        The rules of a layer's weight and of its bias must have the same one. None if the rule says
+        nothing about rows.
         """
         return None
 

@@ -203,7 +203,7 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[Key], list[Key]]:
 
 
 def of_copies(a: Entry, b: Entry) -> Match:
-    """Matches a replica of a tensor with another replica."""
+    """The match of two replicas; compared as bytes if their types and shapes are equal."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 

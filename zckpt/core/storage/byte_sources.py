@@ -64,7 +64,7 @@ def register(path: str, where: ByteSource) -> Fingerprint:
 
 
 def restore(fingerprint: Fingerprint, where: ByteSource) -> None:
-    """Registers `where` for a file of this fingerprint again, after `forget`."""
+    """Registers `where` again for a file, after `forget` has removed it."""
     _known[fingerprint] = where
 
 

@@ -30,9 +30,9 @@ class Spread(Partitioned, frozen=True):
 class Beside(Struct, frozen=True):
     """Boxes of one tensor that lie side by side along `axis`, in this order, and together fill it.
 
-    They are alike along all axes before `axis`, and not cut along those after it. So every box has
-    one line for each line of all together, and a range of lines is contiguous in the tensor.
-    `widths` are the elements in a line of each box.
+    Along the axes before `axis` all boxes have the same sizes; along those after it, none is cut.
+    So line i of all boxes, one after the other, is a contiguous range of the tensor. `widths` are
+    the elements in a line of each box.
     """
 
     apart: Joined
@@ -56,7 +56,7 @@ class Beside(Struct, frozen=True):
         return self.apart.length(rank)
 
     def own_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """The range of a rank's part in a segment, which counts elements of the widest part."""
+        """The range of a rank's part that belongs to the range [start, stop) of the widest part."""
         width, widest = self.widths[rank], max(self.widths)
         return start // widest * width, stop // widest * width
 
@@ -109,10 +109,10 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
 
 
 def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of lines of a box that follow each other at equal distances in the tensor.
+    """The number of consecutive lines of a box that begin at equal distances in the tensor.
 
-    `sizes` are those of the box along the axes before its lines. Outer axes count as long as the
-    axes within them are not cut.
+    A line is a contiguous run. `sizes` are those of the box along the axes before its lines. An
+    outer axis adds lines only as long as the axes within it are not cut.
     """
     count = 1
     for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
@@ -123,11 +123,11 @@ def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 Cut = Partitioned | Joined | Beside
-"""A tensor or buffer of which several ranks have parts."""
+"""A tensor or buffer that several ranks or processes hold in parts."""
 
 
 class Segment(Struct, frozen=True):
-    """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`.
+    """Elements [start, stop) of every rank's part; in each row of a bucket they begin at `at`.
 
     A part may have fewer of them than others: see `own_range`.
     """
@@ -224,10 +224,11 @@ class Bucket(Struct, frozen=True):
 
 
 def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
-    """Elements [start, stop) of a rank's part; they begin at `column` of the rank's row.
+    """The blocks that make up elements [start, stop) of a rank's box.
 
-    Lines of the box are contiguous in the tensor. A range of elements begins and ends inside of
-    lines; between them, lines at equal distances make one block.
+    In the bucket they begin at `column` of the rank's row. A line of the box is contiguous in the
+    tensor. The range may begin and end inside of lines; between them, lines at equal distances make
+    one block.
     """
     part, member = tensor.parts[rank], FlatMember(tensor.key, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)
@@ -292,7 +293,10 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def kind_of(part: Cut) -> tuple[str, int, bool]:
-    """What all parts of a bucket share: dtype, number of ranks, whether they are not gathered."""
+    """What two parts must have in common to be in one bucket.
+
+    It is the dtype, the number of ranks, and whether they are read without gathering.
+    """
     return part.dtype, len(part.ranks), isinstance(part, Spread)
 
 
@@ -341,7 +345,7 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
 
 
 def share_of(bucket: Bucket, rank: int, size: int) -> Iterator[Block]:
-    """The blocks that one of `size` processes compares.
+    """The blocks of a bucket that process `rank` of `size` processes compares.
 
     The shares have similar numbers of elements.
     """

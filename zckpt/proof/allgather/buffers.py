@@ -52,7 +52,10 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own_rows(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory into which this process's rows are read, and the memory that is gathered."""
+        """The memory into which this process reads its rows, then its part of the gathered rows.
+
+        Both are the same memory unless rows are read into pinned memory first.
+        """
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
         return (part if self._rows is None else self._rows[:length]), part
@@ -82,7 +85,10 @@ class BucketBuffers:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block of the ranks, and the same elements of the other side; only boxes are copied."""
+        """A block of the gathered rows, and the same elements of the other checkpoint.
+
+        Both are views, except for a block that consists of several boxes.
+        """
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)
         lines = [

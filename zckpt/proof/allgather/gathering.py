@@ -86,7 +86,7 @@ class Gathering:
             self._finish(flight)
 
     def _room(self, memory: int, least: int) -> tuple[int, int]:
-        """The bytes of gathered rows, and of the other checkpoint, in each slot."""
+        """The bytes of the gathered rows, and of the other checkpoint, that a bucket may have."""
         most = 1.0
         for places in self.places.values():
             size = SIZES[self.matches[places[0]].a.dtype]
@@ -211,5 +211,5 @@ class Gathering:
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
-    """A block's rows; the complete block as one if its rows are contiguous in the tensor."""
+    """The rows of a block; the complete block as one if its rows are contiguous in the tensor."""
     return [a] if len(block.runs()) == 1 else list(a)

@@ -28,7 +28,10 @@ from .buckets import Cut, Spread, kind_of, side_by_side
 
 
 def alone(entry: Entry) -> Named:
-    """A tensor as its only part."""
+    """Makes the record of a tensor that its files contain without any cut over ranks.
+
+    It has one part for each run of bytes, in order, or is a `Whole` if its elements have strides.
+    """
     fragments = entry.fragments
     if isinstance(fragments, Box):  # the only box, so it is the complete tensor
         size = fragments.size
@@ -146,12 +149,15 @@ def by_name(
 
 
 def keys_of(part: Named) -> list[Key]:
-    """The tensors of which a part has elements."""
+    """The keys of a record's tensors: all members of a flat buffer, or the one tensor."""
     return [each.key for each in part.members] if isinstance(part, Partitioned) else [part.key]
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
-    """The row-major parts that `size` processes compare in buckets."""
+    """The parts of a record that `size` processes compare in buckets.
+
+    Boxes whose elements have strides are left out.
+    """
     if isinstance(part, Joined):
         boxes = tuple(box for box in part.parts if box.strides is None)
         yield from side_by_side(replace(part, parts=boxes))
@@ -172,7 +178,7 @@ def _spread(part: Whole, size: int) -> Spread:
 
 
 def strided(part: Named) -> Iterator[Joined]:
-    """The boxes of a part that are not row-major, one by one."""
+    """Yields the boxes of a record whose elements have strides, each as a record of one box."""
     if isinstance(part, Whole) and part.strides:
         box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)
         yield Joined(part.key, part.dtype, part.shape, (box,))
@@ -181,6 +187,6 @@ def strided(part: Named) -> Iterator[Joined]:
 
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
-    """Groups the parts that fit into common buckets; otherwise keeps their order."""
+    """Sorts the parts so that those which fit into common buckets follow each other."""
     kinds = by_key((kind_of(part), part) for part in parts)
     return [part for alike in kinds.values() for part in alike]

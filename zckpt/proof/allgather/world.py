@@ -29,7 +29,7 @@ class World(Struct, frozen=True):
 
 
 def join_world(asked: str | None) -> World:
-    """The processes of a launch, by the variables that torchrun sets, or this process alone.
+    """Joins the processes of a launch by torchrun's variables; without them, this one alone.
 
     NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
     which NCCL refuses, gloo gathers in the processor's memory.
