@@ -150,7 +150,7 @@ def _read(path: str | os.PathLike[str], reading: Reading, alone: bool) -> Manife
 
 
 def _own_tensors(manifest: Manifest) -> list[Notice]:
-    """Notices about tensors of the program's own state, which weights alone do not include.
+    """Notices about tensors in the program's own state, which a target of weights alone lacks.
 
     The averages of an EMA may be among them.
     """
@@ -245,7 +245,7 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[Notice
 
 
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[Notice]:
-    """Warns if `--param-names` orders parameters differently from files that name them.
+    """Warns if --param-names has another order than files that name the parameters themselves.
 
     A reader that needs names has used those of the option, in its order. Only pipeline stages have
     an order of their own.
@@ -331,7 +331,7 @@ def read_both(
 def read_other(
     path: str | os.PathLike[str], first: Manifest, reading: Reading
 ) -> tuple[Manifest, Manifest, list[Notice]]:
-    """As `read_both`, for a second checkpoint. `first` was read, and keeps its weights' names."""
+    """Reads a second checkpoint like `read_both`; `first` was read, and its weights keep names."""
     other = _read_second(path, first, reading)
     same = called_as(other, names_of(first))
     _need_shared(first, same)
@@ -385,9 +385,9 @@ def _need_shared(first: Manifest, other: Manifest) -> None:
 
 
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
-    """The models of `manifest` that match the parameters of `other`.
+    """The models of `manifest` that have the names and shapes of `other`.
 
-    If `other` names a model and it matches: that one only.
+    If `other` states the name of its model and that model matches, only this one.
     """
     fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
     keys = other.run.engine.model if isinstance(other.run.engine, StateDictEngine) else ()

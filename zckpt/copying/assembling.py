@@ -103,7 +103,7 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
-        """Computes elements as means of all replicas.
+        """Fills the elements of a piece whose values are the mean of all replicas.
 
         `view` begins at byte `offset` of the file.
         """
@@ -125,7 +125,10 @@ class Assembler(Struct, frozen=True, eq=False):
                 put_mean(copies, view[at : at + (stop - start) * size], dtype)
 
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        """Fills runs at a stride: reads the rows that contain them, then copies the runs."""
+        """Fills a piece that consists of runs at a stride.
+
+        It reads the source's rows that contain them, and copies the runs.
+        """
         import numpy as np
 
         source, target = piece.pair.source, piece.pair.target

@@ -23,9 +23,9 @@ from .journal import Passed, Region
 from .sharing import Portion
 
 MASTERS = "masters/"
-"""The name of the row, in place of a file's."""
+"""The name of the row in the journal, where regions of files have the file's name."""
 DIFFERS = "differs"
-"""A key in a region, with the number of a match and the first element that differs there."""
+"""The kind of a key in a region that notes the first differing element of a match."""
 
 
 class MasterPart(Struct, frozen=True):
@@ -77,7 +77,10 @@ class MasterRow:
             yield from parts
 
     def _parts(self, begin: int, end: int) -> Iterator[MasterPart]:
-        """The parts of a region. An element belongs to the region that contains its first byte."""
+        """Cuts bytes [begin, end) of the row into parts.
+
+        An element belongs to the region that contains its first byte.
+        """
         for number, match in enumerate(self._matches):
             first, width = self._begins[number], _width(match)
             start, stop = (
@@ -112,7 +115,10 @@ class MasterRow:
         return measure_difference(a, a_dtype, b, b_dtype, part.start, is_rounded).first
 
     def compared(self, part: MasterPart, first: int | None) -> Region | None:
-        """Counts a part, and the element that differs; returns its region once it is complete."""
+        """Counts a part as compared, with the first element that differs; None if none does.
+
+        Returns the part's region, with all that differ in it, once its last part is counted.
+        """
         region = self._regions[part.region]
         if first is not None:
             region.differing[part.number] = min(first, region.differing.get(part.number, first))

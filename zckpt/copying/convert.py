@@ -124,7 +124,7 @@ def convert(
 
 
 def _beside(layout: Layout, root: str) -> Iterator[plan.Pair]:
-    """The files that are copied unchanged, each as a tensor of bytes."""
+    """Pairs each file that is copied unchanged with its copy, as if both were tensors of bytes."""
     for name, sibling in layout.siblings:
         source, target = (
             Entry(name, "file", "U8", (size,), solid(size, Extent(path, 0, size)))
@@ -196,7 +196,7 @@ def take_part(
 
 
 def _strictest_mode(source: Manifest) -> int:
-    """The permissions that all files of a source have in common, for the target's files."""
+    """The permissions that all files of a source have, which the target's files get."""
     mode = 0o666
     for file in source.files.paths:
         mode &= os.stat(file).st_mode

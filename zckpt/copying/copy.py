@@ -127,7 +127,7 @@ class _Copy(Struct, eq=False, dict=True):
                 self.progress(region.stop - region.start)
 
     def _tasks(self, portions: Sequence[Portion]) -> Iterator[Task]:
-        """The chunks of portions of one file, or the parts of masters."""
+        """Yields the chunks of these portions of one file, or the parts of masters to compare."""
         if self.masters and portions[0].file == MASTERS:
             describe(self.progress, "comparing masters with their weights")
             yield from self.masters.parts(portions)
@@ -218,7 +218,7 @@ class _Copy(Struct, eq=False, dict=True):
         return carry_out
 
     def _compare(self, part: MasterPart, reader: ElementReader, buffers: Buffers) -> None:
-        """Compares a part of the masters; notes its region once it is complete."""
+        """Compares one part of the masters; notes its region when all its parts are compared."""
         assert self.masters is not None
         with self.assembling:
             first = self.masters.first(part, reader, buffers)
@@ -333,7 +333,7 @@ class _Copy(Struct, eq=False, dict=True):
 
 
 def scattered(pairs: Sequence[Pair]) -> set[int]:
-    """The numbers of the pairs whose target is cut along inner axes."""
+    """The numbers of the pairs whose target is cut along an inner axis, not along the first."""
     return {number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)}
 
 
@@ -360,14 +360,14 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
 
 
 def _is_in_order(fragments: Fragments) -> bool:
-    """Whether the fragments are single runs; False if a tensor is cut along inner axes."""
+    """Whether the fragments follow each other in the tensor: it is not cut along inner axes."""
     return isinstance(fragments, (Runs, Slices))
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
-    """The source's flat buffers whose tensors are cut differently over the ranks of the target.
+    """The flat buffers of the source whose tensors lie in flat buffers of the target, too.
 
-    A slice may be read for two of these ranks, and padding for none.
+    One slice of the source may be read for two ranks of the target, and its padding for none.
     """
     # by the identity of the flat buffers: the slices that extend into most of them
     longest: dict[int, Slices] = {}

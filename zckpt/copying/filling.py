@@ -18,7 +18,7 @@ from .journal import Key, Passed
 
 REGION = 256 << 20  # bytes
 FILE, RECORD = "file", "record"
-"""The object of a CRC-32: a target file, or a record in it."""
+"""The kinds of CRC-32s that are collected here: of a target file, and of a record in it."""
 
 
 CoverOf = Callable[[Key], Cover | Scattered]

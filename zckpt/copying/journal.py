@@ -36,7 +36,10 @@ SYNC_EVERY = 1.0  # seconds between two syncs of the journal
 ENDING = 5.0  # seconds that a process of an earlier run may need to end
 
 Key = tuple[str, int, int]
-"""The object of a CRC-32: its kind, the number of a file, tensor or record, and a second number."""
+"""What a CRC-32 belongs to: its kind, then the number of a file, tensor or record, then another.
+
+The last number is that of a record within its file.
+"""
 Passed = tuple[Key, int, int, int]
 """A key, bytes [start, stop) of its object, and their CRC-32."""
 
@@ -55,7 +58,7 @@ class Identity(Struct, frozen=True):
     files: Mapping[str, int] = field(default_factory=dict)
 
     def mark(self) -> dict[str, str]:
-        """A short form: the CRC-32 of each part."""
+        """A short form of the identity: the CRC-32 of each of its parts."""
         return {key: f"{crc32(_text(part)):08x}" for key, part in asdict(self).items()}
 
 
@@ -64,7 +67,7 @@ def _text(value: Any) -> bytes:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """How an earlier run differs from this one, in words; None if it is the same run.
+    """In words, what an earlier run had other than this one; None if they are the same run.
 
     Both arguments are documents of identities, or both are marks.
     """
@@ -156,7 +159,10 @@ class Journal:
             self.folder.unlink(self._path(name))
 
     def _take_back(self) -> None:
-        """Removes the journal if this run has just begun it, while the lock still holds."""
+        """Removes the journal if this run has created it and nothing else is in the folder.
+
+        The lock must still be held.
+        """
         is_ours = self._is_locked and self._is_at(self._file, self.path)
         if is_ours and self.is_new and self.folder.names() == [JOURNAL]:
             self.folder.unlink(self.path)
@@ -171,7 +177,7 @@ class Journal:
         return self._files[-1]
 
     def _is_at(self, file: int, path: str) -> bool:
-        """Whether the open file is still the one at `path`: its run may have ended meanwhile."""
+        """Whether `path` still leads to this open file, which another run may have removed."""
         now = self.folder.status(path)
         return now is not None and os.path.samestat(os.fstat(file), now)
 
@@ -183,7 +189,7 @@ class Journal:
         return {"run": asdict(self._identity), "chunk": self.chunk}
 
     def _read(self, file: int) -> int:
-        """Adds the regions of a journal; returns the length of its intact lines."""
+        """Adds the regions that a journal notes; returns the bytes of its intact lines."""
         lines = lines_of(file)
         self._take(lines)
         return sum(map(len, lines))
@@ -250,7 +256,7 @@ class Journal:
 
 
 def not_continued(folder: str, reason: str) -> TargetExists:
-    """The error for a target that another run has begun; `reason` names the difference."""
+    """The error for a target that was begun by a run with another identity; `reason` says which."""
     return TargetExists(
         "target-not-resumable",
         f"{folder} cannot be continued: it was begun with {reason}",

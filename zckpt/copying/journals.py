@@ -87,9 +87,9 @@ class PartJournal(Journal):
             close(self._files.pop())  # a process that stopped has removed it
 
     def _shared(self) -> int:
-        """The file `journal` of this run with a shared lock.
+        """Opens the file `journal` of this run, and takes a shared lock.
 
-        Waits while another part begins or completes the target.
+        It waits while another part begins or completes the target.
         """
         end = time.monotonic() + COMPLETING
         while True:
@@ -139,7 +139,7 @@ class PartJournal(Journal):
         return files
 
     def _take_back(self) -> None:
-        """Removes this part's journal, if no earlier process has begun it."""
+        """Removes the journal of this part, if it had no lines before this process."""
         if self._is_new_part:
             self.folder.unlink(self._path(self._name))
 

@@ -145,7 +145,7 @@ class Part(Sharing, Struct, frozen=True):
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:
-    """The incomplete portions, file by file."""
+    """Yields, for each file, its portions that are not complete yet."""
     left = (portion for portion in portions if not portion.is_complete)
     for _, same in groupby(left, key=lambda portion: portion.file):
         yield list(same)

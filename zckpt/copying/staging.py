@@ -160,7 +160,10 @@ class Staging:
         return Journal(*about) if self.has_locks else LonelyJournal(*about)
 
     def _refuse_meanwhile(self) -> None:
-        """Raises TargetExists if another run has completed the target, or was killed, meanwhile."""
+        """Raises TargetExists if another run has completed the target after this run began.
+
+        Also raises it if another run was killed there meanwhile, and has left a journal.
+        """
         try:
             refuse_existing(self.target, partial=False)
             if not (self.resume or self.journal.is_new):
@@ -239,7 +242,7 @@ class Staging:
         return self.root.opened(path, flags, mode)
 
     def lay_beside(self, siblings: Sequence[tuple[str, Sibling]]) -> None:
-        """Creates the files that are copied unchanged, with holes, where no reader looks yet."""
+        """Creates, below `.zckpt`, the files that are copied unchanged, with holes."""
         for name, _ in siblings:
             path_inside(self.path, name, "the source")
         self._lay((Shell(waiting("", name), own.size, ()) for name, own in siblings), 0o600)
@@ -315,9 +318,10 @@ class Staging:
                 raise
 
     def _leave(self, is_marked: bool) -> None:
-        """Syncs the rename and removes the journal; the target exists, whatever fails.
+        """Syncs the rename and removes the journal.
 
-        Without locks, the file that marks it is written here: another run's rename may have won.
+        The target exists already: failures become warnings. On a filesystem without locks, the file
+        that marks the target is written here: another run's rename may have won.
         """
         try:
             if not is_marked:
@@ -363,7 +367,7 @@ class Staging:
 def with_neighbors(
     parts: Iterable[tuple[int, bytes]], near: int
 ) -> Iterator[tuple[int, bytearray]]:
-    """Merges parts of a file if the hole between them is below `near` bytes, filled with zeros."""
+    """Merges parts of a file that are less than `near` bytes apart; zeros fill the hole."""
     start, joined = 0, bytearray()
     for offset, data in parts:
         hole = offset - start - len(joined)

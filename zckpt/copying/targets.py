@@ -150,7 +150,7 @@ def _shown_mark(target: str) -> dict[str, str]:
 
 
 def has_locks_at(target: str) -> bool:
-    """Whether the filesystem of a target has locks; True if nothing can be written there."""
+    """Whether the filesystem of a target has locks; True if that cannot be found out."""
     try:
         with Folder.at(_nearest_folder(target)) as above:
             return has_locks(above)
@@ -167,7 +167,7 @@ def _nearest_folder(target: str) -> str:
 
 
 def _refuse_foreign(target: str, names: Iterable[str]) -> None:
-    """Raises TargetExists unless a complete target, and these files in it, belong to the user."""
+    """Raises TargetExists if a target, or one of these files in it, belongs to another user."""
     below = (name.split(os.sep) for name in names)
     paths = {os.path.join(target, *parts[:end]) for parts in below for end in range(len(parts) + 1)}
     owners = {path: os.stat(path).st_uid for path in sorted(paths)}
@@ -185,7 +185,10 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
 
 
 def of_another_run(target: str, reason: str) -> TargetExists:
-    """The error for a target that this run has not written; `reason` continues "exists,"."""
+    """The error for a target that another run has written.
+
+    `reason` continues the message after "exists,".
+    """
     hint = f"choose another name, or remove it: {removal(target)}"
     return TargetExists("target-exists", f"{target} exists, {reason}", hint, file=target)
 

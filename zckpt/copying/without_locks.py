@@ -108,7 +108,7 @@ def _host() -> str:
 
 
 def writer_of(partial: str) -> str:
-    """The host, process and word in the name of an unfinished target; empty if it has none."""
+    """The part of an unfinished target's name that identifies its process; empty if it has none."""
     match = OWN.fullmatch(os.path.basename(partial))
     return match[2] if match else ""
 
@@ -195,7 +195,10 @@ def _noted(above: Folder, path: str) -> Process | None:
 
 
 def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
-    """Whether a process of this machine is writing; before it has a journal, its name shows it."""
+    """Whether a process of this machine may still be writing an unfinished target.
+
+    Before there is a journal that names the process, the directory's name does.
+    """
     if process is not None:
         here = this_process()
         return (process.boot, process.namespace) == (here.boot, here.namespace)

@@ -58,12 +58,15 @@ def number_in(path: str, keys: Collection[str], pair: tuple[str, str] | None = N
 
 
 def _text(key: str) -> bytes:
-    """A pattern for the opcodes of a short text."""
+    """A pattern that matches the opcodes by which a pickle writes this text."""
     return b"X" + re.escape(struct.pack("<I", len(key)) + key.encode()) + PUT
 
 
 def _pickle_in(head: bytes) -> int | None:
-    """The offset of the pickle in a zip; None if it is not the first member, as in old torch."""
+    """The byte at which the pickle begins in a zip, given the first bytes of the zip.
+
+    None if it is not the first member, as in old versions of torch.
+    """
     if not head.startswith(ZIP) or len(head) < HEADER:
         return None
     length, extra = struct.unpack_from("<HH", head, 26)

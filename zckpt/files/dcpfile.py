@@ -80,7 +80,7 @@ _laid: dict[str, ItemTable] = {}  # tables of folders that are laid out and not 
 
 
 def names_any(folder: str, texts: Sequence[bytes]) -> bool:
-    """Whether the `.metadata` of a folder contains one of the texts, which are parts of keys.
+    """Whether one of these texts occurs in the `.metadata` of a folder, as a part of a key.
 
     It is not unpickled, since keys are plain text in it. False if it is too large to be read.
     """
@@ -170,7 +170,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str, is_laid: bool = Fa
 
 
 def _unpickled(name: str, is_laid: bool) -> tuple[Any, Rows]:
-    """The contents of a metadata file; its bytes are not kept."""
+    """Unpickles a metadata file; returns its value, and the columns (`Rows`) made meanwhile."""
     with sources.opened(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > (most := most_metadata()):
@@ -287,7 +287,7 @@ def _count(chunk: Any) -> int:
 
 
 class _Columns:
-    """The columns of a table, which are filled from the rows and the records of its pickle."""
+    """Fills the columns of a table, from the rows and the records in a pickle."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -305,7 +305,7 @@ class _Columns:
         return number
 
     def boxes_of(self, key: str, chunks: Sequence[Any]) -> Sequence[ItemBox]:
-        """Enters the boxes of a tensor; returns them."""
+        """Adds the boxes of a tensor to the columns; returns them."""
         boxes, start = self.boxes, len(self.boxes.sizes)
         for chunk in chunks:
             if type(chunk) is Run:
@@ -319,7 +319,7 @@ class _Columns:
         return boxes.since(start)
 
     def locations(self, folder: str, storage: Mapping[Any, Any]) -> Places:
-        """Enters the place of every item; returns all places."""
+        """Adds the location of every item to the columns; returns all, sorted."""
         places = EnteredPlaces(self.shapes)
         paths: dict[str, str] = {}  # paths of files, by their names in the metadata
         for key, offsets, name, offset, length in self._stated(storage):
@@ -358,7 +358,10 @@ class _Columns:
 
 
 def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:
-    """The path of every key; empty if the writer kept no paths, or other values instead."""
+    """Maps every key to its path in the program's state dict.
+
+    Empty if the writer kept no paths, or wrote other values in their place.
+    """
     if not isinstance(planner_data, dict) or planner_data.keys().isdisjoint(items):
         return {}
     return {_text(key, "a key"): _path(key, path) for key, path in planner_data.items()}
@@ -391,7 +394,7 @@ def _text(value: Any, what: str) -> str:
 
 
 def _numbers(values: Any, key: str) -> tuple[int, ...]:
-    """Checks sizes, offsets or lengths."""
+    """Returns sizes, offsets or lengths as a tuple; raises CorruptCheckpoint for wrong ones."""
     if isinstance(values, (tuple, list)) and len(values) <= MAX_AXES:
         for value in values:
             if type(value) is not int or not 0 <= value < MAX_NUMBER:
@@ -405,7 +408,7 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
 
 
 def _texts(values: Any) -> str:
-    """A list of texts for a message; for another value its type."""
+    """For a message: the texts in a list; for a value of another type the name of the type."""
     if isinstance(values, (list, tuple)):
         return listed([str(value)[:80] for value in values[:9] if isinstance(value, str)])
     return type(values).__name__
@@ -455,7 +458,7 @@ def need_agreement(table: ItemTable, name: str) -> None:
 
 
 def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> Iterator[int]:
-    """The rows of the places of a tensor's boxes."""
+    """Yields, for the boxes of a tensor, the rows of their places; raises as `need_agreement`."""
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(

@@ -76,7 +76,10 @@ class ItemFiles:
     def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
-        """The tensor of an item whose file is lost, if another file stands in for it; else None."""
+        """A tensor without data for an item whose file is lost, if another file stands in for it.
+
+        None if the file is not lost.
+        """
         if not sources.is_stand_in(location.file):
             return None
         self.sizes.setdefault(location.file, 0)
@@ -176,7 +179,7 @@ class ItemFiles:
     def tensor_file(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> TorchFile:
-        """Opens the item of a tensor, and notes its form for other items. Raises as `torch_file`.
+        """Opens the item of a tensor, to plan others of its form by it. Raises as `torch_file`.
 
         The item may hold another value than the expected tensor.
         """
@@ -329,7 +332,7 @@ class _Forms:
         return self._kinds.get((kind_of(key), dtype), False)
 
     def begin(self, length: int, item_length: int) -> int | None:
-        """As `place`, for an item whose kind is planned."""
+        """Where the data begin, as `place` returns it, for an item of a planned kind."""
         return self._places.get((item_length - length, length % ALIGNMENT))
 
     def note(
@@ -396,7 +399,7 @@ class _Outline(Struct, frozen=True):
         return replace(outline, head=outline.blank(head, 0), tail=outline.blank(tail, behind))
 
     def bytes_of(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
-        """The bytes of an item before its data, and after them."""
+        """An item's bytes before its data, and those after its data."""
         if length <= AT_ONCE:
             data = sources.pread(file, length, offset)
             return data[: self.data], data[self.behind :]
@@ -508,7 +511,7 @@ class PlannedBoxes(Sequence[tuple[ItemBox, Record]]):
 
     @property
     def extents(self) -> Sequence[Extent]:
-        """The places of all boxes' data."""
+        """The extent of each box's data."""
         return Made(self._extent, range(len(self)))
 
     def is_open(self, place: int) -> bool:

@@ -142,7 +142,10 @@ class Rows:
         }
 
     def match(self, cls: str, data: Any, position: int, memo: dict[int, Any]) -> Any:
-        """The row of the form after a class, and where it ends; None if there is no such form."""
+        """Recognizes the object that follows a class; returns its row, and the position after it.
+
+        None if the class has no form, or the bytes do not have it.
+        """
         form = self._forms.get(cls)
         return None if form is None else form(data, position, memo)
 
@@ -171,12 +174,12 @@ class Rows:
     # -- columns
 
     def boxes(self, run: Run) -> Iterator[tuple[int, int]]:
-        """The numbers of the offsets and the sizes of boxes."""
+        """Yields, for the boxes in a run, the numbers of their offsets and of their sizes."""
         rows = slice(run.start, run.stop)
         yield from zip(self.box_offsets[rows], self.box_sizes[rows], strict=True)
 
     def places(self, run: Run) -> Iterator[tuple[str, int, str, int, int]]:
-        """Keys, numbers of offsets, files, offsets and lengths of items."""
+        """Yields, for the places in a run: key, number of the offsets, file, offset, length."""
         names = self.names
         for row in range(run.start, run.stop):
             key, file = names[self.place_keys[row]], names[self.place_files[row]]
@@ -335,9 +338,10 @@ class Rows:
         ref: bytes,
         memo: dict[int, Any],
     ) -> int | None:
-        """The number of offsets or sizes in `shapes`; None for any other value.
+        """The number in `shapes` of a shape that a pickle writes in one of three ways.
 
-        They are a new torch.Size, whose tuple is `text`, or a `plain` tuple, or a reference.
+        It is a new torch.Size with the tuple `text`, a `plain` tuple, or a reference. None for a
+        reference to any other value.
         """
         if plain is not None:
             known = self._known_shapes.get(b"t" + plain)

@@ -50,14 +50,14 @@ class Shapes:
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, values: tuple[int, ...]) -> int:
-        """The number of offsets or sizes; new ones get a number."""
+        """The number of these offsets or sizes; they are added if they are new."""
         number = self._numbers.setdefault(values, len(self.values))
         if number == len(self.values):
             self.values.append(values)
         return number
 
     def known(self, values: tuple[int, ...]) -> int | None:
-        """The number of offsets or sizes; None if they have none."""
+        """The number of these offsets or sizes; None if they were not added."""
         return self._numbers.get(values)
 
 
@@ -299,5 +299,5 @@ class ItemTable(Struct, frozen=True):
 
 
 def called(key: str, offsets: tuple[int, ...] | None) -> str:
-    """An item's name in messages."""
+    """An item's name in messages: its key, with the offsets of the box."""
     return safe(key) if offsets is None else f"{safe(key)} at {list(offsets)}"

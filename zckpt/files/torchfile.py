@@ -54,7 +54,7 @@ ZIP, PROTOCOLS = b"PK\3\4", (b"\2", b"\3", b"\4", b"\5")  # the first bytes of f
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
 FUNCTIONS = {**BUILTINS, **TENSORS}
 _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
-"""The error of the last pickle that could not be read, by its file."""
+"""The last pickle that could not be read: its error, by the file."""
 
 
 class _Loaded(Struct, frozen=True, eq=False):
@@ -74,7 +74,7 @@ class _Loaded(Struct, frozen=True, eq=False):
 class Parsed(dict[tuple[int, int, int], _Loaded]):
     """A cache of what is parsed once for the files of all ranks.
 
-    It maps length, CRC-32 and hash of a pickle to its contents. `files` are opened files by path,
+    It maps a pickle, by length, CRC-32 and hash, to its contents. `files` are opened files by path,
     for readers that open a file twice. `directories` are those of zips.
     """
 
@@ -243,9 +243,9 @@ class TorchFile:
         return self.scalar(value) if is_number else value
 
     def kept(self, value: Any, path: str, entries: dict[Key, Entry]) -> Any:
-        """Moves the tensors of a value to `entries`, with the slot `state`.
+        """Copies a value, with names in place of its tensors, which are added to `entries`.
 
-        The result has their names instead, and the values of 0-d tensors.
+        The tensors get the slot `state`. A 0-d tensor is replaced by its value.
         """
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
@@ -256,7 +256,7 @@ class TorchFile:
         return map_values(value, lambda item, key: self.kept(item, inside(path, key), entries))
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
-        """The length and the stated CRC-32 of the record with the tensor's storage."""
+        """The length of the record with the tensor's storage, and its stated CRC-32."""
         record = self._record(tensor)
         return record.extent.length, record.crc
 
@@ -353,7 +353,7 @@ class TorchFile:
         return loaded
 
     def _parsed(self, text: bytes, crc: int | None, parsed: Parsed) -> _Loaded:
-        """The parsed pickle of a zip, which may have been parsed for another file."""
+        """The contents of a zip's pickle; equal pickles of several files are parsed once."""
         # with CRC-32 alone, one of 10,000 checkpoints of 1,000 ranks would have two equal keys by
         # chance
         key = (len(text), crc32(text) if crc is None else crc, hash(text))
@@ -378,7 +378,10 @@ class TorchFile:
     # -- torch < 1.6
 
     def _read_legacy(self, file: int) -> _Loaded:
-        """The pickles at the beginning; records the places of the storages after them."""
+        """Parses the pickles at the beginning of an old file, and finds its storages.
+
+        The file is from torch before 1.6.
+        """
         most = FIRST_READ
         while True:
             text = sources.pread(file, min(most, self.size, MAX_PICKLE), 0)
@@ -404,7 +407,7 @@ class TorchFile:
         return loaded
 
     def _legacy_pickles(self, data: bytes) -> tuple[_Loaded, list[Storage], int]:
-        """The value, its storages in the order of the file, and the offset where they begin."""
+        """The saved value, its storages in the order of the file, and where they begin."""
         magic = _Parser(data, self.path)
         if magic.load() != 0x1950A86A20F9469CFC6C:
             raise NotACheckpoint(

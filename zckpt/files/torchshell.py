@@ -62,7 +62,10 @@ class Storages(Struct, eq=False):
 
 
 def thawed(value: Any, entries: Mapping[Key, Entry], storages: Storages) -> Any:
-    """A value of a manifest's state, with tensors in place of their names and numbers."""
+    """Copies a value of a manifest's state, with tensors in new storages in place of names.
+
+    Numbers of the class `Scalar` become tensors, too.
+    """
     if isinstance(value, Scalar):
         return storages.scalar(value)
     if isinstance(value, TensorName):
@@ -98,7 +101,7 @@ class Contents:
         self._zips: dict[int, _Zip] = {}
 
     def shell(self, name: str) -> Shell:
-        """The shell of the file `name` with these contents."""
+        """The shell of a file with these contents, under the name `name`."""
         folder = os.path.basename(name).removesuffix(".pt").encode()
         if len(folder) not in self._zips:
             self._zips[len(folder)] = _zip(len(folder), self._members)
@@ -116,7 +119,7 @@ def _known(inside: str, data: bytes) -> Member:
 
 
 def _special(value: Any) -> Any:
-    """A tensor in the form in which torch pickles it; None for other types."""
+    """The call by which torch rebuilds a tensor, as a record for `dumps`; None for other types."""
     if isinstance(value, Scalar):
         raise TypeError("a 0-d tensor needs a storage: see Storages.scalar")
     if isinstance(value, Tensor):

@@ -98,7 +98,7 @@ def _tensor(
 
 
 CONTIGUOUS = ((), (1,))
-"""Strides that only contiguous tensors have: those of 0-d and of flat tensors."""
+"""Strides with which a tensor is always contiguous: those of 0-d tensors, and (1,)."""
 
 
 def runs_of(tensor: Tensor) -> int:
@@ -151,7 +151,10 @@ def class_of(value: Any) -> str:
 
 
 def shape_of_record(value: Foreign) -> tuple[int, ...] | None:
-    """The shape that such a record states (`_rebuild_wrapper_subclass`); None if it states none."""
+    """The shape that the record of a tensor subclass states; None if it states none.
+
+    Only records of `_rebuild_wrapper_subclass` state one.
+    """
     function, _, arguments, _ = value.arguments
     is_wrapper = isinstance(function, Global) and function.name.endswith("_wrapper_subclass")
     sizes = arguments[2] if is_wrapper and isinstance(arguments, tuple) and arguments[2:] else None

@@ -239,7 +239,7 @@ class _Zip(Struct, eq=False, dict=True):
         return start, length, count
 
     def data_offset(self, entry: _Entry) -> int:
-        """The offset of a member's data, which only its local header determines."""
+        """Reads a member's local header, which determines where its data begin."""
         head = self.read(entry.header, 30 + len(entry.name))
         if head[:4] != b"PK\3\4" or head[30:] != entry.name:
             raise CorruptCheckpoint(
@@ -315,7 +315,10 @@ def _entries(path: str, directory: bytes, count: int) -> list[_Entry]:
 
 
 def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:
-    """Length, packed length and offset: a field of 0xFFFFFFFF comes from the zip64 field."""
+    """Replaces each of the `fields` that is 0xFFFFFFFF by its value in the zip64 field `extra`.
+
+    The fields are length, packed length and offset, in this order.
+    """
     wide: bytes = b""
     place = 0
     while place + 4 <= len(extra):

@@ -87,7 +87,7 @@ def _of_files(siblings: Sequence[Sibling]) -> About:
 
 
 def resuming(manifest: Manifest, root: str, path: str) -> str | None:
-    """The line of code with which the program resumes from `path`; None if zckpt does not know it.
+    """The line of code with which the program resumes from `path`; None if that is not known.
 
     `root` is the engine's own folder; `path` may be the trainer's folder around it.
     """
@@ -166,12 +166,12 @@ def _last(lines: Sequence[Mapping[str, Any]], key: str, as_number: Callable[[Any
 
 
 def text(value: Any) -> str | None:
-    """A name that can be shown: not empty, and cut to LONGEST characters."""
+    """A text cut to LONGEST characters; None for an empty text or any other value."""
     return value[:LONGEST] if isinstance(value, str) and value.strip() else None
 
 
 def number(value: Any) -> Any:
-    """A number that can be shown and drawn; None for any other value."""
+    """Returns the value if it is a number that a chart can show; None for any other value."""
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 

@@ -16,7 +16,7 @@ from ..errors import Notice, WrongOption
 from ..formats.format import Format
 
 OTHER_TIME = "files-of-other-time"
-"""The code of a warning that is also shown to a program that loads tensors."""
+"""The code of a reader's warning that a program which loads tensors gets, too."""
 
 
 def rounding_of(manifest: Manifest, accept_weights: bool) -> masters.Rounding | None:
@@ -90,4 +90,4 @@ def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool
 
 
 _asked: dict[str, object] = {}
-"""The last check, by the path of the checkpoint, with the fingerprints of its files."""
+"""Fingerprints of the files of the last checkpoint that was checked, by its path."""

@@ -51,7 +51,7 @@ from .verdict import Verdict
 
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
 NO_FAULT = (WrongOption, MissingExtra, SourceChanged)
-"""Errors that say nothing about the checkpoint."""
+"""Errors that are not due to the checkpoint, such as a wrong option."""
 OF_OTHERS = ("foreign", "unexpected")
 SMALL = 4096  # bytes; a file up to this size is copied into the folder of links
 
@@ -94,7 +94,7 @@ class Found(Struct, eq=False, dict=True):
 
     @cached_property
     def judged(self) -> Verdict:
-        """The verdict: whether it is complete, and of one save."""
+        """The verdict on the checkpoint: whether it is complete, and of one save."""
         return verdict.of(self.known)
 
     @property
@@ -248,7 +248,7 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
 
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
-    """The kind of an error, `missing` or `unreadable`, and the real paths of its files."""
+    """`missing` or `unreadable`, by what the error says of files, and their real paths."""
     states = {found.real(path): state for path, state in states_in(error).items()}
     known = {*map(found.real, found.lost)}
     kind = "missing" if "missing" in states.values() else "unreadable"

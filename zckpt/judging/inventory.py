@@ -196,11 +196,14 @@ def roles_beside(folder: str) -> set[str]:
 
 
 def _known(name: str) -> Known | None:
-    """Parses the name of a program's file; quick for 50,000 other names."""
+    """Parses the name of a program's file; None for other names, of which there may be 50,000."""
     return known(needs.ROLES, name) if "/" in name or _NAMES.fullmatch(name) else None
 
 
 def folder_of(manifest: Manifest) -> str:
-    """The folder of the program's own files, except those in subfolders; else the root."""
+    """The folder in which the trainer's own files lie; the root if there are none.
+
+    Files in its subfolders are not considered.
+    """
     paths = (item.path for item in manifest.files.siblings if os.sep not in item.name)
     return os.path.dirname(next(paths, os.path.join(manifest.root, "")))

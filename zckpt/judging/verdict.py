@@ -52,7 +52,7 @@ NOT_ITS_OWN = (InconsistentCheckpoint, SourceChanged)
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
 """Errors that commands such as `report` list as findings, instead of failing with them."""
 BROKEN = (*MISSING, *NOT_ITS_OWN, CorruptCheckpoint, UnsupportedCheckpoint)
-"""Errors about the files of one checkpoint: another checkpoint of the run may be complete."""
+"""Errors about the files of one checkpoint, after which another checkpoint may be tried."""
 WORDS: Mapping[State, str] = {
     "missing": "is missing",
     "empty": "is empty",
@@ -112,9 +112,9 @@ class Verdict(Struct, frozen=True):
         return [*_as_warnings((*self.unread, *self.doubts)), *self.links, *self.restored]
 
     def warnings(self, resumes: bool = True) -> list[Notice]:
-        """All findings as warnings, for a command that continues.
+        """All findings as warnings, for a conversion.
 
-        If the target is not resumed from, they are only about the files that it copies.
+        If no run will resume from its target, only findings about files that it copies are given.
         """
         if resumes:
             return [*_as_warnings(self.problems), *self.remarks]
@@ -261,9 +261,10 @@ def _ranks_without(manifest: Manifest, rows: Iterable[Row]) -> Iterable[Notice]:
 def _without_optimizer(
     manifest: Manifest, rows: Iterable[Row], is_known: bool
 ) -> tuple[list[Notice], list[Notice]]:
-    """Notices about an optimizer that was lost, and about one that was not saved; at most one.
+    """Two lists of notices: that an optimizer is lost, and that none was saved.
 
-    If the program `is_known`, the names of its optimizer's files are known too.
+    At most one has any. If the program `is_known`, the names of its optimizer's files are known
+    too.
     """
     if manifest.notices.lost:
         return [*manifest.notices.lost], []
@@ -292,7 +293,7 @@ def _wrong(row: Row, why: str, hint: str = "") -> Notice:
 
 
 UNREAD = "unread-file-damaged"
-"""The code of damage that does not disqualify a checkpoint."""
+"""The code of damage in a file that resuming does not read; the checkpoint can still be used."""
 
 
 def _unread(row: Row, need: needs.Need | None) -> Notice:

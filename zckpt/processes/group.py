@@ -125,7 +125,10 @@ class Group:
         return self._received(key, 0)
 
     def agree(self, value: Any, reason: Callable[[Any], str]) -> None:
-        """Raises WrongOption unless rank 0 has the same value; `reason` explains rank 0's value."""
+        """Raises WrongOption if this process has another value than rank 0.
+
+        `reason` returns words for the message, given rank 0's value.
+        """
         if (first := self.share(value)) != value:
             raise WrongOption(
                 "processes-disagree",
@@ -136,7 +139,10 @@ class Group:
             )
 
     def gather(self, value: Any) -> Iterator[tuple[int, Any]]:
-        """In rank 0: the other ranks, and their values. In other ranks: nothing."""
+        """Sends `value` to rank 0.
+
+        There, yields the other ranks and their values; elsewhere nothing.
+        """
         key = self._next_key()
         if self.rank:
             self._send(f"{key}/{self.rank}", value)

@@ -27,7 +27,7 @@ class Launch(Struct, frozen=True):
 
 
 def launched() -> Launch | None:
-    """How a launcher started this process; None if no launcher did.
+    """The rank and the number of processes that a launcher has set; None without a launcher.
 
     A rank without a number of ranks proves nothing: in many clusters every shell has one. Raises
     WrongOption if the numbers do not fit together.

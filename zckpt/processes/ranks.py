@@ -61,6 +61,6 @@ def sent(error: Exception | None) -> Any:
 
 
 def received(failure: Any) -> Exception:
-    """Recreates the error of such a message."""
+    """Converts a message of `sent` to the error again."""
     kind, parts = failure
     return OSError(*parts) if kind == OSError.__name__ else again(getattr(errors, kind), parts)

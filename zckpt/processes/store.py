@@ -29,7 +29,7 @@ LOOK = 0.05  # seconds
 PROCESSES = "processes"
 """The subject of errors that can occur only if several processes work together."""
 Patience = Callable[[str], None]
-"""Is called repeatedly while a process waits, with a text to print once that takes long."""
+"""Called repeatedly during a wait, with a text to print once if the wait becomes long."""
 
 
 class Store:
@@ -139,7 +139,7 @@ def unreadable(reason: str) -> ProcessFailed:
 
 
 def _patiently(call: Callable[[], Any], wait: Callable[[], None]) -> Any:
-    """Runs a call of torch in a thread.
+    """Runs `call`, a call of torch, in a thread, and returns its result.
 
     Meanwhile it calls `wait`, and signals can end this process.
     """

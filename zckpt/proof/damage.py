@@ -222,7 +222,10 @@ def unused(manifest: Manifest) -> list[Report]:
 
 
 def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
-    """The bytes of runs and of boxes without gaps; other boxes may interleave."""
+    """The extents of a tensor that contain nothing else: runs, and boxes without gaps.
+
+    Other boxes may interleave with those of other tensors.
+    """
     if isinstance(fragments, Runs):
         yield from (fragment.extent for fragment in fragments)
     for box in boxes_of(fragments):

@@ -33,7 +33,10 @@ def own_matches(manifest: Manifest) -> list[Match]:
 
 
 def copies(manifest: Manifest, entries: Mapping[Key, Entry]) -> list[Match]:
-    """Replicas of tensors on other ranks, except random states: each rank has its own."""
+    """Matches replicas with the entries of the same key in `entries`; random states are left out.
+
+    Each rank has its own random state.
+    """
     return [
         Match(copy, entries[copy.key], copy=True)
         for copy in manifest.replicas
@@ -83,7 +86,7 @@ def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
 
 
 def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
-    """By side, the weights of which this side has only the rounded values of the other side."""
+    """Maps each side to the weights that it has only as the rounded values of the other side."""
     names: dict[str, list[str]] = {"a": [], "b": []}
     for item in matches:
         if item.how != "rounded" or item.b is None or item.copy:

@@ -62,7 +62,7 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether a replica is compared with a tensor that is no replica of the other side."""
+    """Whether a match has a replica on one side only, and on the other side an entry."""
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 
@@ -124,9 +124,10 @@ def difference(result: Result) -> Report | None:
 
 
 def changes(measured: Difference, elements: int) -> Report:
-    """The root mean square of the changes, also relative to the first side, and their histogram.
+    """Statistics of how much the elements changed, for `diff`: `rms`, `relative`, `histogram`.
 
-    The histogram counts changes by magnitude.
+    `rms` is the root mean square of the changes, `relative` is in relation to the first side. The
+    histogram counts changes by magnitude.
     """
     rms = math.sqrt(measured.squares / elements) if elements else 0.0
     relative = math.sqrt(measured.squares / measured.aa) if measured.aa > 0 else None
@@ -144,7 +145,7 @@ def _file_of(entry: Entry) -> str | None:
 
 
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
-    """The CRC-32s of the row-major bytes of every tensor that was read, of both sides.
+    """Maps the name of every tensor that was read to its CRC-32s, of its row-major bytes.
 
     If a tensor has another name on side b, that is its `b_tensor`. If `alone`, both sides are the
     same checkpoint, `a`.

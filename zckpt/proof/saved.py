@@ -57,7 +57,7 @@ MAX_PROOF = 1 << 29
 
 
 class _Digest(Struct):
-    """The checksum of a tensor; `a` is that of the proven checkpoint."""
+    """The type, shape and CRC-32 of a tensor in a proof; `a` is that of the proven checkpoint."""
 
     dtype: Dtype
     shape: Sizes
@@ -75,7 +75,7 @@ class _Unsupported(Struct):
 
 
 class _Held(Struct):
-    """The statements of `about`; older proofs lack some of them."""
+    """The contents of the proof that `about` has made; older proofs lack some of them."""
 
     parameters: dict[str, Any]
     buffers: tuple[str, ...]
@@ -216,7 +216,7 @@ def _of_first_rank(manifest: Manifest) -> list[Notice]:
 
 
 def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
-    """Raises MissingData if numbers would have to be cast to be compared.
+    """Raises MissingData for tensors whose types differ: a proof has only their checksums.
 
     A weight of which both have the exact values is not refused: those are compared.
     """
@@ -331,6 +331,6 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_parameter(parameters_by_state: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """States by parameter and key; their values are unknown."""
+    """Inverts a dictionary: for each parameter, the keys of its states, with unknown values."""
     keys = by_key((name, key) for key, names in parameters_by_state.items() for name in names)
     return {name: dict.fromkeys(own, True) for name, own in keys.items()}

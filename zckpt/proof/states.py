@@ -26,7 +26,7 @@ from ..errors import Notice, listed, note
 MODULE = "module"
 """The key of the state that has the module's names in their order. It describes the files."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
-"""Parts of the state that belong to the user's program, whatever the engine."""
+"""Keys of the state that are the user's program's, whatever the engine is."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
 """Keys of the state that describe how ranks cut tensors; compared if both have the same files."""
 OF_SAVING = frozenset(
@@ -56,17 +56,20 @@ OF_PARAMETERS = frozenset(("members", "other", "partitions"))
 LOSS_SCALER = "loss_scaler"
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 SCALING = tuple(f"optimizer.{key}" for key in (LOSS_SCALER, "dynamic_loss_scale", *SCALE))
-"""The places of the loss scale: fp16 runs need one, and each wrapper has another form."""
+"""The paths in the state of values about the loss scale.
+
+A run in fp16 needs one, and each wrapper class stores it in another form.
+"""
 CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
 """The wrappers of DeepSpeed that keep no value for clipping: its configuration has that."""
 OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
 """The paths in the state under which an optimizer's numbers that belong to no parameter are."""
 MERGED = "deepspeed-universal"
-"""The format whose loader reads only states and groups of the optimizer."""
+"""A format from which the loader reads nothing but the states and groups of the optimizer."""
 SCHEDULER = "lr_scheduler"
 COUNTER = "last_batch_iteration"
-"""The only value that an engine's own schedulers keep; torch's have `last_epoch` and more."""
+"""The one key in the state of DeepSpeed's own schedulers; torch's have `last_epoch` and more."""
 OF_TRAINER = ("scheduler.pt", "scheduler.bin")
 """Files in which a trainer keeps its scheduler."""
 OF_NAMES = ("guessed", "ordered", "file")
@@ -82,7 +85,7 @@ def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[Notice]]:
 
 
 class _Comparison:
-    """The states of two checkpoints: differences, and values that cannot be compared."""
+    """Compares the states of two checkpoints; collects differences and what cannot be compared."""
 
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
@@ -121,7 +124,10 @@ class _Comparison:
             self._compare_second_names()
 
     def _are_other_schedulers(self, a: Any, b: Any) -> bool:
-        """Whether the schedulers are of two kinds, or one side keeps its scheduler elsewhere."""
+        """Whether the two schedulers cannot be compared: they are of two kinds.
+
+        Also if one side has its scheduler in a trainer's file, or in the client state.
+        """
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             return (COUNTER in a) != (COUNTER in b)
         state, other = (a, "b") if isinstance(a, Mapping) else (b, "a")
@@ -164,7 +170,7 @@ class _Comparison:
         ]
 
     def _compare_second_names(self) -> None:
-        """Compares aliases: reports those of shared parameters that the other checkpoint lacks."""
+        """Reports aliases of tied weights that only one side has, though both have the weight."""
         for side, other in (("a", "b"), ("b", "a")):
             known_names = {*_names(self.sides[other]), *self.sides[other].parameters}
             lost = [
@@ -190,9 +196,9 @@ class _Comparison:
                 self.lines.remove(line)
 
     def _compare_ranks(self) -> None:
-        """Compares the files of further ranks.
+        """Compares values that the files of ranks after the first one state.
 
-        Values that are not listed equal the first rank's.
+        Values that `of_ranks` does not list equal the first rank's.
         """
         a, b = self.sides.values()
         for name in dict.fromkeys((*a.files.of_ranks, *b.files.of_ranks)):
@@ -277,7 +283,7 @@ class _Comparison:
         return self.other_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
-        """The value under a JSON tag: tuples as lists, objects and dictionaries by key."""
+        """Removes one JSON tag: a tuple becomes a list, an object a dictionary by key."""
         if not isinstance(value, dict) or len(value) != 1:
             return value
         ((tag, inner),) = value.items()
@@ -368,7 +374,7 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 
 def _has_second_names(manifest: Manifest) -> bool:
-    """Whether the files would contain a tied weight's alias; safetensors have each weight once."""
+    """Whether files like these would state an alias; safetensors store each weight once."""
     engine = manifest.run.engine
     if isinstance(engine, StateDictEngine):
         return not (engine.dialect or engine.storage or _is_weights(manifest))
@@ -392,7 +398,7 @@ def _facts(manifest: Manifest) -> Report:
 
 
 def plain_facts(origin: Origin) -> Report:
-    """An origin as JSON, with only its texts and integers."""
+    """An origin as JSON, without values that are lists or dictionaries."""
     facts = origin.to_json()
     return {key: item for key, item in facts.items() if isinstance(item, (str, int, type(None)))}
 
@@ -405,7 +411,11 @@ def _as_of_first(manifest: Manifest, path: str) -> Any:
 
 
 def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
-    """The engine; with the kind of its files if the parts of the state depend on the kind."""
+    """A tuple that is equal for engines whose states can be compared.
+
+    It has the engine's name; for a NamedWeightsEngine also the kind of its files, on which the
+    parts of the state depend.
+    """
     engine = manifest.run.engine
     if isinstance(engine, NamedWeightsEngine):
         return engine.name, engine.dialect
@@ -413,7 +423,7 @@ def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
 
 
 def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
-    """What decides whether the loss is scaled: the engine's wrapper class, the module's dtype."""
+    """DeepSpeed's wrapper class and the module's dtype, which decide whether the loss is scaled."""
     engine = manifest.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.optimizer_class, engine.dtype
@@ -421,7 +431,7 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
 
 
 def _sizes(manifest: Manifest) -> tuple[Any, ...]:
-    """The stage and the sizes of the grid of ranks."""
+    """The ZeRO stage, and the sizes of the grid of ranks, to compare those of two runs."""
     return manifest.run.origin.zero_stage or None, manifest.run.origin.sizes
 
 

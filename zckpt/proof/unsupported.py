@@ -83,7 +83,7 @@ def _form(states: list[StateRow]) -> Form:
 
 
 def _text(states: list[StateRow]) -> str:
-    """A state as a report shows it."""
+    """The value of an unsupported state as text for a line of the report."""
     return ", ".join(
         " ".join([content, *(f"{dtype} {list(shape)}" for dtype, shape in tensors)])
         for content, tensors in _form(states)

@@ -265,7 +265,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Notice]]:
-    """Drops groups without parameters, if only one engine has such; adds notices about them.
+    """Drops groups without parameters, if only one of the engines can have such; adds notices.
 
     DeepSpeed removes them from the optimizer. Flat keys of torch are below parameters, so they
     cannot express them.

@@ -85,7 +85,11 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 
 
 def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[str]:
-    """The existing files of the unfinished run; only the note if the target is complete."""
+    """The names of objects to remove: the existing files of the run, and its note.
+
+    If the target is complete, only the note. Raises TargetExists if it has the last file without
+    others.
+    """
     if note.last not in there:
         return sorted({*note.names, UNFINISHED} & {*there})
     if lost := [name for name in note.names if name not in there]:
@@ -100,7 +104,10 @@ def _remains(url: Url, there: Mapping[str, StoredObject], note: Note) -> list[st
 
 
 def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> None:
-    """Removes files, uploads, and the note, unless a run has sent the file `last` meanwhile."""
+    """Removes the files, the uploads, and then the note.
+
+    Raises TargetExists before that if a run has sent the file `last` meanwhile.
+    """
     store = store_of(url)
     for name in names:
         if name != UNFINISHED:

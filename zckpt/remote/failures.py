@@ -58,7 +58,7 @@ class BrokenOff(StoreError):
 
 
 def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
-    """The answer of a store to `ask`; raises the errors of `explained`.
+    """Calls `ask`, a request to a store; raises its errors as `explained` makes them.
 
     The libraries repeat requests that fail before there is an answer. This function repeats those
     whose answer breaks off.

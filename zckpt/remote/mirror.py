@@ -164,7 +164,7 @@ class File(Struct, eq=False, dict=True):
         return data[start - begin : stop - begin]
 
     def _extended(self, first: int, last: int) -> int:
-        """The last block to request. Consecutive small reads request more and more blocks."""
+        """The last block to request: after blocks that were read in sequence, more and more."""
         follows = _blocks.get((self._number, DATA, first - 1)) is not None
         self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
         return min(last + self._ahead, (self.stored_object.size - 1) // DATA)
@@ -284,7 +284,10 @@ def mirrored(url: Url) -> Mirror:
 
 
 def _listed(store: Store, url: Url) -> dict[str, StoredObject]:
-    """The objects below the URL, or the object that it names, and the files beside it, by key."""
+    """The objects of the URL, and the files beside it, by key.
+
+    They are those below the URL, or the one object that it names.
+    """
     inside = [*store.below(url.key)]
     if url.key and not inside and (alone := store.head(url.key)) is not None:
         inside = [alone]
@@ -317,7 +320,7 @@ def _seen(look: Callable[[], T]) -> T | None:
 
 
 def _folders(key: str) -> Iterator[str]:
-    """The keys above a key."""
+    """Yields the keys of all folders above a key, the innermost first."""
     while key := key.rpartition("/")[0]:
         yield key
 
@@ -354,7 +357,7 @@ def _finished(
 
 
 def _notes_above(store: Store, url: Url) -> list[StoredObject]:
-    """The notes of unfinished targets that the URL may belong to, where nothing was listed."""
+    """The notes in folders above the URL, by which it may belong to an unfinished target."""
     above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
 
     def look(folder: str) -> StoredObject | None:

@@ -165,7 +165,7 @@ class _Sending(Struct, dict=True):
             self._put(UNFINISHED, file.name, create)
 
     def _put(self, name: str, path: str, create: bool) -> tuple[Sums, str | None]:
-        """Sends a file; with `create` only if there is none, as far as the store can ensure it."""
+        """Sends a file. With `create` it must not replace an object, if the store supports that."""
         sums, key = Sums(), self.key(name)
         try:
             return sums, self.store.put(key, path, sums.add, create, self.run)
@@ -257,7 +257,7 @@ class _Sending(Struct, dict=True):
         )
 
     def _has_sent(self, stored: StoredObject, etag: str | None) -> bool:
-        """Whether this run has sent an object, as far as the store shows it."""
+        """Whether a stored object is from this run, by its ETag, or else by its mark."""
         if etag is not None:
             return etag == stored.etag
         with suppress(Exception):
@@ -265,7 +265,7 @@ class _Sending(Struct, dict=True):
         return False
 
     def commit(self, name: str, size: int) -> None:
-        """Sends the last file, if there is none yet."""
+        """Sends the last file; raises TargetExists if another run has sent it before."""
         is_small = size <= SMALL
         if not is_small and self.store.head(self.key(name)) is not None:
             raise self._preceded(name)

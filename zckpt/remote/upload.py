@@ -182,13 +182,13 @@ def note_of(url: Url, store: Store, stored_object: StoredObject) -> Note:
 
 
 def _client_line(url: Url) -> str:
-    """The command with which a store's own client removes everything below a URL."""
+    """The end of a hint: the store's own command that removes everything below a URL."""
     command = REMOVING.get(url.scheme)
     return f": {command.format(quote(str(url)))}" if command else ""
 
 
 def names_at(url: Url) -> dict[str, StoredObject]:
-    """The objects below a URL, by name; the object at the URL itself has the name ""."""
+    """Maps names relative to a URL to its objects; an object at the URL itself has the name ""."""
 
     def ask() -> dict[str, StoredObject]:
         store = store_of(url)

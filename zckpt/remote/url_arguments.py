@@ -99,9 +99,9 @@ def _sent(
 
 
 def jobs_for(memory: int, *paths: Any) -> int:
-    """The number of threads: more than usual for URLs, because each thread waits for a request.
+    """The number of threads that a command uses to read; more if one of the paths is a URL.
 
-    Each thread uses two buffers of at least 1 MiB.
+    Each thread waits for a request. It uses two buffers of at least 1 MiB.
     """
     is_remote = any(map(is_url, paths))
     return max(1, min(JOBS, memory >> 21)) if is_remote else DEFAULT_COPYING.jobs

@@ -77,10 +77,10 @@ def begun(source: Manifest, run: Manifest, format: Format, options: Options) -> 
 def _beginning(
     source: Manifest, name: str, like: str, group: Group, at_groups_step: bool
 ) -> tuple[Parameter, list[Entry], Mapping[str, Scalar]] | None:
-    """A new parameter, zeros for its states, and its numbers, modeled on a trained one, `like`.
+    """The initial state of the parameter `name`, modeled on `like`, which the source has trained.
 
-    None if zckpt does not know how the optimizer begins; raises UnsupportedState with
-    `at_groups_step`.
+    It is the parameter, its states of zeros, and its numbers. If zckpt does not know how the
+    optimizer begins, the result is None, or with `at_groups_step` UnsupportedState is raised.
     """
     new_parameter, trained = source.parameters[name], source.parameters[like]
     slots = [

@@ -73,9 +73,10 @@ def read_for(
     options: Options,
     running: Running,
 ) -> Manifest:
-    """Reads the source of a conversion; raises TargetExists before a large source is read.
+    """Reads the source of a conversion; before that, checks whether the target may be written.
 
-    If the run continues, a target may exist; whether it fits is checked after the source is read.
+    Raises TargetExists if the target exists. If the run continues, a target may exist; whether it
+    fits is checked after the source is read.
     """
     if strange := strange_target(os.fspath(target)):
         raise WrongOption("option-invalid", *strange)
@@ -88,7 +89,7 @@ def read_for(
 
 
 def read_source(source: str | os.PathLike[str], reading: Reading, options: Options) -> Manifest:
-    """Reads the source as a conversion with these options needs it."""
+    """Reads the source in the way that these options of the target require."""
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names as they are after renaming
         about = reading.format, reading.tag, reading.root
@@ -194,7 +195,10 @@ def try_out(manifest: Manifest, to: str, reading: Reading, options: Options) -> 
 
 
 def shells_of(decision: Decision) -> Callable[[str], Manifest]:
-    """A function that reads the shells of a target back from a directory; raises as `write`."""
+    """Returns the function that reads a target's shells from a directory, and checks them.
+
+    It raises as `write`.
+    """
     report: Report = {"left_out": [], "warnings": [], "computed_afresh": []}
     return decision.keeping(report).read_back(decision.layout)
 
@@ -341,7 +345,10 @@ def _there(target: str, run: Identity, gives_way: bool) -> str:
 
 
 def _without_buffers(options: Options, format: Format) -> Options:
-    """Drops --buffers, an option of reading, unless the target has it too."""
+    """The options without --buffers, which was used when the source was read.
+
+    If the target's format has that option, too, it stays.
+    """
     if BUFFERS.name in {known.name for known in format.options or ()}:
         return options
     return Options(tuple(pair for pair in options.given if pair[0].name != BUFFERS.name))
@@ -366,7 +373,7 @@ def _filled(
     warnings: list[Report],
     rounding: Rounding | None,
 ) -> CopyOutcome | None:
-    """Writes the files and fills them, `size` bytes in all; adds to `warnings` what the bytes show.
+    """Writes and fills the files, `size` bytes in all; adds warnings about what the bytes show.
 
     None if another process, or another part, will complete the target. Raises UnsupportedState if
     the files have no place for a state of the source.
@@ -401,7 +408,10 @@ def _filled(
 
 
 def _has_digests(layout: Layout) -> convert.HasDigests:
-    """Whether CRC-32s of tensors are needed: for the target's files, or to detect a first step."""
+    """Decides for `convert` whether the CRC-32 of each tensor is needed.
+
+    It is for the files of some targets, and to detect an optimizer before its first step.
+    """
     return lambda shells: layout.has_digests or steps.may_be_unstepped(shells)
 
 

@@ -36,7 +36,7 @@ The target would not be what the user asked for.
 """
 OF_STATES = "no state of the optimizer is written"
 REASONS = {GROUP_DEFAULTS.name: OF_STATES, ALLOW_OBJECT.name: OF_STATES}
-"""Why `--weights-only` ignores an option."""
+"""Options that --weights-only makes useless, and why."""
 ABOUT_STATES: tuple[Option[Any], ...] = (OPTIMIZER, LAYOUT)
 """Options that only concern states. There is no warning about them if a writer has read them."""
 TOLERANT = frozenset({ACCEPT_WEIGHTS.name})

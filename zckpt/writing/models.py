@@ -102,9 +102,9 @@ def parts_of(
 
 
 def need_one(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint for several models, unless only their weights are written.
+    """Raises AmbiguousCheckpoint if the files have several models and the target has one.
 
-    `export` writes a folder of one model.
+    With --weights-only the weights of all may be written, except by `export`.
     """
     if not options.weights_only:
         ways = f"{_way_to_all(format, manifest, options)}; or write the weights of all with "

@@ -21,7 +21,7 @@ from ..training.needs import ROLES, WEIGHTS
 
 
 def names_only(layout: Layout, format: Format, source: Manifest, document: bytes) -> Layout:
-    """The files of a target without data, and the note `document` beside them."""
+    """The layout of a target with empty files of ranks, and with the note `document`."""
     omitted = [name for name, _ in layout.siblings if _has_weights(name)]
 
     def shells() -> Iterator[Shell]:

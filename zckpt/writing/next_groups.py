@@ -94,7 +94,7 @@ def _run(path: str) -> Manifest:
 
 
 class _RunsGroups:
-    """The groups of the run at `path`, applied to a source `named` with the target's names."""
+    """Applies the groups of the run at `path` to a source `named` with the target's names."""
 
     def __init__(self, named: Manifest, run: Manifest, path: str) -> None:
         if named.ranks:
@@ -112,7 +112,10 @@ class _RunsGroups:
         self.origins = self._origins()
 
     def _owners(self) -> dict[str, str]:
-        """Maps every weight of the run to the source's name; raises MissingData if they differ."""
+        """Maps every weight of the run to its name in the source.
+
+        Raises MissingData if one of them has weights that the other lacks.
+        """
         named, run = self.named, self.run
         names_of_weights = {
             name: name for name in (*named.parameters, *named.buffers)
@@ -164,7 +167,7 @@ class _RunsGroups:
             )
 
     def _members(self) -> dict[str, int]:
-        """The group of each parameter that the run trains, in the order of its optimizer."""
+        """Maps each parameter that the run trains to its group, in the optimizer's order."""
         members: dict[str, int] = {}
         for name, parameter in self.run.parameters.items():
             if (
@@ -228,7 +231,10 @@ class _RunsGroups:
         return result.replace(warnings=(*result.notices.warnings, *self.warnings)), dropped
 
     def _parameter(self, name: str) -> Parameter:
-        """The parameter as the run trains it. It has no step if the source did not train it."""
+        """The parameter, trained or frozen as in the run.
+
+        It has no step if the source did not train it.
+        """
         before = self.named.parameters.get(name) or Parameter(_shape(self.named, name), False)
         if name not in self.members:
             frozen = replace(before, trainable=False, group=None, step=None, updated=True)
@@ -238,9 +244,9 @@ class _RunsGroups:
         return replace(before, trainable=True, group=self.members[name], step=step, updated=updated)
 
     def _group(self, number: int) -> Group:
-        """The run's hyper-parameters, with the rate that the source's schedule has reached.
+        """The run's hyper-parameters of a group, with the rate that the source has reached.
 
-        A scheduler sets the rate after an update; the group holds the rate of the first update.
+        A scheduler sets the rate after an update; the run's group has the rate of the first update.
         """
         assert self.run.groups is not None
         group = dict(self.run.groups[number])
@@ -278,7 +284,10 @@ class _RunsGroups:
         return engine
 
     def _pipeline(self) -> Any:
-        """The run's stages, which list the trained parameters, if the source has as many stages."""
+        """The pipeline of the run, if it has as many stages as the source; else the source's.
+
+        Its stages list the parameters that the run trains.
+        """
         stages, its = self.named.run.pipeline, self.run.run.pipeline
         fits = stages and its and len(stages.parameters) == len(its.parameters)
         return its.renamed(self.owners) if fits and its else stages
@@ -301,7 +310,7 @@ class _RunsGroups:
 
 
 def _lacks_frozen(run: Manifest) -> bool:
-    """Whether a run has saved no frozen weights."""
+    """Whether the files of a run do not have its frozen weights."""
     engine = run.run.engine
     if isinstance(engine, FlatBufferEngine):
         return engine.excludes_frozen is True

@@ -61,5 +61,5 @@ class Running(Struct, frozen=True):
 
     @property
     def continues(self) -> bool:
-        """Whether existing files may belong to this run, as those of other parts do."""
+        """Whether the run may find files of its own, by --resume or as one of several parts."""
         return self.resume or bool(self.sharing.part)

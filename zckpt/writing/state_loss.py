@@ -113,10 +113,10 @@ class Keeping(Struct, frozen=True):
     report: Report
 
     def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
-        """A function that reads the shells of a target, and checks them.
+        """Returns a function that reads the shells of a target, and checks what they can keep.
 
-        It raises UnsupportedState. It raises UnsupportedCheckpoint for a hole in an entry, which
-        would stay empty.
+        It raises UnsupportedState for a state without a place. It raises UnsupportedCheckpoint for
+        a hole in an entry, which would stay empty.
         """
         reader_of_shells = layout.read_back or self.format.read_shells
 
@@ -168,7 +168,7 @@ class Keeping(Struct, frozen=True):
 
     @property
     def _unsupported_in_groups(self) -> list[dict[str, Any]]:
-        """For each group, the hyper-parameters that are objects of classes not admitted."""
+        """For each group, its hyper-parameters that are objects which the user has not admitted."""
         if self.options.weights_only:
             return []
         lost = []
@@ -201,7 +201,10 @@ class Keeping(Struct, frozen=True):
         )
 
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
-        """The states that the target may lack because they are recomputed; raises for others."""
+        """Report lines on states that the target lacks and the optimizer recomputes.
+
+        Raises UnsupportedState if another state has no place.
+        """
         if not self.has_states:
             return []
         renamed = () if self.named is self.source else states.missing_in(self.source, self.named)
@@ -273,7 +276,7 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes and functions named in the values of states that the user may admit."""
+        """The classes inside of these states' values that --allow-object could admit."""
         rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
         values = [row.value for row in rows if row.key in keys]
         return objects.admissible(values, formats.engine_objects())

@@ -148,7 +148,7 @@ def laid_out(
 
 
 def _run(path: str, format: Format) -> Manifest:
-    """Reads the run that `--like` names; raises NotACheckpoint if it has another engine."""
+    """Reads the run that --like names; raises NotACheckpoint if its engine is not the target's."""
     try:
         run = read(path, USUAL)
     except MissingData as error:
@@ -183,7 +183,7 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 def _pointing_to_the_best(
     layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
-    """Makes trainer_state.json in the layout name the future path of the best checkpoint.
+    """Sets the path of the best checkpoint in trainer_state.json to where it will lie.
 
     If the best checkpoint is another one, which is not written too, the layout gets a warning.
     """

@@ -10,7 +10,7 @@ from ...errors import InconsistentCheckpoint, listed
 Step = float | int
 
 KEEP = "keep"
-"""The policy that keeps a separate step for every parameter, if the format can store them."""
+"""The policy that keeps each parameter's own step, in formats that store a step per parameter."""
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None) -> Step | None:
@@ -74,7 +74,7 @@ def need_one_save(steps_in_files: Iterable[tuple[str, Step]], policy: str | None
 
 
 def _by_step(places: Sequence[tuple[str, Step]]) -> str:
-    """The steps, each with some of the places that state it."""
+    """For a message: each step, with some of the places that state it."""
     values = {step for _, step in places}
     lines = [
         f"{step} ({listed([where for where, s in places if s == step], 3)})" for step in values

@@ -154,7 +154,7 @@ def put_mean(
 
 
 def numbers(view: memoryview, dtype: str) -> Any:
-    """The elements as float64; integers beyond 2**53 lose digits.
+    """Converts elements to float64; integers beyond 2**53 lose digits.
 
     None for types without numbers.
     """
@@ -167,9 +167,9 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Maps floats, given as unsigned integers, to integers in the same order.
+    """Maps floats to integers that have the same order; the floats are given as unsigned integers.
 
-    Neighbors differ by one. Zero of either sign becomes 0.
+    The integers of neighboring floats differ by one. Zero of either sign becomes 0.
     """
     import numpy as np
 

@@ -25,10 +25,10 @@ HINT = (
 
 
 def refuse_holes(manifest: Manifest, reader: str) -> None:
-    """Raises UnsupportedCheckpoint if the `reader` does not give each element of a tensor once.
+    """Raises UnsupportedCheckpoint if a tensor of the manifest lacks elements, or has some twice.
 
     Replicas, and the ranks and models that are not joined, are checked too. The error blames the
-    reader: the reader of a file itself checks what the file states about its pieces.
+    `reader`, named in the message: readers themselves check what files state about their pieces.
     """
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:

@@ -33,7 +33,7 @@ Key = str | Annotated[int, Meta(ge=0, lt=MAX_DP)]
 
 
 class ExpertLayer(Struct, frozen=True):
-    """A layer with `experts` experts over `ep` ranks; `name` is the path of its module."""
+    """A layer of `experts` experts that are spread over `ep` ranks; `name` is its module's path."""
 
     name: str = field(name="layer")
     experts: int
@@ -106,7 +106,7 @@ class StateDictEngine(Struct, frozen=True):
     optimizer: tuple[Key, ...] | None
     """The keys that lead to the optimizer's state dict; None if there is none."""
     layout: str | None
-    """The form of the optimizer's keys."""
+    """The kind of keys in the optimizer's state dict, such as `flat`."""
     scheduler: str | None
     """The key of the scheduler's state; None if there is none."""
     folders: tuple[str, ...] | None
@@ -132,7 +132,7 @@ class StateDictEngine(Struct, frozen=True):
     there are no such weights.
     """
     bare: bool = False
-    """Whether the optimizer's names lack the prefixes that PEFT adds to a module's names."""
+    """Whether names in the optimizer lack prefixes that PEFT puts before a module's names."""
     file: FileName | None = None
     """The one file that holds everything.
 
@@ -213,7 +213,7 @@ class StepPlace(Struct, frozen=True):
         return Scalar(step + self.first, self.kind, self.shape)
 
     def completed(self, number: int) -> int:
-        """The completed updates that a number in this place means."""
+        """Converts a number that this place stores to completed updates."""
         return number - self.first
 
     def to_state(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Vocabulary(Struct, frozen=True):
 
 
 class TensorParallel(Struct, frozen=True):
-    """How the run's tensor ranks held each parameter, and the vocabularies."""
+    """The placement of each parameter over the run's tensor ranks, and the run's vocabularies."""
 
     placements: Mapping[str, Placement]
     vocabularies: Mapping[str, Vocabulary]
@@ -315,7 +315,7 @@ UNCUT = TensorParallel({}, {})
 def with_cuts(
     state: Mapping[str, Any], pipeline: Pipeline | None, tensor_parallel: TensorParallel | None
 ) -> dict[str, Any]:
-    """The state, with `pipeline` and `tensor_parallel` added at the end if they are not None."""
+    """Adds the keys `pipeline` and `tensor_parallel` to a state, each only if it is not None."""
     cuts = {"pipeline": pipeline, "tensor_parallel": tensor_parallel}
     return {**state, **{key: own.to_state() for key, own in cuts.items() if own is not None}}
 
@@ -356,7 +356,7 @@ def with_facts(
 
 
 class Facts(NamedTuple):
-    """The fields of a manifest that its JSON keeps in `state`."""
+    """What the key `state` of a manifest's JSON contains, apart by fields of a manifest."""
 
     state: dict[str, Any]
     engine: Engine | None
@@ -402,7 +402,7 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 
 
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """A record as JSON, or only the fields `names`.
+    """A record as JSON. If `names` are given, it has only these fields.
 
     Optional fields with their default are left out.
     """

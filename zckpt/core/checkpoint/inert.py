@@ -28,7 +28,7 @@ MAX_PATH = 1000  # characters
 MAX_INTEGER = 1024  # bytes; Python writes no integer of more than 4300 digits (1785 bytes)
 MAX_EQUAL_HASHES = 100
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-"""The types of values that have no parts."""
+"""The types of values that contain no other values: numbers, texts and the like."""
 OWN_HASH = 1 << 60  # smaller integers are their own hashes, so no two of them have the same hash
 
 
@@ -135,7 +135,10 @@ def is_number(value: Any, tensor: type[Any]) -> bool:
 
 
 def types_in(values: Iterable[Any]) -> set[type]:
-    """The types of the values, found without a Python loop, because lists may be very long."""
+    """The set of the values' types.
+
+    It is found without a Python loop, because lists may be very long.
+    """
     return set(map(type, values))
 
 
@@ -286,7 +289,11 @@ def require_tree(
 
 
 def _cut(value: Any, outer: Collection[int]) -> None:
-    """Puts ITSELF in place of references from `value` to `outer` objects, given by identity."""
+    """Replaces references to `outer` objects inside of `value` by ITSELF.
+
+    `outer` has the ids of the objects around `value`. Raises CorruptCheckpoint for a reference that
+    cannot be replaced.
+    """
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         pairs = value.items()

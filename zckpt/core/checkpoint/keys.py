@@ -16,7 +16,7 @@ from .inert import PLAIN, TensorName, inside, map_values
 from .manifest import Manifest
 
 OF_TEXTS = "dcp"
-"""The format in which all keys are texts.
+"""The format of torch.distributed.checkpoint, in which all keys of dictionaries are texts.
 
 A universal checkpoint that was converted from it names this format as its origin.
 """
@@ -28,7 +28,7 @@ def has_texts_alone(manifest: Manifest) -> bool:
 
 
 def in_doubt(value: Any, path: str) -> Iterator[str]:
-    """The paths of dictionaries whose keys are all texts of numbers."""
+    """Yields the paths of dictionaries whose keys are all texts of numbers, such as "0.9"."""
     if type(value) in _DICTIONARIES and value and all(map(_is_text_of_number, value)):
         yield path
     items: list[tuple[Any, Any]] = []
@@ -49,16 +49,17 @@ def _is_text_of_number(key: Any) -> bool:
 
 
 def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Converts the keys of both manifests to texts, if one of them has only texts."""
+    """Converts the keys of both manifests to texts if the keys of one of them are all texts."""
     if has_texts_alone(a) or has_texts_alone(b):
         return with_texts(a), with_texts(b)
     return a, b
 
 
 def with_texts(manifest: Manifest) -> Manifest:
-    """Converts the keys in the manifest's state and groups to texts, where the texts are unique.
+    """Converts all keys of dictionaries in the state and the groups to texts.
 
-    A tensor under a key that is a number, or the text of one, gets a name with that text.
+    A dictionary keeps its keys if two of them would become equal. A tensor under a key that is a
+    number, or the text of one, gets a name with that text.
     """
     names: dict[str, str] = {}
 

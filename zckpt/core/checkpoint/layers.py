@@ -35,7 +35,7 @@ class Places(Struct, frozen=True):
 
 
 def places_of(parameters: Iterable[str]) -> Places:
-    """The rows and columns of parameters, which are given in the order of the model.
+    """Finds the row and the column of each parameter; they are given in the order of the model.
 
     Each layer is a row. Layers are in the order of their numbers, at the position of the first
     parameter of any layer. If there is only one stack of layers, the prefix of its name is dropped

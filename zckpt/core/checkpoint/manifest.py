@@ -158,14 +158,14 @@ class Sighting(Struct, frozen=True):
 
 
 def steps_to_json(steps: Iterable[Sighting]) -> list[dict[str, Any]]:
-    """Places of steps as JSON, for reports and universal manifests."""
+    """The places that state steps, as JSON, for reports and universal manifests."""
     return [{"where": each.where, "step": each.step, "truth": each.truth} for each in steps]
 
 
 class Sibling(Struct, frozen=True):
     """A file of a trainer's directory that is not part of the checkpoint itself.
 
-    If it has a `content`, a target gets this inert value instead of the file's.
+    If it has a `content`, a target gets a file with this value instead of the original file.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Run(Struct, frozen=True):
     tensor_parallel: TensorParallel | None = None
     """How tensor ranks cut parameters; None if that was not read, or there were no tensor ranks."""
     weights_differ: bool = False
-    """Whether the engine changes weights without their masters: these need not round to them."""
+    """Whether the engine changes weights without their masters, which then do not round to them."""
     zero_padding: bool = False
     """Whether the engine fills gaps between tensors with zeros."""
 
@@ -202,11 +202,11 @@ class Files(Struct, frozen=True):
     """The checkpoint's own files, in the order of ranks."""
     siblings: tuple[Sibling, ...] = ()
     omitted_files: tuple[Sibling, ...] = ()
-    """Files that are not copied to a target, but compared."""
+    """Files that no target gets. `verify` compares them with those of another checkpoint."""
     around: tuple[Sibling, ...] = ()
-    """The other files of the numbered folder that contains the checkpoint, by their names there."""
+    """Files beside the checkpoint in its numbered folder, with their paths in that folder."""
     numbered: str = ""
-    """The path of that folder; empty if there is none."""
+    """The path of the numbered folder that contains the checkpoint; empty if there is none."""
     sibling_weights: tuple[Entry, ...] = ()
     """Weights in sibling files, which a target gets unchanged.
 
@@ -232,7 +232,7 @@ class Files(Struct, frozen=True):
     Empty for a manifest that was not made by `reading.read`.
     """
     stated_in: str = ""
-    """The file that states everything but tensors, for messages; empty if no single file does."""
+    """The one file that states everything but tensors, for messages; empty if there is none."""
     of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of `state` in which another rank's file differs from the first rank's, as JSON.
 
@@ -241,9 +241,9 @@ class Files(Struct, frozen=True):
     rank.
     """
     rank_keys: tuple[str, ...] = ()
-    """Keys of `state` that each rank's file states separately, besides those of every format.
+    """Keys of `state` whose values differ from rank to rank in this format.
 
-    The values of the first rank are used.
+    A target gets the values of the first rank. Keys that differ in every format are not listed.
     """
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values in which files state their place in the checkpoint, as JSON, by file, then by key.
@@ -253,7 +253,7 @@ class Files(Struct, frozen=True):
 
 
 class Notices(Struct, frozen=True):
-    """Notices of a reader, and the facts on which names and states rest."""
+    """What a reader reports, and what is uncertain about names and states."""
 
     warnings: tuple[Notice, ...] = ()
     """Warnings for the user."""
@@ -263,13 +263,13 @@ class Notices(Struct, frozen=True):
     A `verify` of one checkpoint, without another, reports it.
     """
     links: tuple[Notice, ...] = ()
-    """A warning that lists the files that lie elsewhere: behind links out of the directory."""
+    """A warning that lists the files which are reached by links out of the directory."""
     omitted: tuple[Notice, ...] = ()
     """Contents of the source that no target gets, since they mean nothing outside of it."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     lost: tuple[Notice, ...] = ()
-    """Why the run's optimizer was not read, though it had one.
+    """Why the optimizer was not read, for a run that had one; empty for all other runs.
 
     Only weights are here, and no training can resume from them.
     """
@@ -280,13 +280,13 @@ class Notices(Struct, frozen=True):
     share: str = ""
     """The evidence that the optimizer's states are only one rank's share; "" without any."""
     is_numbered: bool = False
-    """Whether an optimizer identifies its parameters by number."""
+    """Whether an optimizer in the files identifies its parameters by number instead of by name."""
     buffers_named: bool = False
     """Whether --buffers named tensors of this checkpoint when it was read."""
     mended: tuple[Mended, ...] = ()
     """The values that `zckpt mend` has restored, in this checkpoint or in its source."""
     uncompared: int = 0
-    """The number of tensors that were not compared between ranks.
+    """The number of tensors whose replicas on several ranks were not compared.
 
     Their files state no checksums, and no tensor was read.
     """
@@ -321,14 +321,17 @@ class Manifest(Struct, frozen=True):
     A tensor inside of it is the `TensorName` of an entry with slot `state`.
     """
     replicas: tuple[Entry, ...] = ()
-    """Replicas of entries in the same files. Writers fill them too."""
-    place: GridPlace | None = None
-    """The place of this model rank, if it is not joined with others."""
-    ranks: "tuple[Manifest, ...]" = ()
-    """The model ranks, if they are not joined.
+    """Further copies of entries in the same files: other ranks', or of tied weights.
 
-    Only these then have tensors and parameters, whose names may be equal. The outer manifest has
-    the files, the records and the facts of the complete run.
+    Targets have them too.
+    """
+    place: GridPlace | None = None
+    """The model rank that this manifest describes; None if it describes the complete checkpoint."""
+    ranks: "tuple[Manifest, ...]" = ()
+    """A manifest for each model rank, if they are not joined into one.
+
+    Only these manifests then have tensors and parameters, whose names may be equal. The outer
+    manifest has the files, the records and the facts of the complete run.
     """
     models: "tuple[Manifest, ...]" = ()
     """One manifest of a model for each tensor rank, if there are several such ranks.
@@ -336,7 +339,7 @@ class Manifest(Struct, frozen=True):
     Also present if the manifests in `ranks` are not joined.
     """
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The keys of each model's optimizers, if several models or optimizers were read.
+    """Maps the key of each model to the keys of its optimizers, if the files have several.
 
     Such models can be written together only without their optimizers.
     """
@@ -360,19 +363,22 @@ class Manifest(Struct, frozen=True):
 
     @property
     def each(self) -> "tuple[Manifest, ...]":
-        """The model ranks that are not joined, or this manifest alone."""
+        """A tuple of the model ranks if they are not joined; otherwise of this manifest alone."""
         return self.ranks or (self,)
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
-        """The model ranks, and the models of the tensor ranks, or this manifest alone.
+        """As `each`, and also the models of the tensor ranks.
 
         Tensors in files of layers are in the models only, and in no rank.
         """
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
     def with_each(self, change: "Callable[[Manifest], Manifest]") -> "Manifest":
-        """Applies a change to all model ranks that are not joined, and to their models."""
+        """Applies `change` to all manifests in `ranks` and `models`; returns the new manifest.
+
+        Without ranks nothing is changed.
+        """
         if not self.ranks:
             return self
         ranks, models = (tuple(map(change, own)) for own in (self.ranks, self.models))
@@ -380,7 +386,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def whole_state(self) -> dict[str, Any]:
-        """The `state` with the optimizer's states, and with how the run cut the model.
+        """The `state`, with the optimizer's states, the pipeline and the cuts of tensor ranks.
 
         A target of another engine may lack some of these values.
         """
@@ -388,7 +394,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def state_with_states(self) -> dict[str, Any]:
-        """The `state` with the optimizer's states, as a universal checkpoint contains both."""
+        """The `state` with the optimizer's states added, as a universal checkpoint has it."""
         return with_states(self.state, self.states, len(self.groups or ()))
 
     def with_state(self, state: Mapping[str, Any]) -> "Manifest":
@@ -408,12 +414,12 @@ class Manifest(Struct, frozen=True):
         return replace(self, state=rest, states=states)
 
     def titled(self, name: str) -> str:
-        """The name of a parameter or tensor in messages, with the place of its model rank."""
+        """The name of a tensor in messages; with the model rank, if this manifest describes one."""
         return name if self.place is None else self.place.titled(name)
 
     @property
     def source(self) -> dict[str, Any]:
-        """The origin as reports and manifest.json state it."""
+        """The `origin` as JSON, for reports and manifest.json."""
         return self.run.origin.to_json()
 
     @property
@@ -423,7 +429,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def step(self) -> float | int | None:
-        """Completed updates, if all parameters with a step share the same one."""
+        """The completed updates of all parameters; None if their steps differ or none is stated."""
         parameters = (item for own in self.each for item in own.parameters.values())
         steps = {item.step for item in parameters if item.step is not None}
         return steps.pop() if len(steps) == 1 else None

@@ -34,7 +34,7 @@ HOW = {
     "chance": "restored {} on trust in a checksum alone (--accept-chance)",
     "made-up": "made up {} in place of lost values (--rebuild)",
 }
-"""What every command says about restored records, by the evidence for them."""
+"""Sentences about restored records, by the evidence for them; every command prints them."""
 Value = float | int | bool | str | None
 
 
@@ -62,29 +62,29 @@ class Mended(Struct, frozen=True):
 
 
 def to_json(mended: Iterable[Mended]) -> list[dict[str, Any]]:
-    """The list as manifests and the file contain it."""
+    """The list of restored values as JSON, for manifests and zckpt-mended.json."""
     lines: list[dict[str, Any]] = to_builtins(list(mended))
     return lines
 
 
 def from_json(value: Any) -> tuple[Mended, ...]:
-    """The inverse of `to_json`; raises ValueError."""
+    """The inverse of `to_json`; raises ValueError for other documents."""
     return convert(value, tuple[Mended, ...])
 
 
 def text_of(mended: Iterable[Mended]) -> bytes:
-    """The contents of the file."""
+    """The contents of zckpt-mended.json for these restored values."""
     document = {"zckpt": 1, "mended": to_json(mended)}
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
 def path_beside(root: str) -> str:
-    """The path of the file for a checkpoint, given its directory or its one file."""
+    """The path of zckpt-mended.json for a checkpoint, given its directory or its one file."""
     return os.path.join(root if sources.is_folder(root) else os.path.dirname(root), MENDED)
 
 
 def beside(root: str) -> tuple[Mended, ...]:
-    """Reads the file beside a checkpoint; empty if there is none.
+    """Reads zckpt-mended.json beside a checkpoint; empty if there is no such file.
 
     Raises CorruptCheckpoint if the file is damaged.
     """

@@ -26,7 +26,7 @@ STEP = "step"
 
 
 class _States(Struct, frozen=True):
-    """The states of one parameter by key; `shaped` are tensors of the parameter's shape."""
+    """The keys of one parameter's states, and which of these have the parameter's shape."""
 
     name: str
     axes: int
@@ -127,7 +127,7 @@ class _Kinds:
 
 
 def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
-    """The parameters of a group that lack states, with the keys of these states."""
+    """Yields the parameters of a group that have lost states, each with these states' keys."""
     kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
@@ -142,9 +142,11 @@ def _missing_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
 
 
 def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
-    """The keys that parameters with these `keys` lack, while at least half of the others have them.
+    """The keys that a parameter with the states `keys` has lost, by comparison with others.
 
-    `like` are the parameters of the group with as many axes, `every` are all of the group.
+    At least half of the parameters in `like` must have such a key; these are the parameters of the
+    group with as many axes. If it is the only one of its kind, all others in `every`, the complete
+    group, must have the key.
     """
     alone = len(like.counts) == 1 and like.counts[keys] == 1
     # the only parameter with this number of axes: all others must have the key

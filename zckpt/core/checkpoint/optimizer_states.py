@@ -33,7 +33,7 @@ OF_OTHERS = "optimizer.other"
 
 
 class Part(Struct, frozen=True):
-    """How ranks cut a flat buffer; `starts` are the first elements of its parameters."""
+    """How a flat buffer is cut over `dp` ranks; `starts` are its parameters' first elements."""
 
     stage: int | None
     dp: int
@@ -122,7 +122,7 @@ class States(Struct, frozen=True, dict=True):
         return values
 
     def without(self, keys: Collection[str]) -> "States":
-        """Drops the states with these keys. Values of no parameter, and estimates, stay."""
+        """Drops the states with these keys, except for estimates and values of no parameter."""
         stay = (*OF_NO_PARAMETER, "estimate")
         return self.where(lambda row: row.form in stay or str(row.key) not in keys)
 
@@ -166,7 +166,7 @@ NO_STATES = States()
 
 
 def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[StateRow]:
-    """Makes rows of values that are given by parameter and key."""
+    """Makes rows of one form from values by parameter, then by key."""
     return [
         StateRow(key, form, (name,), value)
         for name, states_of_parameter in values.items()
@@ -177,7 +177,7 @@ def of_parameters(form: Form, values: Mapping[str, Mapping[Any, Any]]) -> list[S
 def unsupported(
     key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
 ) -> StateRow:
-    """A row for a state that is compared but not interpreted; `tensors` are those in `value`."""
+    """Makes a row for a state that is compared, but not interpreted; `value` contains `tensors`."""
     content = json.dumps(to_json(value), sort_keys=True)
     names = tuple(parameters)
     return StateRow(str(key), "unsupported", names, content, reason, tensors=tuple(tensors))
@@ -200,7 +200,7 @@ KEYS = (OTHER, PARTITIONS, AMONG, BESIDE, BY_RANK)
 
 
 def with_states(state: Mapping[str, Any], states: States, groups: int) -> dict[str, Any]:
-    """Adds the optimizer's states to the state of a manifest; `groups` is the number of groups."""
+    """Adds the states under `optimizer` to the state of a manifest that has this many `groups`."""
     parts: dict[tuple[Part | None, tuple[str, ...]], dict[Any, Any]] = {}
     for row in states.of_form("partition"):
         parts.setdefault((row.part, row.parameters), {})[row.key] = row.value

@@ -33,7 +33,7 @@ from . import slicing
 from .slicing import Slicing
 
 Shapes = Sequence[tuple[int, ...] | None]
-"""A parameter's shape on every tensor rank; None where the rank does not have the parameter."""
+"""A parameter's shape on each tensor rank, in order; None for a rank without the parameter."""
 
 STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
 """The word for the ranks of an axis, in its `Table` and in a replica (`Entry.axis`)."""
@@ -79,7 +79,7 @@ class Placement(Struct, frozen=True):
 
     @property
     def fused(self) -> int:
-        """The number of fused parts of equal width into which rows are cut.
+        """The number of equal parts, fused into one tensor, into which rows are cut.
 
         0 if the rule leaves that open.
         """
@@ -87,7 +87,10 @@ class Placement(Struct, frozen=True):
 
     @property
     def is_by_outputs(self) -> bool:
-        """Whether the rows of a layer's weight are its outputs, unless the layer says otherwise."""
+        """Whether the rows of a weight are the outputs of its layer.
+
+        A layer may state otherwise; that counts more.
+        """
         return True
 
     def agree(self, are_weights: bool) -> bool:
@@ -236,7 +239,10 @@ class PaddedRows(Placement, frozen=True):
 
 
 class Boxes(Placement, frozen=True):
-    """Each rank has boxes of the complete tensor, as files state them; `text` says in which way."""
+    """Each rank has boxes of the complete tensor, whose places files state.
+
+    `text` names the way of cutting, as messages and files do.
+    """
 
     text: str
 
@@ -281,7 +287,7 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 class Sliced(Struct, frozen=True):
-    """How a parameter is cut: its full shape, its pieces, and the placement that says so.
+    """How a parameter is cut: its full shape, its pieces, and the `placement` that they follow.
 
     `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
     """
@@ -293,7 +299,7 @@ class Sliced(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """The parameters and buffers of one rank, in its order.
+    """The names of one rank's parameters and buffers, in the rank's order.
 
     `shapes` has the shapes that differ from those of the complete tensors.
     """

@@ -39,14 +39,17 @@ MAX_DEPTH = 100  # folders; programs that copy and remove trees recurse into eac
 LINKED = "links-out"
 """The code of the warning about files of a checkpoint that lie elsewhere."""
 FOLLOW = "--follow-links"
-"""The option that is the subject of a notice on files behind links."""
+"""The option that copies files behind links. Notices about such files have it as their subject."""
 SNAPSHOTS, BLOBS, PARTS = "snapshots", "blobs", "--"
 _follows: ContextVar[bool] = ContextVar("follows", default=False)
 
 
 @contextmanager
 def following(links: bool) -> Iterator[None]:
-    """Inside the block, a link that leads out to a file is copied as that file, if `links`."""
+    """Inside the block, links out of the directory are followed if `links` is true.
+
+    The file to which such a link leads is then copied in its place.
+    """
     token = _follows.set(links)
     try:
         yield
@@ -141,10 +144,10 @@ def real_path(path: str) -> str:
 
 
 class SiblingList(Struct, eq=False):
-    """The files beside a checkpoint, for a source whose directory is `root`.
+    """Collects the files beside a checkpoint whose directory is `root`.
 
-    `files` may be copied. `omitted` has a notice for each reason, with the names of all files that
-    may not. Hidden files are not copied, unless their names are in `listed`.
+    `files` are those that are copied. `omitted` has a notice for each reason to leave files out,
+    with their names. Hidden files are left out, unless their names are in `listed`.
     """
 
     root: str

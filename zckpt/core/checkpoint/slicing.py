@@ -109,17 +109,17 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
 
 
 def dealt(part: int, ranks: int) -> tuple[int, ...]:
-    """The widths of a part that is cut nearly evenly: the first slices are wider by one."""
+    """The width of each rank's slice of `part` elements; the first slices may be wider by one."""
     return tuple(part // ranks + (rank < part % ranks) for rank in range(ranks))
 
 
 def even(part: int, ranks: int) -> tuple[int, ...] | None:
-    """The widths of a part that is cut evenly; None if the ranks do not divide it."""
+    """The width of each rank's slice, if all are equal; None if the ranks do not divide `part`."""
     return None if part % ranks else dealt(part, ranks)
 
 
 def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
-    """The widths of sub-parameters that are all cut evenly; None if one of them cannot be."""
+    """The widths of each sub-parameter's slices, if all are equal; None if one cannot be cut so."""
     return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
 
 

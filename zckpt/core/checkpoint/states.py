@@ -43,16 +43,16 @@ REASONS: dict[Form, str] = {"among": OF_NO_GROUP, "beside": BESIDE_STATE}
 """Why a value that belongs to no parameter is not read, unless it is a number or a text."""
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
-"""Hyper-parameters that only optimizers have which keep rows and columns of a matrix.
+"""Hyper-parameters by which optimizers that factor matrices into rows and columns are recognized.
 
-These are Adafactor and CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer,
-and Adalite.
+They are Adafactor and CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer, and
+Adalite.
 """
 
 AFRESH = {"RMS": FACTORING}
 """States that may be lost because the optimizer recomputes them before use.
 
-Each applies only if a group has one of these hyper-parameters. `RMS`: these optimizers write the
+Each key applies only if a group has one of its hyper-parameters. `RMS`: these optimizers write the
 weight's RMS in every update, and read it only after that, or never.
 """
 
@@ -95,7 +95,7 @@ class State(Struct, frozen=True):
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
-    """All states by key. A state of several forms gets the last of these forms in the list FORMS.
+    """Maps keys to states. If a state has several forms, the one that is last in FORMS is given.
 
     If model ranks are not joined, the states of all ranks are listed by the ranks' parameter names.
     """
@@ -135,7 +135,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
 
 
 def entries_in(value: Any) -> list[Key]:
-    """The keys of the tensors in a value of the state, without duplicates."""
+    """The keys of the entries for the tensors inside a state's value, without duplicates."""
     return [(name, "state") for name in tensors_in(value)]
 
 
@@ -161,7 +161,7 @@ def _united(states_of_ranks: Iterable[Iterable[State]]) -> dict[str, State]:
 
 
 def tensors_in(value: Any) -> list[str]:
-    """The names of the tensors in a value of the state, without duplicates."""
+    """The names of the tensors inside a state's value, without duplicates."""
     names: dict[str, None] = {}
 
     def collect(item: Any, _key: Any = None) -> Any:
@@ -197,7 +197,7 @@ def untouched(manifest: Manifest) -> list[str]:
 
 
 def harmless(state: State, manifest: Manifest) -> str:
-    """Why a state may be lost; empty if it may not be lost."""
+    """The reason why a target may lack the state, in words; empty if it may not."""
     if state.form == "none":
         return "it is None"
     shown_by = AFRESH.get(state.key, frozenset())
@@ -331,7 +331,7 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
 
 
 def as_unsupported(manifest: Manifest, reason: str) -> Manifest:
-    """Marks all states that are neither slots nor numbers as not read."""
+    """Marks the states of the forms `other` and `partition` as not read, with this reason."""
     apart = manifest.states.of_form("other", "partition")
     if not apart:
         return manifest
@@ -377,7 +377,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
 
 
 class Selection(Struct, frozen=True):
-    """What is compared: tensors that match a glob, only weights, or all but some states."""
+    """What a command compares: tensors that match a glob, weights alone, or all but some states."""
 
     tensors: str | None = None
     weights_only: bool = False
@@ -392,7 +392,7 @@ class Selection(Struct, frozen=True):
             )
 
     def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-        """Both manifests without what is not compared; raises WrongOption for an unknown state."""
+        """Both manifests, reduced to what is compared; raises WrongOption for an unknown state."""
         if self.weights_only:
             return weights_alone(a), weights_alone(b)
         require_known(self.drop_state, (a, b))

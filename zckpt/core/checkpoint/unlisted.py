@@ -52,14 +52,20 @@ def unlisted(manifest: Manifest) -> list[Notice]:
 
 
 def _may_be_share(manifest: Manifest) -> bool:
-    """Whether one file of torch.save has an optimizer that identifies its parameters by number."""
+    """Whether the files could hold just one rank's share of the optimizer, without showing it.
+
+    That is so for one file of torch.save whose optimizer identifies its parameters by number.
+    """
     engine = manifest.run.engine
     is_whole = isinstance(engine, StateDictEngine) and engine.whole
     return is_whole and manifest.notices.is_numbered and manifest.run.origin.dp in (None, 1)
 
 
 def refuse_share(manifest: Manifest) -> None:
-    """Raises IncompleteCheckpoint if files show only one rank's share; for targets that train."""
+    """Raises IncompleteCheckpoint if the files hold one rank's share of the optimizer's states.
+
+    It is called for targets that continue the training.
+    """
     if share := manifest.notices.share:
         raise IncompleteCheckpoint(
             "missing-rank-file",

@@ -47,12 +47,18 @@ def is_rounded(wide: str, narrow: str) -> bool:
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:
-    """Whether numbers of type `wide` that come from type `narrow` have only its precision."""
+    """Whether type `wide` holds more digits than type `narrow`, from which numbers are taken.
+
+    Such numbers have only the precision of `narrow`.
+    """
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 
 
 class Weight(Struct, frozen=True):
-    """The entries of one weight. Every choice raises MissingData if there are none."""
+    """The `param` and the `master` of one weight; its methods choose between them.
+
+    They raise MissingData if there is neither.
+    """
 
     name: str
     param: Entry | None
@@ -92,7 +98,7 @@ def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
 
 
 def agreement(master: Entry, weight: Entry) -> str | None:
-    """How a weight must equal its master: `bits`, or `rounded` if the master is rounded first.
+    """How a weight and its master are compared: `bits`, or `rounded`: the master rounded first.
 
     None if their types or shapes cannot be those of one weight.
     """

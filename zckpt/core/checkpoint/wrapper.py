@@ -29,7 +29,7 @@ def wrapped(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
-    """The manifest's state without the wrapper values of these keys."""
+    """The manifest's state, without those values around the optimizer whose keys are in `gone`."""
     path, values = _find(manifest)
     rest = {key: value for key, value in values.items() if _name(key) not in gone}
     if len(rest) == len(values):
@@ -56,10 +56,10 @@ def _is_random(key: Any) -> bool:
 
 
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
-    """The path of the wrapper's dictionary in the program's state, and its contents.
+    """The path of the dictionary around the optimizer's state dict, and what else is in it.
 
-    A key of the path must name an optimizer, and the model must not be in the dictionary. Otherwise
-    the dictionary is the program's own.
+    Empty unless a key of the path names an optimizer and the model is not in the dictionary.
+    Otherwise the dictionary is the program's own.
     """
     engine = manifest.run.engine
     if not isinstance(engine, StateDictEngine) or not engine.optimizer:
@@ -79,7 +79,7 @@ def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
 
 
 def _with(value: Any, path: tuple[Any, ...], rest: Any) -> Any:
-    """Replaces the value at a path by `rest`."""
+    """Copies nested dictionaries and lists, with the value at a path replaced by `rest`."""
     if not path:
         return rest
     inner = _with(value[path[0]], path[1:], rest)

@@ -83,7 +83,7 @@ class _MatchPart(Struct, frozen=True):
 
 
 class _Side(Struct, frozen=True):
-    """The elements that were read from one of the two checkpoints."""
+    """The requests for one checkpoint's elements, and the buffer into which they were read."""
 
     view: memoryview
     requests: Sequence[ReadRequest]
@@ -285,7 +285,8 @@ class _Comparison(Struct, eq=False, dict=True):
 class Buffers:
     """One thread's buffers: one for each side, and one for rounded elements.
 
-    If `are_few`, elements are rounded without numpy, whose import takes longer, and 14 MiB.
+    With `are_few`, elements are rounded without numpy, whose import costs time and 14 MiB of
+    memory.
     """
 
     def __init__(self, size: int, are_few: bool) -> None:
@@ -295,7 +296,7 @@ class Buffers:
     def alike(
         self, match: Match, a: memoryview, b: memoryview
     ) -> tuple[memoryview, str, memoryview, str]:
-        """The elements of both sides with their dtypes.
+        """The elements of both sides, each with its dtype, ready to be compared.
 
         If the match is compared rounded, the side with the wider dtype is rounded to the other's.
         """

@@ -19,7 +19,7 @@ ULPS = ("0", "1", "2", *(f"{2**n + 1}-{2 ** (n + 1)}" for n in range(1, 10)), ">
 
 
 class Difference(Struct, eq=False):
-    """How many elements of two tensors differ, which is the first, and the largest differences.
+    """The number of elements that differ, the first one, and the largest differences.
 
     `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units
     in the last place, for equal types. `max_abs` and `max_ulp` are None if the elements are not

@@ -123,7 +123,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
 
 
 def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
-    """Pairs of files whose records have equal places, lengths and checksums."""
+    """Pairs of files that have the same records: equal offsets, lengths and CRC-32s."""
     records = by_key(
         (record.extent.file, (record.extent.offset, record.extent.length, record.crc))
         for record in manifest.files.records
@@ -155,9 +155,9 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
 
 
 def is_varied(extent: Extent, size: int) -> bool:
-    """Whether two of the first elements, of `size` bytes each, differ.
+    """Whether the first elements of an extent, of `size` bytes each, are not all equal.
 
-    Constants are equal by chance.
+    Two files may have the same constants without being copies.
     """
     data = _sample(extent)
     return data[size:] != data[:-size]

@@ -65,7 +65,11 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool) -> list[
 def _told(
     manifest: Manifest, wrong: Sequence[tuple[Manifest, Result]], hint: str, accepted: bool
 ) -> list[Notice]:
-    """The warning about these masters; raises the error instead if they are not accepted."""
+    """A warning about masters that do not round to their weights; empty if `wrong` is.
+
+    If they are not accepted, raises InconsistentCheckpoint instead, or CorruptCheckpoint if their
+    record is damaged.
+    """
     if not wrong:
         return []
     places = [first_difference(result) for _, result in wrong]
@@ -145,13 +149,13 @@ class Rounding:
         return sum(each.length for own in self.matches for each in (own.a, own.b) if each)
 
     def begin(self) -> None:
-        """Compares the beginnings, before the first byte is written; raises as `check`."""
+        """Compares the beginnings of masters before a byte is written; raises as `check`."""
         hint, accepted = self._about
         if not accepted:
             check(self._manifest, BEGINNINGS, hint, accepted)
 
     def refuse(self, differing: Mapping[int, int]) -> None:
-        """Raises as `check` if one of these masters differs, unless differences are accepted.
+        """Raises the errors of `check` for differing masters, unless differences are accepted.
 
         `differing` maps the number of a match to the first element that differs.
         """
@@ -160,7 +164,7 @@ class Rounding:
             _told(self._manifest, self._wrong(differing), hint, accepted)
 
     def conclude(self, differing: Mapping[int, int]) -> list[Notice]:
-        """Warns or raises as `check`, after all elements were compared.
+        """Reports all masters that differ, after the comparison: warns, or raises as `check`.
 
         `differing` maps the number of a match to the first element that differs.
         """
@@ -242,7 +246,7 @@ def beginning(match: Match) -> Match:
 
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
-    """The first FEW elements of each fragment, or of each box, as element ranges of the tensor."""
+    """Yields the first FEW elements of each fragment, or of each box, as ranges [start, stop)."""
     parts = boxes_of(fragments)
     if not parts:
         for fragment in fragments:
@@ -287,7 +291,7 @@ def _files(root: str, extents: Iterable[Extent]) -> str:
 
 
 def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
-    """Raises CorruptCheckpoint if a record around one of these extents has a wrong CRC-32."""
+    """Raises CorruptCheckpoint if one of the extents begins in a record with a wrong CRC-32."""
     around = [
         record
         for record in manifest.files.records

@@ -38,7 +38,7 @@ SAMPLE = 1 << 14  # elements that are compared of each slice
 RANK0, MEAN = "rank0", "mean"
 """The values of --replicas: which value is used if replicas differ."""
 OWN = "own"
-"""The choice to join nothing: every rank keeps its replica."""
+"""The value for which ranks are not joined: each keeps its own replica."""
 
 
 class Ranks(Struct, frozen=True):
@@ -247,7 +247,7 @@ def _refuse_sums(manifest: Manifest) -> None:
 
 
 def _placements(manifest: Manifest) -> Mapping[str, Placement]:
-    """How each parameter was cut over the ranks; empty if no slices were joined."""
+    """Maps each parameter to its placement over the ranks; empty if no slices were joined."""
     return (manifest.run.tensor_parallel or UNCUT).placements
 
 

@@ -133,7 +133,7 @@ def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
 
 
 COUNTS = Statistics.__struct_fields__[:8]
-"""The fields from `finite` to `denormal`."""
+"""The names of the fields that count numbers, from `finite` to `denormal`."""
 
 
 def json_number(number: float | None) -> Any:

@@ -118,7 +118,7 @@ FORMS = {
     "wrapper": "around the optimizer's state dict",
     "unsupported": "not read",
 }
-"""The names that `inspect` gives to the forms of states without a slot."""
+"""Descriptions of the forms of states that are no slots, as `inspect` prints them."""
 
 
 def advice(manifest: Manifest, bare: int) -> Report:
@@ -152,7 +152,7 @@ def unopened(manifest: Manifest) -> Report:
 
 
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:
-    """The tensors whose name matches a glob such as '*/exp_avg'.
+    """The entries whose name (`parameter/slot`) matches a glob such as '*/exp_avg'.
 
     Raises WrongOption if there is none.
     """

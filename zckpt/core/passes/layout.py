@@ -42,7 +42,7 @@ class Layout(Struct, frozen=True):
     about: str = ""
     """A description of the target in one line."""
     loading: Callable[[str], str] = str
-    """Given the target's path, returns the line of code, or the command, that resumes from it."""
+    """Returns a line of code, or a command, that resumes from the target, given its path."""
     read_back: Callable[[str], Manifest] | None = None
     """Reads the manifest of the files that were laid out.
 
@@ -66,10 +66,10 @@ class Layout(Struct, frozen=True):
 class CopyOutcome(Struct, eq=False):
     """The results of a copy.
 
-    `digests` has a dictionary for each model rank, by its position: the digests of the target's
-    entries by key, as far as they were requested. `tensors` is the number of all tensors. `files`
-    has sizes and CRC-32s by path. `records` has the CRC-32s of the target's records in the files
-    that were filled, by extent. `counts` are those of the source's records. A record stays
+    `digests` has a dictionary for each model rank, in order: it maps the keys of the target's
+    entries to their CRC-32s, as far as these were requested. `tensors` is the number of all
+    tensors. `files` maps paths to sizes and CRC-32s. `records` maps the extents of records in the
+    files that were filled to CRC-32s. `counts` are those of the source's records. A record stays
     unchecked if it was saved without a CRC, or if only a small part of it was read.
     """
 

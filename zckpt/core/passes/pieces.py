@@ -67,7 +67,7 @@ class ElementReader(Struct, eq=False, dict=True):
         """Working memory."""
 
     def _read(self, extent: Extent, into: memoryview, check: bool) -> int | None:
-        """Reads an extent; returns the CRC-32 of its bytes if it was computed."""
+        """Reads an extent; returns the CRC-32 of its bytes, or None if it was not computed."""
         self.reader.read(extent, into)
         if not check:
             return None
@@ -91,10 +91,10 @@ class ElementReader(Struct, eq=False, dict=True):
     def _reads(
         self, requests: Sequence[ReadRequest], view: memoryview
     ) -> Iterator[tuple[Extent, int, bool]]:
-        """The reads to make: the extent, its byte in `view`, and whether it is checked.
+        """Yields the reads to make: an extent, its byte in `view`, and whether it is hashed.
 
-        Small slices and short runs are not listed: they are read and copied to their places
-        meanwhile.
+        Small slices and short runs are not yielded: this function reads them, and copies them to
+        their places.
         """
         pending: tuple[Extent, int, bool] | None = None  # the next read may still extend it
         small: dict[int, list[ReadRequest]] = {}  # by their flat buffers, since files may mix slots
@@ -199,7 +199,7 @@ class ElementReader(Struct, eq=False, dict=True):
         return requests[place:stop]
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
-        """Reads once per rank for all tensors of the batch; then copies slices to their places."""
+        """Reads the slices of a batch, with one read per rank, and copies them to their places."""
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin

@@ -142,7 +142,7 @@ class Match(Struct, frozen=True):
 
     @property
     def is_read(self) -> bool:
-        """Whether the elements can be compared."""
+        """Whether bytes must be read: types or shapes that cannot be compared need none."""
         return self.how in ("bits", "rounded", "values")
 
     @property
@@ -209,9 +209,9 @@ def of_copies(a: Entry, b: Entry) -> Match:
 
 
 def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
-    """Maps other names of tied weights to their names in `a`.
+    """Maps the names of tied weights to those under which `a` stores them.
 
-    The other names are those in `a` itself, and those in `b`.
+    The keys are the aliases in `a`, and names of `b` that `a` does not have.
     """
     second = {
         first: alias
@@ -322,7 +322,7 @@ _offset, _end = attrgetter("offset"), attrgetter("end")
 
 
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
-    """The part of a piece in bytes [offset, end) of its file.
+    """The part of a piece that lies in bytes [offset, end) of its file, as one or more pieces.
 
     A run that is cut becomes a piece of its own.
     """

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 BLOCK = 64 << 20  # bytes
 Task = TypeVar("Task")
 Claim = Callable[[], int]
-"""Returns the number of the next block of tasks for this process; the numbers only increase."""
+"""Returns the number of the next block of tasks for this process; numbers only increase."""
 
 
 class Pass(Protocol):
@@ -27,7 +27,7 @@ class Pass(Protocol):
         ...
 
     def findings(self) -> Any:
-        """The results of this process."""
+        """The results of this process, as JSON."""
         ...
 
     def take(self, found: Any) -> None:
@@ -68,7 +68,7 @@ def claimed(
     claim: Claim,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Task]:
-    """The tasks of the blocks that are assigned to this process.
+    """Yields the tasks that this process must carry out: those of the blocks that it claims.
 
     `size_of` gives the bytes of a task. `progress` is called with the bytes of the tasks of other
     processes.

@@ -107,7 +107,7 @@ def _text(path: str) -> str:
 
 
 def own_rank() -> int:
-    """The rank of this process, by torchrun's RANK and WORLD_SIZE; 0 if these are not both set.
+    """The rank of this process, from torchrun's RANK and WORLD_SIZE; 0 unless both are set.
 
     RANK alone proves nothing: in many clusters every shell has one.
     """

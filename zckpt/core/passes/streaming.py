@@ -34,7 +34,7 @@ WAITING = 16  # threads that wait for the disk
 
 Task = TypeVar("Task")
 Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
-"""Opens what one thread needs, and yields the function that carries out a task."""
+"""A context of one thread: it opens what the thread needs, and yields the function for tasks."""
 
 
 def chunk_size(dp: int, jobs: int, memory: int) -> int:
@@ -121,7 +121,7 @@ def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
 
 
 def _fingerprints(checkers: Sequence[RecordChecker]) -> Fingerprints:
-    """The fingerprints of all checkpoints that a thread reads."""
+    """The fingerprints of all checkpoints that one thread reads, by path."""
     if len(checkers) == 1:
         return checkers[0].fingerprints
     return ChainMap(*(dict(checker.fingerprints) for checker in checkers))

@@ -85,7 +85,7 @@ def merge(
 
 
 def in_order(manifest: Manifest) -> Manifest:
-    """Sorts the entries: parameters and buffers in manifest order, then the state."""
+    """Sorts the entries of a manifest: parameters and buffers in its order, then the state."""
     names = (*manifest.parameters, *manifest.buffers)
     place = {name: number for number, name in enumerate(names)}
     entries = sorted(
@@ -168,7 +168,7 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[Key, list[list[Ent
 def _parameters(
     ranks: Sequence[Manifest], table: Table, root: str
 ) -> tuple[dict[str, Parameter], list[StateRow]]:
-    """The merged parameters, and the rows of their numbers.
+    """The parameters of all ranks, merged, and rows with the optimizer's numbers for them.
 
     Trained parameters come first, in the order of their groups, then the frozen ones.
     """
@@ -237,17 +237,17 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
 
 
 def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
-    """The first possible positions of the groups `some` in `groups`, in order; -1 if none fits."""
+    """The position of each group of `some` in `groups`, in one order; -1 for a strange group."""
     rest = iter(enumerate(groups))
     return [next((place for place, group in rest if group == own), -1) for own in some]
 
 
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Step]:
-    """The step of each parameter that has one. The groups must have one numbering already.
+    """Maps each parameter that has a step to its step, on which all ranks must agree.
 
-    All ranks with a parameter must state one step for it. All parameters of a group must have one
-    step too, unless a rank states different steps within the group. Raises InconsistentCheckpoint
-    if ranks differ and `policy` does not decide. With the policy `keep`, only the steps of one
+    The groups of the ranks must be numbered alike. All parameters of a group must have one step
+    too, unless a rank states different steps within the group. Raises InconsistentCheckpoint if
+    ranks differ and `policy` does not decide. With the policy `keep`, only the steps of one
     parameter must agree.
     """
     steps_by_key: dict[str | int | None, dict[Step, str]] = {}
@@ -273,7 +273,7 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None) -> dict[str, Ste
 
 
 def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
-    """Replaces the step of every parameter that has one."""
+    """Replaces the step of every parameter that has one by its value in `steps`."""
     parameters = {
         name: item if item.step is None else replace(item, step=steps[name])
         for name, item in manifest.parameters.items()
@@ -342,9 +342,9 @@ def _counters(manifest: Manifest) -> object:
 
 
 def _of_optimizer(manifest: Manifest) -> object:
-    """The optimizer state that all ranks must share, as JSON.
+    """What ranks must state alike about the optimizer, such as the loss scale, as JSON.
 
-    It leaves out the values of single parameters, which differ by stage, and numbers of no
+    It has no values of single parameters, which differ by stage, and no numbers that belong to no
     parameter.
     """
     kept = manifest.states.of_form("partition", "estimate")
@@ -377,7 +377,7 @@ def _file_of(manifest: Manifest) -> str:
 
 
 def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[Notice]]:
-    """The per-rank values of ranks that differ from the first rank's, by file name, and notices.
+    """Values of the state in which a rank differs from the first one, by file name; and notices.
 
     A tensor in the client state always gets a notice: it may be a rank's random state.
     """

@@ -130,12 +130,12 @@ class Scattered(Struct, eq=False):
         self.add_runs(stop - start, stop, crc)
 
     def add_runs(self, count: int, stop: int, crc: int) -> None:
-        """Adds `count` bytes in runs that end at `stop`; `crc` is their `crc_of_runs`."""
+        """Adds `count` bytes in runs that end at `stop`; `crc` is from `crc_of_runs`."""
         self.seen += count
         self._sum ^= combine(crc, 0, self.length - stop)
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """The sum of the pieces so far, as arguments of `add`."""
+        """What all pieces so far have added to the CRC, as arguments of `add`."""
         return [(self.length - self.seen, self.length, self._sum)]
 
     @property
@@ -145,10 +145,10 @@ class Scattered(Struct, eq=False):
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """The share of equal runs in the CRC-32 of bytes that hold one run every `stride` bytes.
+    """What equal runs add to the CRC-32 of bytes that hold one run every `stride` bytes.
 
     `data` holds the runs alone, `length` bytes each, without the bytes between them.
-    `Scattered.add_runs` adds the share to the CRC.
+    `Scattered.add_runs` adds the result to the CRC.
     """
     crc = 0
     for start in range(0, len(data), length):

@@ -94,7 +94,7 @@ class Reader(Struct, eq=False):
             self.read_from(self._file(extent.file), extent, into)
 
     def read_from(self, file: int, extent: Extent, into: memoryview) -> None:
-        """As `read`, from an open descriptor of the extent's file."""
+        """Reads an extent like `read`, but from an open descriptor of its file."""
         path, length, done = extent.file, extent.length, 0
         while done < length:
             part = into[done:length] if done or len(into) > length else into
@@ -140,7 +140,7 @@ def crc_of(extents: Iterable[Extent], crc: int = 0) -> int:
 
 
 def files_per_thread(threads: int) -> int:
-    """How many files each thread may keep open, within the process's limit."""
+    """The number of files that each of `jobs` threads may keep open, within the process's limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, 8192):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))

@@ -50,7 +50,10 @@ def numbered(name: str, number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """The number in such a name: 1 for `model_1` and `optimizer_1.bin`, 0 for the first model."""
+    """The number of a model in the name of its file or key: 1 for `model_1` and `optimizer_1.bin`.
+
+    0 for a name without a number, which is that of the first model.
+    """
     stem_and_number = counted(name.partition(".")[0], "")
     return stem_and_number[1] if stem_and_number else 0
 

@@ -111,7 +111,7 @@ class Folder(Struct, eq=False):
         return folder
 
     def inner(self, path: str) -> Folder:
-        """Opens a directory below, with the same `owner` and `top`."""
+        """Opens a directory below this one as a `Folder` with the same `owner` and `top`."""
         return Folder(path, self.open(path, os.O_RDONLY | os.O_DIRECTORY), self.owner, self.top)
 
     def __enter__(self) -> Folder:
@@ -154,7 +154,7 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def opened(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> Iterator[int]:
-        """As `open`, but closes the file at the end of the block.
+        """Opens a file like `open`, and closes it at the end of the block.
 
         OSErrors in the block name the path.
         """
@@ -166,7 +166,7 @@ class Folder(Struct, eq=False):
                 os.close(file)
 
     def itself(self) -> os.stat_result:
-        """The status of the open directory."""
+        """The status (os.stat) of the open directory."""
         with self._naming(self.path):
             return os.fstat(self.file)
 

@@ -48,9 +48,9 @@ class Extent(Struct, frozen=True):
 
 
 class Planned(Protocol):
-    """A checksum in a place that was planned, but not opened; calling the object opens the place.
+    """A checksum that is read only when this object is called, because its file is not open yet.
 
-    Raises an error unless the bytes are where they were planned.
+    The call raises an error if the bytes are not at the planned place.
     """
 
     @property
@@ -94,7 +94,10 @@ class Fragment(Struct, frozen=True):
     stride: int = 0
 
     def element_at(self, offset: int, size: int) -> int:
-        """The element at a byte offset of the file; `size` is bytes per element."""
+        """The number of the element whose first byte is at an offset of the file.
+
+        `size` is bytes per element.
+        """
         run, within = divmod(offset - self.extent.offset, self.extent.length // self.count)
         return self.start + run * self.stride + within // size
 
@@ -144,7 +147,7 @@ class Fragments(Sequence[Fragment]):
 
 
 class Runs(Fragments):
-    """A list of fragments in order of `start`; each has a count of one."""
+    """A list of fragments in the order of `start`, each of which is one run."""
 
     __slots__ = ("listed",)
 
@@ -492,7 +495,7 @@ def boxes(parts: Iterable[Box]) -> Fragments:
 
 
 def boxes_of(fragments: Fragments) -> Sequence[Box]:
-    """The boxes of a tensor; empty if it has runs or slices."""
+    """The boxes of which a tensor's fragments consist; empty if they are runs or slices."""
     if isinstance(fragments, Boxes):
         return fragments.parts
     return (fragments,) if isinstance(fragments, Box) else ()

@@ -72,7 +72,7 @@ ANY = role("file", r"(?P<stem>.*)")
 
 
 class Known(Struct, frozen=True):
-    """The content of a file's name: its role, the rank, and the text before them."""
+    """A file's name, parsed: its role, its rank, and the text before the numbers (`stem`)."""
 
     role: Role
     rank: Rank
@@ -87,7 +87,7 @@ class Known(Struct, frozen=True):
         return tuple(number for _, number in self.rank)
 
     def numbers_with(self, axis: str, number: int) -> Numbers:
-        """The numbers of this rank with another number on one axis."""
+        """This rank's numbers, with the number of `axis` replaced by another one."""
         return tuple(number if own == axis else same for own, same in self.rank)
 
     def is_like(self, other: Known) -> bool:
@@ -127,7 +127,7 @@ def known(roles: Iterable[Role], path: str) -> Known | None:
 
 
 def any_of(roles: Iterable[Role]) -> re.Pattern[str]:
-    """One expression that matches the names (without folders) of all roles, for speed."""
+    """Makes one expression that matches the names of all roles, without folders: it is faster."""
     names = (re.sub(r"\(\?P<\w+>", "(", own.names.pattern) for own in roles)
     return re.compile("|".join(f"(?:{each})" for each in names), re.ASCII | re.DOTALL)
 
@@ -267,10 +267,10 @@ NAME_MAX = 255
 
 
 class SavedName(Struct, frozen=True):
-    """The parsed name of a rank's file, and the parsed name under which it was saved.
+    """The name of a rank's file, and the name under which torch.save wrote it, both parsed.
 
-    `saved_name` is None if the file states no name of the same form, and not the name of a file
-    beside it.
+    `saved_name` is None if the file states no name of this form. A name of another form is known
+    only if a file beside it has that name.
     """
 
     row: Row
@@ -334,7 +334,7 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
 
 
 def nameless(names: Sequence[SavedName]) -> list[Notice]:
-    """A notice about rank files that state no name, which `refuse_others` cannot check."""
+    """A notice about files that state no saved name, which `refuse_others` cannot check."""
     count = sum(name.saved_name is None for name in names)
     if not count:
         return []

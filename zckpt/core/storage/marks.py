@@ -26,7 +26,7 @@ MARK = "user.zckpt.run"
 MOST = 1 << 16  # bytes of a mark
 JOURNALS = re.compile(rf"{JOURNAL}(-\d+(-of-\d+)?)?|{PROBE}[0-9a-f]{{8}}", re.ASCII)
 TORN = re.compile(rb"(?s)(\0.*)?|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
-"""A journal that was emptied, or whose first line was damaged by a power loss."""
+"""Matches a journal without an intact line: one that was emptied, or torn by a power loss."""
 
 
 def is_journal(name: str) -> bool:
@@ -45,7 +45,7 @@ def lines_in(data: bytes) -> list[bytes]:
 
 
 def is_begun(folder: Folder, name: str) -> bool:
-    """Whether this open `.partial` may have been left by a run that wrote the target `name`.
+    """Whether the directory may have been left unfinished by a run that wrote the target `name`.
 
     It contains a journal and at most the target's directory, or nothing at all. Raises TargetExists
     for a journal that is a link, or is not ours in an owned folder.

@@ -21,7 +21,7 @@ MOST = 1 << 16  # bytes of a note
 
 
 def note_of(source: str, tag: str | None) -> bytes:
-    """The note of a directory with the names of a checkpoint."""
+    """The text of the note for a directory that has only the names of a checkpoint's files."""
     note = {"zckpt": __version__, "source": source, "tag": tag}
     return json.dumps(note, ensure_ascii=False).encode()
 

@@ -37,7 +37,7 @@ class RecordCounts(Struct):
 
 
 class Damage(Struct, frozen=True):
-    """A record whose bytes have the CRC-32 `crc`, which its file does not state."""
+    """A record of which the bytes have another CRC-32 (`crc`) than its file states."""
 
     record: Record
     crc: int
@@ -156,7 +156,7 @@ class RecordChecker:
         return numbers[first : bisect_left(starts, end)]
 
     def passed_before(self, number: int, start: int, stop: int, crc: int) -> None:
-        """Counts bytes [start, stop) of a record, whose CRC-32 was computed already."""
+        """Counts bytes [start, stop) of a record that are not at hand, given their CRC-32."""
         record = self._records[number]
         extent = record.extent
         with self._lock:

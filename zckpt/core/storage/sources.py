@@ -346,7 +346,7 @@ def size(path: str) -> int:
 
 
 def beside(path: str) -> str | None:
-    """The name of the file or folder to which a link leads, if both are in one folder.
+    """The name to which a link leads, if that file or folder is beside the link.
 
     Such a link is a second name of a checkpoint, such as `latest`. None for a link to any other
     place, for links in a circle, and for a path that is no link.

@@ -50,13 +50,13 @@ class Note(Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The names of all files; the last one is at the end."""
+        """The names of the target's files, in the order of sending: `last` is at the end."""
         return [*(name for name in self.files if name != self.last), self.last]
 
     def missing(self, size_of: Callable[[str], int | None]) -> list[str]:
-        """The files that are not there, or have another size.
+        """The names of files that do not exist, or have another size.
 
-        `size_of` gives None for a missing file.
+        `size_of` returns the size of a file by its name, None if it does not exist.
         """
         sizes = {name: size_of(name) for name in self.names}
         return [
@@ -134,7 +134,7 @@ def _note_at(path: str) -> Note | None:
 
 
 def _size(folder: str, name: str) -> int | None:
-    """Bytes of a file; None if there is none."""
+    """The size of a file in bytes; None if there is no such file."""
     now = sources.status(os.path.join(folder, name))
     return now.st_size if now is not None and stat.S_ISREG(now.st_mode) else None
 

@@ -147,7 +147,7 @@ def _verify(
 
 
 def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
-    """Problems with tensors of which no bucket contained some elements."""
+    """Problems with tensors of which some elements are in no rank's part."""
     return [
         line_of(
             problem(
@@ -164,7 +164,7 @@ def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
 
 
 def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]:
-    """Problems with tensors that our reader has, but the engine's rule has not."""
+    """Problems with tensors that the manifest has, but that the engine would not gather."""
     return [
         line_of(
             problem("tensor-differs", f"{name} is not what the engine would gather", subject=name),
@@ -177,7 +177,7 @@ def _not_gathered(manifest: Manifest, gathered: Collection[Key]) -> list[Report]
 
 
 def _unsupported(unsupported: Sequence[Nameless]) -> list[Report]:
-    """Problems with nameless tensors that the engine would load, but our reader does not read."""
+    """Problems with tensors that the engine would load, but that zckpt does not read."""
     return [
         line_of(
             problem(

@@ -61,7 +61,10 @@ class Beside(Struct, frozen=True):
         return start // widest * width, stop // widest * width
 
     def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
-        """The lines of all parts that are in a segment; they begin at `column` of every row."""
+        """Yields the blocks of a segment: lines of all parts, side by side.
+
+        In the bucket they begin at `column` of every row.
+        """
         member, shape = FlatMember(self.apart.key, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
         outer, length = self.apart.parts[0], prod(shape[self.axis :])
@@ -81,10 +84,10 @@ class Beside(Struct, frozen=True):
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """Groups the boxes of a tensor: those that lie side by side together, and the others.
+    """Groups the boxes of a tensor: boxes that lie side by side become one `Beside`.
 
-    Ranges of boxes are among the others. These are grouped by their lengths, since a bucket's rows
-    are as wide as the longest part in it.
+    All other boxes, and ranges of boxes, stay separate. They are grouped by their lengths, since a
+    bucket's rows are as wide as the longest part in it.
     """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     other_boxes: list[BoxPart] = []

@@ -48,7 +48,7 @@ def alone(entry: Entry) -> Named:
 
 
 class WithNames(NamedTuple):
-    """All parts with names.
+    """The parts of which every tensor has a name.
 
     `of_reader` are the names that no file states, and that come from the reader. `unsupported` are
     tensors without names that the reader does not read.
@@ -101,7 +101,7 @@ def _place(extent: Extent) -> tuple[str, int]:
 
 
 def first_extent(part: Joined | Whole) -> Extent | None:
-    """An extent that begins with the first element of a tensor; None if no part has it."""
+    """The extent whose first byte is that of a tensor's first element; None if there is none."""
     if isinstance(part, Whole):
         return part.extent
     return next(
@@ -117,7 +117,7 @@ def first_extent(part: Joined | Whole) -> Extent | None:
 def by_name(
     parts: Sequence[Named], manifest: Manifest
 ) -> tuple[list[Named], dict[Key, Entry], dict[Key, Entry]]:
-    """The parts, each under a unique key; the tensors by key; their replicas by key.
+    """Gives every part a unique key; returns the parts, the tensors by key, and replicas by key.
 
     A tied weight gets its owner's name. Replicas are complete momenta on several ranks, and tied
     weights that were saved separately.

@@ -58,7 +58,7 @@ class Readers:
         self._open = ExitStack()
 
     def _of_thread(self) -> ElementReader:
-        """This thread's reader, which keeps files open."""
+        """The ElementReader of the current thread, which is made at the first call."""
         if not hasattr(self._own, "reader"):
             files = reading([RecordChecker(())], READ, self._jobs)
             (self._own.reader,) = self._open.enter_context(files)
@@ -66,7 +66,7 @@ class Readers:
         return reader
 
     def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
-        """Reads every extent to its byte of `into`."""
+        """Starts reading every extent to its byte of `into`; returns the futures."""
         small = [
             (extent.part(start, min(start + READ, extent.length)), at + start)
             for extent, at in wanted
@@ -113,7 +113,7 @@ class Readers:
 
 
 Seen = tuple[BlockMatch, int, int, int]
-"""An item, a range of its tensor's elements, and the CRC-32 of the other side's bytes there."""
+"""A block's match, a range of its tensor, and the CRC-32 of the other side's bytes in it."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
