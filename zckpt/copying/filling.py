@@ -142,7 +142,7 @@ class TargetFile(Struct, eq=False, dict=True):
             yield offset, stop, None
 
     def passed(self, data: memoryview, start: int) -> Iterator[Passed]:
-        """The CRC-32s of bytes that begin at `start`: those of records, and that of the file."""
+        """The CRC-32s of the bytes `data` at `start`: of each record's part, then for the file."""
         crc, stop = 0, start + len(data)
         for first, last, place in self.edges(start, stop):
             part_crc = crc32(data[first - start : last - start])

@@ -74,9 +74,9 @@ class Sharing:
     def mine(
         self, portions: Sequence[Portion], progress: Progress | None
     ) -> Iterator[Sequence[Portion]]:
-        """Of all portions of a target, those that this process shall write.
+        """Selects from all portions of a target those that this process must write.
 
-        They come in groups of neighbors in one file. Several groups are written at a time.
+        They are yielded in groups of neighbors in one file. Several groups are written at a time.
         `progress` is called with the bytes that others write.
         """
         return by_file(portions)

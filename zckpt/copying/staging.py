@@ -343,7 +343,11 @@ class Staging:
             self.warnings.append(warning("target-not-synced", message, file=self.partial))
 
     def _is_worth_keeping(self) -> bool:
-        """Whether so much work was done, by this or the continued run, that it should be kept."""
+        """Whether an interrupted run keeps `.partial`, because it wrote for some time.
+
+        A run that continues another one, or that others share, always does. No run does on a
+        filesystem without locks.
+        """
         if not self.has_locks:
             return False
         worked = time.monotonic() - self._started

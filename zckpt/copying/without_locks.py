@@ -186,7 +186,7 @@ def clear(above: Folder, name: str) -> Left:
 
 
 def _noted(above: Folder, path: str) -> Process | None:
-    """The process that a journal names; None if there is no such journal."""
+    """The process that wrote the journal in an unfinished target; None if there is none."""
     try:
         with above.inner(path) as folder, folder.opened(os.path.join(path, JOURNAL)) as file:
             return msgspec.convert(json.loads(lines_of(file)[0][9:])["process"], Process)

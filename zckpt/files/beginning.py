@@ -98,7 +98,10 @@ class _Search(Unpickler):
         self.keys = keys
 
     def search(self) -> int | None:
-        """The number; raises CorruptCheckpoint if the text ends before it, or is not a pickle."""
+        """Parses until the number is found; returns it.
+
+        Raises CorruptCheckpoint if the text ends before the number, or is not a pickle.
+        """
         try:
             return _number(self.load(), self.keys)
         except _Enough as enough:

@@ -131,10 +131,10 @@ class ItemFiles:
     def planned(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> Record | None:
-        """The data of a tensor, or of a box of it, in an item that is not opened.
+        """The record of a tensor's or a box's data in an item, without opening the item.
 
-        They are row-major. None if the item must be opened: the first item of each file, and the
-        first of each form.
+        The elements are row-major. None if the item must be opened: the first item of each file,
+        and the first of each form.
         """
         if not self.plans or location.shared or location.file not in self.sizes:
             return None
@@ -214,10 +214,10 @@ class ItemFiles:
     def boxes(
         self, table: ItemTable, key: str, dtype: str | None = None
     ) -> Iterator[tuple[ItemBox, TorchFile]]:
-        """The boxes of a tensor that are not empty, each with the file that holds it.
+        """Yields the boxes of a tensor that are not empty, each with the item that holds it.
 
         `dtype` is the expected type; None means the type that the metadata states. Raises
-        InconsistentCheckpoint.
+        InconsistentCheckpoint if an item holds another type or shape.
         """
         item = table.items[key]
         if item is None:
@@ -286,7 +286,7 @@ class ItemFiles:
             yield opened.fileno()
 
     def _require(self, path: str, offset: int, length: int) -> None:
-        """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
+        """Raises IncompleteCheckpoint if the file is missing, or ends before these bytes."""
         stop = offset + length
         if path not in self.sizes:
             if not sources.is_file(path):

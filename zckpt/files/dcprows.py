@@ -79,7 +79,7 @@ PROTOCOL = 4  # the protocol of pickles whose values are numbered
 
 
 class Unusual(Exception):
-    """A pickle has a structure that the forms do not cover; it must be read without them."""
+    """Is raised if a pickle has a structure that the forms do not cover: read it without them."""
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):

@@ -70,7 +70,7 @@ class Blocks(Struct, eq=False, dict=True):
             self._add(extent.offset, extent.length, name, is_data=True)
 
     def add_texts(self, start: int, stop: int) -> None:
-        """Adds a global heap, which holds texts."""
+        """Adds the block of a global heap, which contains texts."""
         self._add(start, stop - start, "texts")
 
     def add_group(self, name: str, header: int, names: set[bytes]) -> None:

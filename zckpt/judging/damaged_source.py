@@ -228,7 +228,10 @@ def file_in(where: str, folder: str) -> str | None:
 
 
 def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool:
-    """Lets other files stand in for those that the error names; returns whether any could."""
+    """Links other files in place of those that the error names, and adds faults.
+
+    Returns False if no file can take the place of any of them.
+    """
     kind, paths = _missing_in(found, error)
     gone = {*paths, *map(found.real, found.lost)}
     there = [path for path in files_below(found.path) if path not in gone]

@@ -21,7 +21,7 @@ OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of a file that torch.save wrote before 1.6: a pickle of a number."""
 PICKLE = b"\x80"
 MALFORMED_ZIP = (ValueError, RuntimeError, OverflowError, zlib.error, struct.error)
-"""Errors that zipfile raises for damaged directories, besides its own."""
+"""Errors besides BadZipFile that zipfile raises for damaged directories."""
 MAX_HEADER = 100_000_000  # bytes, of safetensors 0.6
 
 

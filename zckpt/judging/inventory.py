@@ -140,7 +140,7 @@ def of_folder(folder: str, wrong: Mapping[str, State]) -> list[Row]:
 
 
 def states_in(error: ZckptError | OSError) -> dict[str, State]:
-    """The states of the files that an error names, by path."""
+    """Maps the paths of the files that an error names to their states."""
     if isinstance(error, IncompleteCheckpoint) and error.paths:
         return dict.fromkeys(error.paths, "missing")
     files = {os.fspath(error.filename): ""} if isinstance(error, OSError) and error.filename else {}

@@ -252,9 +252,9 @@ class Group:
             raise other from error
 
     def _fail(self, error: BaseException) -> ProcessFailed | None:
-        """Tells the others that this process has failed.
+        """Tells the other processes that this one has failed, unless another one failed first.
 
-        If another one failed first, returns its error.
+        In that case, returns the error of that process.
         """
         if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None

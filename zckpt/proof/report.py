@@ -62,7 +62,7 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
 
 
 def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
-    """Whether a match has a replica on one side only, and on the other side an entry."""
+    """Whether a match compares a replica of one checkpoint with an entry that is no replica."""
     return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 

@@ -250,7 +250,10 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """Notes a value that only one side has; an empty dictionary does not count as a value."""
+        """Files a value that only one side has under differences, or under what is not compared.
+
+        An empty dictionary is no value.
+        """
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
@@ -338,7 +341,7 @@ def _has_within(value: Any, wanted: Mapping[str, Any]) -> bool:
 
 
 def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
-    """The items of a dictionary in JSON, as a Python dictionary."""
+    """A Python dictionary from the pairs of a key and an item that tagged JSON has for one."""
     return {
         key if isinstance(key, (str, int, float)) else str(from_json(key)): item
         for key, item in pairs
@@ -346,7 +349,7 @@ def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
-    """The paths of values that differ."""
+    """Yields the paths at which two values in JSON differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
             yield from _differing(inside(path, key) if path else key, a.get(key), b.get(key))

@@ -17,7 +17,7 @@ from ..errors import Notice, listed, note
 
 Owned = tuple[str, tuple[str, ...]]
 Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
-"""What is compared of such a state: for each rank, its value and its tensors' types and shapes."""
+"""What is compared of an unsupported state: per rank, its value and tensors' types and shapes."""
 
 
 def pairs(a: Manifest, b: Manifest) -> list[Match]:

@@ -219,7 +219,7 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """A line if one checkpoint was saved without its frozen weights, and the other one with them.
+    """A line if one checkpoint was saved without its frozen weights and the other was not.
 
     Both sides must state it, as DeepSpeed does. Its `frozen_param_fragments` is None in a save
     without frozen parameters. An empty dictionary instead states that the model has none, and an
@@ -239,7 +239,10 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:
-    """Differences in the hyper-parameters that both have, and in the members of groups."""
+    """Lines about hyper-parameters of groups that differ, and about parameters in other groups.
+
+    Hyper-parameters that only one side has are not compared.
+    """
     if a.groups is None or b.groups is None:
         return []
     if layers_of(a.run.engine) != layers_of(b.run.engine):
@@ -324,7 +327,7 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[Notice]:
 
 
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
-    """As `groups`, if the experts are spread over different numbers of ranks.
+    """The lines of `groups` for experts that are spread over different numbers of ranks.
 
     The names of groups of experts contain that number, and such groups are split where one rank has
     too many elements. So groups are compared that have a parameter in common.

@@ -71,7 +71,7 @@ LISTS = {
 
 
 class Blocks:
-    """A cache of the blocks of all files that were read last."""
+    """A cache of the blocks that were read last, of all files."""
 
     def __init__(self, most: int = KEPT) -> None:
         self._most, self._bytes = most, 0
@@ -188,7 +188,7 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 class Mirror(Struct, eq=False):
-    """The folder of one URL: `path` is where the URL's own files are."""
+    """The folder of empty files for one URL; `path` is the place of the URL itself in it."""
 
     path: str
     top: str

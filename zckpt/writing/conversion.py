@@ -319,9 +319,9 @@ def _without_copied(manifest: Manifest, layout: Layout, source: Manifest) -> Man
 
 
 def _for_few(manifest: Manifest, options: Options) -> Options:
-    """The options with FEW data-parallel ranks instead of more, if such a target is alike.
+    """The options, with FEW data-parallel ranks in place of more.
 
-    It must have the same states of the optimizer; otherwise the options are returned unchanged.
+    They are returned unchanged if a target of FEW ranks could have other states of the optimizer.
     """
     dp = options[DP]
     if dp is None or dp <= FEW or dp == manifest.dp or layers_of(manifest.run.engine):

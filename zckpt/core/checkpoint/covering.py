@@ -42,7 +42,7 @@ def refuse_holes(manifest: Manifest, reader: str) -> None:
 
 
 def _tensors(manifest: Manifest) -> Iterator[Entry]:
-    """All tensors of a manifest, and those of its ranks and models."""
+    """Yields all tensors of a manifest, and those of its model ranks and models."""
     for part in (manifest, *manifest.ranks, *manifest.models):
         yield from part.entries.values()
         yield from part.replicas
@@ -51,7 +51,7 @@ def _tensors(manifest: Manifest) -> Iterator[Entry]:
 
 
 def uncovered(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries whose fragments do not have each element once.
+    """The entries that lack an element, or have one twice, in their fragments.
 
     The time is linear in the fragments. For slices it does not depend on the number of ranks, since
     the flat buffers that tensors share are measured once.
@@ -90,7 +90,7 @@ def _is_sliced(entry: Entry, slices: Slices, shortest: list[int]) -> bool:
 
 
 def _is_run_through(entry: Entry, runs: Runs) -> bool:
-    """Whether each run begins where the one before it ends."""
+    """Whether the runs hold all elements, each beginning where the one before it ends."""
     size, reached = SIZES[entry.dtype], 0
     for run in runs.listed:
         if run.start != reached or run.extent.length != (run.stop - reached) * size:

@@ -193,10 +193,10 @@ class StepPlace(Struct, frozen=True):
 
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
     `stale` is a wrong step that groups hold beside the true one; None if there is none. `first` is
-    the number before any update. With `last_only`, the state of a group's last parameter holds the
-    step of the group, and the other states hold `first`. `times` is how often one update is
-    counted. `optimizer` is the class that a configuration or the user named, if it reads the step
-    from this place.
+    the number that is stored before any update. With `last_only`, the state of a group's last
+    parameter holds the step of the group, and the other states hold `first`. `times` is by how much
+    one update raises the number. `optimizer` is the class that a configuration or the user named,
+    if it reads the step from this place.
     """
 
     where: str = field(name="in")
@@ -302,7 +302,7 @@ class TensorParallel(Struct, frozen=True):
 
 
 class _Rules(Struct, frozen=True):
-    """A `TensorParallel` as a file states it."""
+    """The form of a `TensorParallel` in JSON, in which placements are rules."""
 
     rules: Mapping[str, str]
     vocabulary: Mapping[str, Vocabulary]

@@ -37,7 +37,7 @@ PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float
 
 
 def is_dotted(name: Any) -> bool:
-    """Whether a name consists of a module and something in it: `module.name`."""
+    """Whether a name is a module and something in it, separated by dots: `module.name`."""
     parts = name.split(".") if isinstance(name, str) else ()
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
@@ -69,7 +69,8 @@ known_global = lru_cache(1 << 10)(Global)
 ITSELF = Global("zckpt.itself")
 """Replaces an object where a value within the object refers to it.
 
-It cannot be written to a pickle. The items of OmegaConf's containers refer to these as `_parent`.
+It cannot be written to a pickle. The items of OmegaConf's containers refer to their container as
+`_parent`.
 """
 
 
@@ -222,7 +223,7 @@ def _too_many(most: int, noun: str) -> CorruptCheckpoint:
 def require_tree(
     value: Any, most: int, most_containers: int, most_nested: int = MAX_NESTING
 ) -> None:
-    """Raises CorruptCheckpoint for a value that would take recursive functions too much work.
+    """Raises CorruptCheckpoint for a value that is too large or too nested for recursive functions.
 
     These functions enter a container at every reference to it. A small pickle can refer to one
     container a million times, or double the references with every level. So every container counts
@@ -230,8 +231,8 @@ def require_tree(
     `most_containers`. They may be nested `most_nested` deep. A container within itself is refused,
     except for an object: ITSELF replaces the reference.
 
-    A key is a value too. 64 characters of a text count as one value. Two numbers of a list of
-    nothing else count as one value, because they are less work.
+    A key is a value too. 64 characters of a text count as one value. In a list of numbers alone,
+    two of them count as one value, because they are less work.
     """
     # of each finished container: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -306,7 +307,7 @@ def _cut(value: Any, outer: Collection[int]) -> None:
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """Everything that a container refers to, once for each reference."""
+    """Yields everything that a container refers to, once for each reference."""
     if isinstance(value, dict):
         parts = [*value.values()]
         if not types_in(value) <= {int, Global}:

@@ -184,7 +184,7 @@ class Run(Struct, frozen=True):
     step_place: StepPlace | None = None
     """Where the optimizer keeps the step; None if no file states that."""
     steps: tuple[Sighting, ...] = ()
-    """The places that state a step."""
+    """All places in the files that state a step, each with that step."""
     pipeline: Pipeline | None = None
     """The stages and layers of the pipeline; None if there was no pipeline."""
     tensor_parallel: TensorParallel | None = None
@@ -358,7 +358,10 @@ class Manifest(Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """The path that a user gives for the checkpoint: its numbered folder, else `root`."""
+        """The path that a user gives for the checkpoint: its numbered folder if there is one.
+
+        Otherwise it is `root`.
+        """
         return self.files.numbered or self.root
 
     @property
@@ -368,7 +371,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def with_models(self) -> "tuple[Manifest, ...]":
-        """As `each`, and also the models of the tensor ranks.
+        """The model ranks and the models of the tensor ranks; without ranks, this manifest alone.
 
         Tensors in files of layers are in the models only, and in no rank.
         """

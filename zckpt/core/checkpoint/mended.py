@@ -107,7 +107,7 @@ def beside(root: str) -> tuple[Mended, ...]:
 
 
 def warnings(mended: Iterable[Mended], where: str) -> list[Notice]:
-    """The warnings about a mended checkpoint that every command gives."""
+    """Warnings about restored values; every command gives them for a mended checkpoint."""
     kinds: Mapping[str, list[Mended]] = {"": [], "chance": [], "made-up": []}
     for record in mended:
         kinds[record.by if record.by in kinds else ""].append(record)

@@ -84,7 +84,7 @@ def _missing_all(groups: Sequence[list[_States]]) -> list[Notice]:
 
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
-    """The states of all trained parameters, group by group."""
+    """Yields, for each group, the states of its trained parameters."""
     slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     # a group's step is stated also for parameters that were never updated

@@ -43,10 +43,10 @@ class Part(Struct, frozen=True):
 class StateRow(Struct, frozen=True):
     """A state of the optimizer: its `key`, the parameters that have it, and its value.
 
-    `parameters` are several if the state belongs to a part of a flat buffer, or was not read. An
-    estimate has a `group` instead. `value` is inert. For a partition or an estimate, it is a list
-    of all ranks' values. For an unsupported state it is a text of JSON, in which `tensors` are
-    named; "" if the value is unknown. `reason` says why a state is unsupported.
+    There are several `parameters` if the state belongs to a part of a flat buffer, or was not read.
+    An estimate has a `group` instead. `value` is inert. For a partition or an estimate, it is a
+    list of all ranks' values. For an unsupported state it is a text of JSON that names `tensors`;
+    "" if the value is unknown. `reason` says why a state is unsupported.
     """
 
     key: Any
@@ -60,7 +60,7 @@ class StateRow(Struct, frozen=True):
 
 
 class States(Struct, frozen=True, dict=True):
-    """All rows; those of one form and parameter are consecutive."""
+    """The rows of one manifest; those of one form and parameter follow each other."""
 
     rows: tuple[StateRow, ...] = ()
 

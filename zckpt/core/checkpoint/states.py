@@ -174,7 +174,7 @@ def tensors_in(value: Any) -> list[str]:
 
 
 def with_updates(manifest: Manifest) -> Manifest:
-    """Sets `updated` of the parameters: False for those that were never updated.
+    """Sets `updated` to False for parameters that were never updated.
 
     Such a parameter is listed by the optimizer, but has no state and no step, though others have
     steps. It is frozen, or never used.
@@ -262,7 +262,7 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
 
 
 def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
-    """Marks these parameters as frozen: the optimizer does not own them."""
+    """The manifest with these parameters marked as frozen: not trainable, and in no group."""
     if not names:
         return manifest
     parameters = {

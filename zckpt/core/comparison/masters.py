@@ -219,7 +219,7 @@ def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
 
 
 def begins_as(weight: Entry, master: Entry, count: int) -> bool:
-    """Whether the first `count` elements of a master round to those of the weight.
+    """Whether the first `count` elements of a master, rounded, equal those of the weight.
 
     Also True if zckpt does not round between the two dtypes.
     """
@@ -239,7 +239,7 @@ def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
 
 
 def beginning(match: Match) -> Match:
-    """The match of the first elements of all fragments of both entries."""
+    """The match of the first elements only: those of each fragment of both entries."""
     assert match.b is not None
     ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
     return Match(_part(match.a, ranges), _part(match.b, ranges), match.how)
@@ -262,7 +262,7 @@ def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
 
 
 def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
-    """An entry that consists of these element ranges of another entry, one after the other."""
+    """An entry that has only these ranges of another entry's elements, one after the other."""
     fragments, size = entry.fragments, SIZES[entry.dtype]
     parts: list[Fragment] = []
     first = 0

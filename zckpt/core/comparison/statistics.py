@@ -142,7 +142,7 @@ def json_number(number: float | None) -> Any:
 
 
 def extent(number: Any) -> float:
-    """A sort key for numbers of a report: "nan" and "inf" are larger than all others."""
+    """A sort key for numbers of reports: the texts "nan" and "inf" are larger than all others."""
     return math.inf if isinstance(number, str) else float(number or 0)
 
 

@@ -227,7 +227,10 @@ class ElementReader(Struct, eq=False, dict=True):
                 view[at:stop] = scratch[row : row + stop - at]
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
-        """Copies the requested part of a strided fragment, through the working memory."""
+        """Reads the requested part of a fragment of many runs, and copies the runs to their places.
+
+        The part is read into the working memory.
+        """
         import numpy as np
 
         size, length = SIZES[item.entry.dtype], fragment.stop - fragment.start
@@ -248,7 +251,7 @@ class ElementReader(Struct, eq=False, dict=True):
 
 
 def _ranks(item: ReadRequest) -> range:
-    """The ranks that own the requested elements."""
+    """The range of ranks whose slices contain the requested elements."""
     return _slices(item).ranks(item.start, item.stop)
 
 

@@ -154,7 +154,7 @@ class Match(Struct, frozen=True):
 
     @property
     def compared(self) -> Entry:
-        """The narrower entry if the other one is rounded to its type, else `a`."""
+        """The entry in whose type both are compared: the narrower one if rounded, else `a`."""
         return self.b if self.rounds_a and self.b is not None else self.a
 
     @property
@@ -237,7 +237,10 @@ def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[Key, En
 def _counterpart(
     entry: Entry, other_side: Mapping[Key, Entry], own_side: Mapping[Key, Entry]
 ) -> Match | None:
-    """Matches `entry` with the same tensor of the other side, else with its rounding partner."""
+    """Matches `entry` with the same tensor of the other side; None if there is none.
+
+    A weight without such a tensor is matched with the one that it is rounded from, or rounds to.
+    """
     same = other_side.get(entry.key)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")

@@ -149,7 +149,7 @@ def files_per_thread(threads: int) -> int:
 
 
 def is_small(size: int) -> bool:
-    """Whether a file of `size` bytes counts as small: it is written with buffered writes."""
+    """Whether a file of `size` bytes is so small that its writes are buffered."""
     return size <= SMALL_FILE
 
 

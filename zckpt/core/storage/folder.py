@@ -295,7 +295,7 @@ class Folder(Struct, eq=False):
 
     @contextmanager
     def _above(self, path: str, makes: bool = False) -> Iterator[tuple[int, str]]:
-        """Opens the directory that contains a path; gives its descriptor and the last name."""
+        """Opens the directory that contains a path; yields its descriptor and the last name."""
         *above, name = self._names(path) or [os.curdir]
         file, reached = self.file, self.path
         try:

@@ -180,10 +180,10 @@ class Runs(Fragments):
 
 
 class RunColumns(Runs):
-    """Consecutive runs without gaps, of which the last ends at element `numel`.
+    """Runs that follow each other without gaps; the last one ends at element `numel`.
 
-    `starts` are the first elements of the runs, without duplicates. A fragment is made when it is
-    read.
+    Run i begins at element `starts[i]`, and its bytes are in `extents[i]`. `starts` has no
+    duplicates. A fragment is made when it is read.
     """
 
     __slots__ = ("extents", "numel", "starts")
@@ -246,7 +246,7 @@ class Slices(Fragments):
             yield self[rank]
 
     def ranks(self, start: int, stop: int) -> range:
-        """The ranks that own any of the elements [start, stop), a range that is not empty."""
+        """The ranks whose slices hold any of the elements [start, stop), which is not empty."""
         return range(start // self.width, min(-(-stop // self.width), self.filled))
 
 
@@ -486,7 +486,10 @@ def strided(
 
 
 def boxes(parts: Iterable[Box]) -> Fragments:
-    """The fragments that consist of these boxes: `Runs` if only the first axis is cut."""
+    """The fragments for these boxes: `Runs` if each is one run of elements, else `Boxes`.
+
+    A single box is returned itself. Empty boxes are left out.
+    """
     filled = tuple([part for part in parts if prod(part.sizes)])
     listed = [part[0] for part in filled if len(part) == 1]
     if len(listed) == len(filled) and all(fragment.count == 1 for fragment in listed):

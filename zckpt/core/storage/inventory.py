@@ -68,7 +68,7 @@ def role(name: str, names: str, *axes: str, fixed: str = "", is_last: bool = Fal
 
 
 ANY = role("file", r"(?P<stem>.*)")
-"""The role of files that are identified by their complete names."""
+"""A role that matches every name; two files of it differ in their complete names."""
 
 
 class Known(Struct, frozen=True):

@@ -156,10 +156,10 @@ _stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozens
 
 @contextmanager
 def standing_in(paths: Iterable[str]) -> Iterator[None]:
-    """Inside the block, the files at these paths are copies of other ranks' files.
+    """Inside the block, `is_stand_in` is true for these paths.
 
-    They take the place of the files of a lost rank. So the structure of the checkpoint can be read,
-    and the remaining tensors can be shown.
+    They lead to copies of other ranks' files, in place of the files of a lost rank. So the
+    structure of the checkpoint can be read, and the remaining tensors can be shown.
     """
     token = _stand_ins.set(frozenset(paths))
     try:
@@ -169,7 +169,7 @@ def standing_in(paths: Iterable[str]) -> Iterator[None]:
 
 
 def is_stand_in(path: str) -> bool:
-    """Whether the file stands in for a lost one."""
+    """Whether the file at a path takes the place of a lost one: see `standing_in`."""
     return path in _stand_ins.get()
 
 
@@ -438,7 +438,7 @@ def is_denied(path: str) -> bool:
 def walk(
     folder: str, enter: Callable[[str], bool] = lambda path: True
 ) -> Iterator[os.DirEntry[str]]:
-    """Everything below a folder: first its contents by name, then those of its folders.
+    """Yields everything below a folder: first its contents by name, then those of its folders.
 
     It enters the folders for whose path `enter` is true, and follows no link. Raises OSError if a
     folder cannot be listed. The results are entries, which have sizes and kinds; os.walk gives

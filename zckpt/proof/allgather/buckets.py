@@ -198,7 +198,7 @@ class Block(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    """The result of one all-gather: `width` elements from each of `rows` ranks.
+    """What one all-gather returns: a matrix with `width` elements of each of `rows` ranks.
 
     With `apart` nothing is gathered, and every process has only its own row.
     """
@@ -256,14 +256,17 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
 
 
 def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
-    """The blocks of each rank's box in the segment: fewer or none where the box is shorter."""
+    """The blocks in a segment of a tensor of boxes; ranks with shorter boxes have fewer or none."""
     for rank in range(len(part.parts)):
         stop = min(segment.stop, part.length(rank))
         yield from lines_of(part, rank, segment.start, stop, segment.at)
 
 
 def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """The blocks of members that are each cut over all ranks; the last ranks are padded."""
+    """The blocks in a segment of a buffer whose members are each cut over all ranks.
+
+    The last ranks are padded.
+    """
     ranks = len(part.ranks)
     for member in part.members:
         width = -(-member.numel // ranks)
@@ -280,7 +283,7 @@ def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
 
 
 def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
-    """The blocks of a flat buffer that is the concatenation of all ranks' parts."""
+    """The blocks in a segment of a flat buffer that consists of the ranks' parts in order."""
     firsts = [member.first for member in part.members]
     base = 0
     for row in range(len(part.ranks)):

@@ -71,7 +71,10 @@ class BucketBuffers:
         return rows_of_process * self.world.size * bucket.width * bucket.size
 
     def move(self, bucket: Bucket, other: int) -> None:
-        """All-gathers the rows; moves them, and `other` bytes of the other side, to the device."""
+        """All-gathers the rows, and copies them and the other checkpoint's bytes to the device.
+
+        `other` is the number of these bytes.
+        """
         own_rows, part = self.own_rows(bucket)
         if self._rows is not None:
             part.copy_(own_rows, non_blocking=True)

@@ -29,7 +29,7 @@ ALIGNMENT = 8  # bytes; then every tensor in a buffer can be viewed in its type
 
 
 class Flight(Struct, eq=False):
-    """A bucket that is being read, gathered or compared."""
+    """A bucket between the start of its reads and the end of its comparison."""
 
     bucket: Bucket
     slot: BucketBuffers
@@ -177,7 +177,7 @@ class Gathering:
         self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
 
     def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
-        """Hashes a block whose bytes differ from those of the other checkpoint."""
+        """Computes the CRC-32s of a gathered block whose bytes the other checkpoint lacks."""
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
 

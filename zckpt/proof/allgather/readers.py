@@ -31,7 +31,10 @@ READ = 8 << 20  # bytes that one thread reads at a time
 
 
 class BlockMatch(Struct, frozen=True):
-    """A block and one match of its tensor; the other side begins at byte `at` of a buffer."""
+    """A block, and a match of its tensor by its number `place`.
+
+    The other checkpoint's elements are read to byte `at` of a buffer.
+    """
 
     block: Block
     place: int
@@ -82,7 +85,10 @@ class Readers:
         return [self._pool.submit(work, batch) for batch in batches]
 
     def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
-        """Reads the other side's elements of every item; the futures return their CRC-32s."""
+        """Starts reading the other checkpoint's elements of every item; returns the futures.
+
+        The results of the futures are the CRC-32s of these elements.
+        """
         wanted = [
             (item, ReadRequest(item.other, first, min(first + step, stop), 0))
             for item in items
