@@ -45,7 +45,7 @@ class Process(Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was a process of this machine that has ended."""
+        """Whether this record is of a process of this machine that has ended."""
         here = this_process()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False

@@ -376,7 +376,7 @@ class _Outline(Struct, frozen=True):
 
     @classmethod
     def of(cls, file: int, item: Extent, data: Extent) -> _Outline:
-        """The outline of an item that was opened, and of its data."""
+        """Reads the outline of an item; `data` is the extent of its data in the open `file`."""
         start, gaps, crc_at, identity = item.offset, list[tuple[int, int]](), 0, None
         for name, member in read_directory(file, item).items():
             stop = member.offset + member.length

@@ -27,7 +27,7 @@ FRAME = b"\x95"
 LAYOUTS = 16  # remembered layouts; a folder has some for several runs and numbers of ranks
 
 Choice = Callable[[Collection[str]], Sequence[str]]
-"""Selects the wanted keys from all keys."""
+"""A function that selects the wanted keys from all keys of a `.metadata`."""
 Places = dict[str, list[tuple[int, int]]]
 """Maps the name of a file to the offsets and lengths of items."""
 

@@ -47,9 +47,10 @@ _INTEGERS = _form(_INT)
 
 
 class _Forms:
-    """The forms, with the instruction `number` after each value that can be referred to.
+    """The patterns of all forms, for pickles that number values with the instruction `number`.
 
-    In protocol 4, pickle numbers all of these values (MEMOIZE). zckpt's own writer numbers none.
+    In protocol 4, pickle numbers all values that it may refer to (MEMOIZE). zckpt's own writer
+    numbers none.
     """
 
     def __init__(self, number: bytes) -> None:

@@ -218,4 +218,4 @@ TENSOR, CHUNK, INDEX, LOCATION = (
         ("filesystem._StorageInfo", ("relative_path", "offset", "length")),
     )
 )
-"""The classes of the many records, and the names of their attributes."""
+"""For the objects of which there are many in `.metadata`: the class, and its attributes' names."""

@@ -251,7 +251,7 @@ def _stand_in(found: Found, error: ZckptError | OSError, temporary: str) -> bool
 
 
 def _missing_in(found: Found, error: ZckptError | OSError) -> tuple[str, list[str]]:
-    """`missing` or `unreadable`, by what the error says of files, and their real paths."""
+    """Whether an error is about `missing` or `unreadable` files, and the real paths of these."""
     states = {found.real(path): state for path, state in states_in(error).items()}
     known = {*map(found.real, found.lost)}
     kind = "missing" if "missing" in states.values() else "unreadable"

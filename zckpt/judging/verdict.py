@@ -93,17 +93,17 @@ class Verdict(Struct, frozen=True):
 
     @property
     def whole(self) -> tuple[Notice, ...]:
-        """The reasons why it is not complete."""
+        """The reasons why the checkpoint is not complete; empty if it is."""
         return (*self.missing, *self.damaged)
 
     @property
     def problems(self) -> tuple[Notice, ...]:
-        """The reasons why it is not complete, or not of one save."""
+        """The reasons why the checkpoint is not complete, or not of one save; may be empty."""
         return (*self.whole, *self.of_one_save)
 
     @property
     def obstacles(self) -> tuple[Notice, ...]:
-        """The reasons why no program resumes from it."""
+        """The reasons why no program resumes from the checkpoint; empty if one can."""
         return (*self.problems, *self.alone)
 
     @property

@@ -122,7 +122,7 @@ def diff(
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
-    """Every difference between two checkpoints, with tensors in the order of the model."""
+    """The report of `diff`: every difference of two checkpoints, tensors in the model's order."""
     whole, pattern = (a, b), selection.tensors
     a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)

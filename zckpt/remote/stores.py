@@ -212,7 +212,7 @@ class Hub(Objects):
 
 
 class Filesystem:
-    """An fsspec filesystem."""
+    """An fsspec filesystem, with the methods of `Objects`."""
 
     has_listing = True
 

@@ -276,7 +276,7 @@ class Keeping(Struct, frozen=True):
         )
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
-        """The classes inside of these states' values that --allow-object could admit."""
+        """The classes in the values of these states that --allow-object could admit."""
         rows = [row for m in self.grouped.each for row in m.states.of_form("other", "partition")]
         values = [row.value for row in rows if row.key in keys]
         return objects.admissible(values, formats.engine_objects())

@@ -89,9 +89,10 @@ def has_plain_names(format: Format, manifest: Manifest, options: Options) -> boo
 
 
 def _is_in_order(manifest: Manifest) -> bool:
-    """Whether the reader has applied --param-names already, because it lists names of single ranks.
+    """Whether --param-names was applied by the reader, and not to the complete manifest.
 
-    That is so without ZeRO if model ranks have separate names, or experts those of one rank.
+    That is so without ZeRO, if model ranks have separate names or if there are layers with experts:
+    the option then lists the names of one rank.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.run.engine))
     return is_apart and manifest.run.origin.zero_stage == 0

@@ -65,7 +65,7 @@ class Global(Struct, frozen=True):
 
 
 known_global = lru_cache(1 << 10)(Global)
-"""Makes the `Global` of a dotted name, and caches it, because zckpt writes few names often."""
+"""Makes the `Global` of a dotted name; cached, because zckpt writes the same names very often."""
 ITSELF = Global("zckpt.itself")
 """Replaces an object where a value within the object refers to it.
 

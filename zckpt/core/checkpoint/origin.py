@@ -52,7 +52,7 @@ class Origin(Struct, frozen=True):
     mesh: tuple[str, str | None] | None = None
     """The device and the axis of FSDP2's ranks, whose files can be written for other ranks."""
     inside: str | None = None
-    """The subfolder of a numbered folder that holds it: `actor` of `global_step_3`."""
+    """The checkpoint's folder within its numbered folder: `actor` of `global_step_3`."""
     nulls: frozenset[str] = OF_ANY_ENGINE
     """The names of the None fields that the JSON has as null; it lacks the other None fields."""
     other_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -92,4 +92,4 @@ class Origin(Struct, frozen=True):
 
 
 STATED = tuple(name for name in Origin.__struct_fields__ if name not in ("nulls", "other_fields"))
-"""The keys of the JSON, in its order."""
+"""The keys of an origin's JSON, in the order in which they are written."""

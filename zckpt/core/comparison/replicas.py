@@ -61,7 +61,7 @@ AXES: Mapping[str, Ranks] = {
     TENSOR_RANK: Ranks("tensor ranks", "rank 0's"),
     EP_RANK: Ranks("ep ranks", "rank 0's"),
 }
-"""Maps an axis (`Entry.axis`) to the words for the ranks that hold replicas of its tensors.
+"""Maps an axis (`Entry.axis`) to how messages name the ranks that hold its replicas.
 
 A replica without an axis belongs to a tensor rank.
 """

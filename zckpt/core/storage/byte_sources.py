@@ -57,7 +57,7 @@ _known: dict[Fingerprint, ByteSource] = {}
 
 
 def register(path: str, where: ByteSource) -> Fingerprint:
-    """Reads the bytes of the file at `path` from `where` from now on; returns its fingerprint."""
+    """Makes every later read of the file at `path` read from `where`; returns its fingerprint."""
     fingerprint = Fingerprint.of(os.stat(path))
     _known[fingerprint] = where
     return fingerprint
@@ -79,7 +79,7 @@ def of(file: int) -> ByteSource | None:
 
 
 class Content(io.RawIOBase):
-    """A file object over an open file whose bytes lie elsewhere.
+    """A file object for an open file whose bytes are read from a byte source.
 
     `fileno` is that of the open file.
     """
@@ -115,7 +115,7 @@ class Content(io.RawIOBase):
 
 @contextmanager
 def content(file: int, where: ByteSource) -> Iterator[BinaryIO]:
-    """A buffered file object over an open file whose bytes lie elsewhere.
+    """Yields a buffered file object for an open file whose bytes are read from a byte source.
 
     Closes the file in the end.
     """

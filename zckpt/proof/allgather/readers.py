@@ -1,7 +1,8 @@
 """Threads that read both sides of a bucket into the memory of tensors.
 
-A pass of core/passes/streaming.py ends before its caller continues. Here the caller gathers one
-bucket while threads read the next, so every bucket has its own futures.
+The passes of core/passes/streaming.py return when all is read. Here one bucket is gathered while
+threads read the next one. So the reads of every bucket have futures, for which its comparison
+waits.
 """
 
 from __future__ import annotations
