@@ -360,7 +360,7 @@ def counted(pairs: Sequence[Pair], checker: RecordChecker) -> set[int]:
 
 
 def _is_in_order(fragments: Fragments) -> bool:
-    """Whether the fragments follow each other in the tensor: it is not cut along inner axes."""
+    """Whether each fragment is one run of elements, as if only the first axis is cut."""
     return isinstance(fragments, (Runs, Slices))
 
 

@@ -37,8 +37,8 @@ Contents = list[tuple[Entry, Fragment]]
 def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:
     """Maps each extent of a record to the entries whose fragments it overlaps.
 
-    The `extents` do not overlap. All fragments are passed only once: at a large dp there are
-    millions.
+    The `extents` do not overlap. All fragments are looked at in a single pass: at a large dp there
+    are millions of them.
     """
     contents: dict[Extent, Contents] = {extent: [] for extent in extents}
     in_order = sorted(contents, key=lambda extent: extent.offset)

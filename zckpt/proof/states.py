@@ -1,8 +1,8 @@
 """Compares what two checkpoints state besides tensors: schedulers, counters, a user's values.
 
-Values that both have must be equal. A value that one of them lacks is a difference too, unless the
-other's files have no place for it, or it belongs to sizes that the two do not share. Such values
-are named.
+Values that both have must be equal. A value that one of them lacks is a difference too, with two
+exceptions: the other's files have no place for it, or it describes how ranks cut tensors and the
+two have different ranks. Such values are named in a notice.
 """
 
 from __future__ import annotations

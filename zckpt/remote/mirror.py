@@ -310,7 +310,10 @@ def _beside(store: Store, url: Url) -> list[StoredObject]:
 
 
 def _seen(look: Callable[[], T]) -> T | None:
-    """The result of `look`, a request outside of the checkpoint; None if it is not allowed."""
+    """The result of `look`, a request outside of the checkpoint.
+
+    None if this user may not make it, or if it finds a key that cannot be a path.
+    """
     try:
         return look()
     except Exception as error:

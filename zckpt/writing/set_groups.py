@@ -89,7 +89,7 @@ def _known_keys(manifest: Manifest) -> str:
 
 
 def _with_rates(manifest: Manifest, options: Options) -> Manifest:
-    """Copies the groups' rates into schedulers' states; warns of schedulers without a place."""
+    """Sets the groups' rates in schedulers' states; warns of schedulers that may set others."""
     groups = manifest.each[0].groups or ()
 
     def rated(own: Manifest) -> Manifest:

@@ -36,7 +36,7 @@ Shapes = Sequence[tuple[int, ...] | None]
 """A parameter's shape on each tensor rank, in order; None for a rank without the parameter."""
 
 STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
-"""The word for the ranks of an axis, in its `Table` and in a replica (`Entry.axis`)."""
+"""The axes over which ranks share a model, as `Table.word` and `Entry.axis` name them."""
 
 
 class Placement(Struct, frozen=True):

@@ -75,8 +75,8 @@ OF_WRAPPER = "no other engine reads what stands around the optimizer's state dic
 class State(Struct, frozen=True):
     """A state of the optimizer, such as `exp_avg`, and the parameters that have it.
 
-    `tensors` maps each parameter to the keys of the entries in its state. `reason` says why a
-    target cannot have the state, or why it was not read; it may be empty.
+    `tensors` maps the name of each parameter to the keys of those entries that hold its state.
+    `reason` says why a target cannot have the state, or why it was not read; it may be empty.
     """
 
     key: str

@@ -47,9 +47,9 @@ def is_rounded(wide: str, narrow: str) -> bool:
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:
-    """Whether type `wide` holds more digits than type `narrow`, from which numbers are taken.
+    """Whether `narrow` is a type of 16 bits or fewer, and `wide` the type of a master.
 
-    Such numbers have only the precision of `narrow`.
+    Numbers that are converted from `narrow` to `wide` keep the precision of `narrow`.
     """
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 

@@ -240,7 +240,10 @@ class _Comparison(Struct, eq=False, dict=True):
     def _compare(
         self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: Buffers
     ) -> bool:
-        """Compares all parts, and measures the differences; returns True if no byte differs."""
+        """Compares all parts, and measures the differences.
+
+        Returns True only if the bytes of all parts were compared, and are equal.
+        """
         match = parts[0].match
         a, a_dtype, b, b_dtype = buffers.alike(match, a, b)
         if not self._looks_at_all(match) and same(a, b):
