@@ -358,7 +358,7 @@ def read_back(keeping: Keeping, shells: Manifest) -> None:
 def test_objects_of_a_groups_or_a_state_of_any_rank_end_the_run(files: Files, number: int) -> None:
     whole, value = grid(files), Global("own.Schedule")
     for fields, says in (
-        ({"groups": ({"lr": 1.0, "plan": value},)}, "cannot have plan of the optimizer's groups"),
+        ({"groups": ({"lr": 1.0, "plan": value},)}, "cannot store plan of the optimizer's groups"),
         ({"states": States((StateRow("plan", "other", ("b",), value),))}, "optimizer's plan of b"),
     ):
         named = changed(whole, number, **fields)

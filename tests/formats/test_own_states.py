@@ -197,7 +197,9 @@ def test_an_empty_group(tmp_path: Path, to: dict[str, Any]) -> None:
 def test_an_object_of_a_group(tmp_path: Path, to: dict[str, Any], dry_run: bool) -> None:
     source = saved(tmp_path, group={"bounds": Bounds()})
     name = f"{Bounds.__module__}.{Bounds.__qualname__}"
-    with pytest.raises(UnsupportedState, match="cannot have bounds of the optimizer's groups") as e:
+    with pytest.raises(
+        UnsupportedState, match="cannot store bounds of the optimizer's groups"
+    ) as e:
         zckpt.convert(source, tmp_path / "run", dry_run=dry_run, **to)
     assert f"--allow-object {name}" in str(e.value.hint)
     zckpt.convert(source, tmp_path / "weights", weights_only=True, **to)
@@ -372,7 +374,7 @@ def test_milestones_that_were_numbers(tmp_path: Path) -> None:
     report = zckpt.convert(tmp_path / "source", tmp_path / "same", to="dcp")
     assert not any("milestones" in line for line in texts(report["warnings"]))
     report = zckpt.convert(tmp_path / "source", tmp_path / "whole", to="gathered")
-    said = "keys of lr_scheduler.milestones are texts"
+    said = "the keys of lr_scheduler.milestones may have been numbers"
     assert any(said in line for line in texts(report["warnings"]))
 
 

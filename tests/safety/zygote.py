@@ -49,7 +49,7 @@ def import_everything() -> None:
         parts = path.relative_to(ROOT).with_suffix("").parts
         if (
             parts[-1] != "__main__"
-            and parts[1] not in ("probe", "dcp", "deepspeed")
+            and parts[1] not in ("probe", "dcp", "deepspeed", "loading")
             and "allgather" not in parts
         ):
             importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))

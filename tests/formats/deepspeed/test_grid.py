@@ -203,7 +203,9 @@ class TestWholeModel:
             {"weights_only": True},
             {"rename": [("a", "b")]},
         ):
-            with pytest.raises(WrongOption, match=r"does not apply to .* several model ranks"):
+            with pytest.raises(
+                WrongOption, match=r"does not apply to .*, whose model ranks are written one by one"
+            ):
                 zckpt.reshard(run, tmp_path / "out", **wrong)
         assert not (tmp_path / "out").exists()
 

@@ -435,7 +435,7 @@ class TestRefusals:
             ({"zero_optimization": {"mics_shard_size": 2}}, [], "mics_shard_size"),
             ({"optimizer": {"type": "SGD"}}, [], "SGD"),
             ({"optimizer": {"type": "Lion"}}, [], "Lion"),
-            ({}, ["--group-defaults", "lr=9"], "the source has"),
+            ({}, ["--group-defaults", "lr=9"], "the source states already"),
             (
                 {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
                 [],

@@ -201,7 +201,8 @@ class TestTensorParallelism:
         for group, names in enumerate(GROUPS):
             assert [name for name, p in manifest.parameters.items() if p.group == group] == names
         assert any(
-            "modules of 2 model-parallel ranks" in what for what in texts(manifest.notices.omitted)
+            "the module weights of 2 model-parallel ranks" in what
+            for what in texts(manifest.notices.omitted)
         )
         zckpt.convert(run, tmp_path / "universal")
         loaded = load(tmp_path / "universal")
