@@ -29,7 +29,7 @@ BYTES, THROUGHPUT, MEMORY = 1.05, 0.9, 1.25  # targets: at most, at least, at mo
 AT_ONCE = 16
 READ = """
 import sys, zckpt
-from zckpt.core import fileio, sources
+from zckpt.core.storage import fileio, sources
 total = 0
 def counted(read):
     def call(*words):

@@ -30,7 +30,7 @@ def saved(once: Once) -> Saved:
 @pytest.mark.parametrize(
     ("trainer", "stage", "dp"),
     [
-        pytest.param("hf_trainer", 2, 3, marks=pytest.mark.first),
+        ("hf_trainer", 2, 3),
         ("accelerate", 3, 1),
         ("lightning", 2, 1),
         (trainers.LORA, 2, 3),

@@ -203,9 +203,7 @@ class TestWholeModel:
             {"weights_only": True},
             {"rename": [("a", "b")]},
         ):
-            with pytest.raises(
-                WrongOption, match=r"does not apply to .*, whose model ranks are written one by one"
-            ):
+            with pytest.raises(WrongOption, match="whose model ranks are written one by one"):
                 zckpt.reshard(run, tmp_path / "out", **wrong)
         assert not (tmp_path / "out").exists()
 
