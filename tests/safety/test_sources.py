@@ -363,7 +363,7 @@ def test_every_failed_read_names_its_file(
     def call(name: str, *given: Any, **options: Any) -> Any:
         nonlocal calls
         caller = sys._getframe(1).f_code.co_filename
-        is_read = caller.endswith(("/core/sources.py", "/core/fileio.py"))
+        is_read = caller.endswith(("/storage/sources.py", "/storage/fileio.py"))
         calls += is_read
         if is_read and calls == fatal:
             raise OSError(number, os.strerror(number), *given[: name == "open"])
