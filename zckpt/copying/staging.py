@@ -125,10 +125,10 @@ class Staging:
                     raise
 
     def _go_alone(self) -> None:
-        """Chooses a folder with a name of this run alone, on a filesystem without locks.
+        """Chooses a directory name that no other run uses, for a filesystem without locks.
 
-        Raises WrongOption for a part, and for a run that should continue another one. Removes what
-        dead runs have left.
+        Raises WrongOption with --part, and with --resume unless the run may begin anew. Removes
+        what dead runs have left.
         """
         if self.sharing.part or (self.resume and not self._begins_anew):
             raise refusal(self.target, self.sharing.part)

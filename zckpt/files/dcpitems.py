@@ -76,9 +76,9 @@ class ItemFiles:
     def missing(
         self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> SavedTensor | None:
-        """A tensor without data for an item whose file is lost, if another file stands in for it.
+        """A tensor without data, for an item in a lost file whose place another file takes.
 
-        None if the file is not lost.
+        None if no other file takes the place of the item's file.
         """
         if not sources.is_stand_in(location.file):
             return None

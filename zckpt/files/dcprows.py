@@ -84,7 +84,7 @@ class Unusual(Exception):
 
 
 class IndexRow(Struct, frozen=True, gc=False, eq=False):
-    """The key of an item, and the number of its offsets in `Rows.shapes`; -1 without offsets."""
+    """An item's key, and the index of its offsets in `Rows.shapes`; -1 if it has no offsets."""
 
     key: str
     offsets: int

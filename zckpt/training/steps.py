@@ -173,7 +173,10 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """Chooses the true steps: those in states; if there are none, the first groups with steps."""
+    """Chooses the true steps: those in the states, if these have any.
+
+    Otherwise those of the first of `in_groups` that has steps; none if no one has.
+    """
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 

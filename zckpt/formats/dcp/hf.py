@@ -194,7 +194,7 @@ def shells(
     """
 
     def length(name: str) -> int:
-        """Bytes of a tensor on each rank; all ranks have about the same number."""
+        """A tensor's bytes divided by the number of ranks: about what each rank writes."""
         return prod(tensors[name].shape) * SIZES[tensors[name].dtype] // world
 
     groups = [*portions(tensors, length, most)] or [[]]

@@ -55,7 +55,8 @@ def read_rest(folder: str, saved: SavedTree) -> list[str]:
 def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
     """The name of the target's `meta.pt`; None if the program does not read one.
 
-    If the source is a single Lightning file, its state dicts move to Lightning's keys for items.
+    If the source is Lightning's, in another format than DCP, `dicts` gets the keys that Lightning
+    uses in a directory of items.
     """
     keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:

@@ -328,7 +328,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """The one element in the storage of an empty tensor; any other value unchanged."""
+    """The element that an empty tensor's storage still has, as a tensor of shape [1].
+
+    `value` itself if it is no empty tensor, or its storage does not have exactly one element.
+    """
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value
     return Tensor(value.storage, value.dtype, 0, (1,), (1,))

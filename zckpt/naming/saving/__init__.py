@@ -1,10 +1,11 @@
 """Names and tensors that `save_pretrained` of transformers writes for a model.
 
-Since version 5 modules have other names than files: the experts of a layer are one stacked tensor,
-and vision models share names. On save transformers reverses what it does on load. So files stay as
-older versions, vLLM and converters to GGUF read them.
+Since version 5 the names of a model's modules differ from the names in its files: for example, the
+experts of a layer are one stacked tensor in the model, and vision models use the same names. When
+it saves, transformers reverses what it does when it loads. So files keep the names that older
+versions, vLLM and converters to GGUF read.
 
-    table.json      transformers' own rules, reversed, and the models inside of every model
+    table.json      transformers' own rules, reversed, and the inner models of every model class
     rules.py        the rules for a model, by its configuration
     steps.py        the operations of rules on tensors
     translate.py    converts a manifest to the names of files

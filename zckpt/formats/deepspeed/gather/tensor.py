@@ -215,7 +215,10 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
 
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
-    """The rules of a user's file or family, followed by those of the checkpoint."""
+    """The rules that a user gives, as a family's name or a file, then those of the checkpoint.
+
+    A user's file in JSON replaces the checkpoint's rules. Without `given`, only these are used.
+    """
     checkpoint_rules = stated_rules(info or {})
     if given is None:
         return checkpoint_rules
