@@ -58,7 +58,7 @@ def ignore() -> None:
 
 
 def _ignore() -> None:
-    """As `ignore`, without asking for the thread: Python calls handlers in the main thread."""
+    """As `ignore`, but does not check the thread: Python calls handlers in the main thread only."""
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)

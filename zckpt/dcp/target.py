@@ -165,7 +165,12 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """The value of a hyper-parameter by parameter; the listed value if the target has none."""
+        """The value of a hyper-parameter for a key of the target, in a list; empty if none is loaded.
+
+        It is the value that the source's groups have for the parameters of the target's group. If
+        there is none and the target has only a placeholder, it is the value stored under the key.
+        The members of a group (`params`) are never taken from the source's groups.
+        """
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
         meaning = groups.names.meaning(key)

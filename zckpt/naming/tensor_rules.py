@@ -196,7 +196,7 @@ def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sl
 def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
-    """Decides how each parameter is cut over tensor ranks; the first rules that apply count.
+    """Decides how each parameter is cut over tensor ranks; the first of `rules` that applies decides.
 
     Raises MissingData with the parameters that no rule covers, and InconsistentCheckpoint for cuts
     that contradict each other.

@@ -58,7 +58,7 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The number of an axis's first length, if the lengths of all axes are counted."""
+        """The index of an axis's first length in the lengths of all axes, which are counted from 0."""
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
@@ -230,7 +230,7 @@ def _box(
     *,
     later: int = 0,
 ) -> Box:
-    """A part of a box, with other lengths, that begins `later` elements after it."""
+    """A box with other lengths over the bytes of `box`, from its element `later` on."""
     return Box(
         whole=whole,
         offsets=offsets,

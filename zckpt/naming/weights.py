@@ -28,9 +28,9 @@ NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
-    """A source whose names are those that its model class asks for, with warnings for the user.
+    """A source under the names that its model's class asks for, and warnings for the user.
 
-    `is_asked` is False for a class whose weights zckpt does not know.
+    `is_asked` is False if zckpt does not know the weights of the class.
     """
 
     source: Manifest
@@ -192,7 +192,7 @@ class Asked(Struct, frozen=True):
     def missing(self, names: Collection[str], as_base: bool) -> list[str]:
         """The class's weights that from_pretrained would not find under these names.
 
-        `as_base` states whether a name may lack the base's prefix, or have it once more.
+        With `as_base`, a name may also lack the prefix of the base model, or have it twice.
         """
         layers = by_key(self._numbered(names))
         lacking: list[str] = []

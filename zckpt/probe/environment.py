@@ -74,7 +74,7 @@ def random_state() -> str:
 
 
 def _has_cuda() -> bool:
-    """Whether the program uses CUDA. Asking a generator instead would initialize CUDA."""
+    """Whether the program has initialized CUDA; reading the state of a generator would do so."""
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

@@ -238,7 +238,12 @@ def _summed(
 
 
 def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
-    """The sum of the records' tensors, divided by `count`: only linear numbers, and the norm."""
+    """The record of the sum of the records' tensors, divided by `count`.
+
+    It has only the numbers that follow from those of the addends: samples, mean, counts of NaN and
+    infinite elements. The norm is an upper bound, because addends may cancel and their errors do
+    not.
+    """
     first = records[0]
     numbers: dict[str, Any] = {}
     columns = [record.numbers.get("samples", ()) for record in records]
@@ -331,7 +336,11 @@ def _placed(
 
 
 def _order(sides: Sequence[Run], grouped: Sequence[dict[Group, list[RankRecord]]]) -> str:
-    """The first order for which the first inputs (or else outputs) of both runs agree."""
+    """The order in which the ranks took rows, by which the inputs of both runs agree.
+
+    The first of ORDERS for which the first inputs (without inputs: outputs) are equal within the
+    tolerance; the first of ORDERS if there is none.
+    """
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
     inputs = [group for group in shared if group[2] == "input"]
     outputs = [group for group in shared if group[2] == "forward"]

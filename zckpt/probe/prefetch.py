@@ -172,9 +172,9 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """The tensors of each part of the module that is called now; reads for later calls go on.
+        """The values of all weight parts of the module that is called now; waits until they are read.
 
-        Raises the error that `read` raised for this module.
+        Reads for later calls go on meanwhile. Raises the error that `read` raised for this module.
         """
         self._order.called(module)
         with self._changed:
@@ -328,5 +328,8 @@ class Prefetcher:
 
 
 def most(costs: Iterable[int]) -> int:
-    """The bytes of memory for streaming, from the bytes of each module."""
+    """The bytes that streaming keeps in memory at most: the two largest of `costs`, and LITTLE.
+
+    `costs` are the bytes of each module.
+    """
     return sum(sorted(costs)[-2:]) + LITTLE

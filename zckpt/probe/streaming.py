@@ -206,7 +206,10 @@ class _Streamer(Subscriber):
             reader.close()
 
     def _fill(self, pieces: Sequence[_Piece], view: memoryview, ahead: bool) -> None:
-        """Reads elements of a part; `ahead` is True on the prefetcher's thread."""
+        """Reads the elements of a weight part into `view`.
+
+        `ahead` is True on the prefetcher's thread.
+        """
         reader = self._element_readers[ahead]
         plain = []  # neighbors are one read
         for dtype, entry, start, stop, at in pieces:
@@ -258,9 +261,10 @@ def _parts(
 
 
 def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
-    """The ids of tied parameters that stay loaded.
+    """The ids of tied parameters that stay loaded, chosen from the largest to the smallest.
 
-    With them, memory must not exceed the memory of the two largest modules without staying weights.
+    A parameter is chosen if memory then does not grow: the chosen parameters and the two largest
+    modules without them need at most what the two largest modules need without any choice.
     """
 
     def needed(without: set[int]) -> int:

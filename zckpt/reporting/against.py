@@ -61,7 +61,7 @@ def _layers(
 ) -> tuple[list[Report], list[Counter[int]]]:
     """The change of each layer's weights, and counts of its changes by magnitude.
 
-    A parameter with a master counts by the master.
+    If a parameter has an fp32 master, the change is the change of the master.
     """
     masters = {entry.parameter for entry in checkpoint.entries if entry.slot == "master"}
     by_layer = by_key(

@@ -108,7 +108,11 @@ COMPLETE, ALONE = "weights complete", "weights without an optimizer: no run goes
 
 
 def with_older(report: Report, older: Iterable[Candidate]) -> Report:
-    """`report` with the newest complete checkpoint of `older`, which has the newest first."""
+    """Adds the newest checkpoint of `older` that is complete to a section `next`.
+
+    `older` are checkpoints of the same run, the newest first. `report` stays unchanged if none is
+    complete.
+    """
     for candidate in older:
         with suppress(ZckptError, OSError):
             verdict = judged(candidate, {})

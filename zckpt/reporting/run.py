@@ -36,7 +36,11 @@ def section(checkpoints: Sequence[Report], shown: Report, losses: Sequence[Any] 
 
 
 def checkpoint(document: Report, name: str) -> Report:
-    """The summary of one checkpoint's document. `reason` is its first fault, `why` a sentence."""
+    """The summary of one checkpoint's document, for the table of a run.
+
+    `reason` is the notice of the first fault. `why` is its message, with the number of further
+    faults.
+    """
     line = document["line"]
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
     wrong = [each for each in document["faults"] if each["fault"]]

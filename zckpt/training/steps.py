@@ -173,9 +173,10 @@ class StatedSteps(Struct):
 
 
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
-    """Chooses the true steps: those in the states, if these have any.
+    """Chooses where the true steps are stated: in the states, if any state has a step.
 
-    Otherwise those of the first of `in_groups` that has steps; none if no one has.
+    Otherwise in the first of `in_groups` that states a step. If nothing states one, the result is
+    empty.
     """
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
@@ -239,7 +240,10 @@ def counted_by_last(
 
 
 def counts_by_last(place: StepPlace) -> bool:
-    """Whether an optimizer that keeps its step there may count as in `counted_by_last`."""
+    """Whether a step at `place` may be counted in a group's last parameter only.
+
+    Such optimizers (see `counted_by_last`) keep an int in the state, and 0 in the group.
+    """
     return (place.where, place.kind, place.stale) == ("state", "int", 0)
 
 

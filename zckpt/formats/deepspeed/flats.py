@@ -328,9 +328,11 @@ def _is_empty(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """The element that an empty tensor's storage still has, as a tensor of shape [1].
+    """The tensor of shape [1] that an empty tensor was before an elastic save cut its element off.
 
-    `value` itself if it is no empty tensor, or its storage does not have exactly one element.
+    The engine slices the padding off a step too. The step is then empty, but its storage still has
+    the element. Any other value is returned unchanged: a tensor with elements, or an empty one
+    whose storage does not have exactly one element.
     """
     if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
         return value

@@ -65,9 +65,11 @@ def obstacles(source: Manifest, options: Options) -> list[Notice]:
 
 
 def unlike(source: Manifest, run: Manifest, options: Options) -> list[Notice]:
-    """Problems: settings in which a target's engine differs from the engine that saved `run`.
+    """Problems: settings in which the target's engine differs from the engine that saved `run`.
 
-    Types are not compared: the loader casts them, and finds the files by both names (0.19.8).
+    None if the user gives a ds_config, which states the engine. Types are not compared: the loader
+    casts tensors, and finds files under the names of both types (0.19.8). A scheduler whose state
+    the source lacks is a problem too.
     """
     if options[CONFIG] is not None:  # the ds_config states the engine
         return []

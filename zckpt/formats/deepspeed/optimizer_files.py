@@ -236,11 +236,11 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
 
 
 def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[Notice]:
-    """Warnings about what an engine that resumes from elastic files gets otherwise than before.
+    """Warnings about what changes for an engine that resumes from elastic files.
 
-    The engine's own elastic save removes a partition's padding from its step as well. This happens
-    if the loader has turned the step into a tensor of one element (0.19.8). All ranks load the
-    states of rank 0.
+    It gets no hyper-parameters, and no learning rate for its first update. The engine's own next
+    elastic save removes a partition's padding from its step as well, if the loader has turned the
+    step into a tensor of one element (0.19.8). All ranks load the states of rank 0.
     """
     message = (
         "the source holds no hyper-parameters, and neither does the target: the engine "

@@ -174,9 +174,10 @@ class _Run(Template):
         }
 
     def _counters(self) -> dict[str, Any]:
-        """The engine's counters for the source's number of updates.
+        """The engine's counters after as many updates as the source has made.
 
-        `global_samples` assumes as many samples per step as in the run, or is 0, with a warning.
+        `global_samples` is that number times the run's samples per update. If the run's counters
+        show no such number, it is 0, with a warning.
         """
         step, before = counted_updates(self.source), self.run.state.get("counters") or {}
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
@@ -188,7 +189,12 @@ class _Run(Template):
         return {"global_steps": step, "skipped_steps": 0, "global_samples": rate * step}
 
     def _scheduler(self) -> Any:
-        """The source's scheduler if the run's program loads it, else the run's at its step."""
+        """The scheduler's state: the source's, unless the program of the run could not load it.
+
+        If it could not, or the source has no scheduler, it is the run's state with the counters
+        moved on to the source's step. A warning tells the user this, also if there are no counters
+        to move.
+        """
         theirs, ours = (m.state.get("lr_scheduler") for m in (self.run, self.source))
         if not isinstance(theirs, dict) or not (ours is None or self._has_other_scheduler()):
             return ours

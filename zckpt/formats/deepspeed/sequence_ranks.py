@@ -70,9 +70,9 @@ def stated_sizes(model: Mapping[str, Any]) -> str:
 def of_model(model: Mapping[str, Any], path: str, grid: Grid, dp: int, named: int) -> int:
     """The sequence-parallel size of a run, by one of its model files.
 
-    File names show `grid`, `dp` ranks, and `named` sequence-parallel ranks. Raises
-    UnsupportedCheckpoint for sizes without a meaning here, InconsistentCheckpoint for the sizes of
-    another grid.
+    File names show the `grid` of model ranks, `dp` ranks, and `named` sequence-parallel ranks.
+    Raises UnsupportedCheckpoint for stated sizes that zckpt does not know or that mean something
+    else, and InconsistentCheckpoint for the sizes of another grid.
     """
     dimensions = model.get(DIMENSIONS)
     if not isinstance(dimensions, dict):  # before 0.19.5

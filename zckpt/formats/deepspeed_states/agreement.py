@@ -159,9 +159,10 @@ def _place(name: Known) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """Under which name earlier versions of zckpt saved a rank's file: its role and numbers.
+    """The role and the numbers in the name under which earlier versions of zckpt saved a rank's file.
 
-    None for the name `archive`.
+    `role` and `numbers` are those of the file's present name. None if it was saved as `archive`, a
+    name without a role.
     """
     if role is LAYER:
         return role, numbers

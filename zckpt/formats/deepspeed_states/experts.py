@@ -263,7 +263,11 @@ class ExpertRanks(Struct, frozen=True):
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
 
     def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
-        """A rank's ep rank in each layer, if its ep rank is `number` in the largest size."""
+        """The ep rank that a data rank has in each layer; layers may have several ep sizes.
+
+        The data rank is the first one whose ep rank is `number` in the layers with the largest ep
+        size.
+        """
         rank = self.alike(number, max(layers.sizes))[0]
         return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}
 

@@ -97,8 +97,8 @@ def group_step(
 ) -> dict[str, Any]:
     """The item `step` of a param group that has the flat buffers `members`.
 
-    Empty if the optimizer's groups have no step. Raises InconsistentCheckpoint if the group would
-    need several.
+    Empty if the optimizer's groups have no step. Raises InconsistentCheckpoint if the buffers have
+    several steps, since a group can store only one.
     """
     place = target.step_place
     if target.options.weights_only:
@@ -121,7 +121,12 @@ DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
-    """The source's loss scaler if the type stays, else a fresh one as the engine makes it."""
+    """The keys of the loss scaler in a ZeRO optimizer file.
+
+    If the target's type is the source's, the source's scaler is kept. Stage 0 has only the scaler's
+    numbers, which are put into a new object. In all other cases the scaler is a new one, as the
+    engine makes it.
+    """
     kept = target.optimizer_state
     if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
         return {

@@ -237,8 +237,9 @@ class DeepSpeedTarget:
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
         """The optimizer states of a parameter that the target stores: pairs of slot and dtype.
 
-        If the master is cast from a 16-bit weight, 16-bit states become fp32 as it does. A state
-        that is left out here is refused by `writing/state_loss.py`, which reads the shells back.
+        If the source has only a 16-bit weight, the master is cast to fp32, and 16-bit states are
+        too. A state that the target cannot keep is left out here. `writing/state_loss.py` reads the
+        shells (files without the tensors' bytes) back, and refuses the loss.
         """
         if self.options.weights_only:
             return ()

@@ -86,7 +86,11 @@ class MergedStates:
                 refuse(directory, "mixture-of-experts layers")
 
     def _of_all_ranks(self) -> ModuleOverrides:
-        """Overrides for a module of which each model file has only a part."""
+        """Overrides for the model file, if each model rank's file has only a part of the module.
+
+        The overriding module has the tensors that are equal on all ranks. The second names of tied
+        weights are those of all files together.
+        """
         aliases = [top.get("shared_params") or {} for top in self.tops]
         owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
         return ModuleOverrides(

@@ -181,7 +181,10 @@ def _info_of_rule(
 
 
 def _info_by(placement: Placement, name: str, shape: Shape) -> SliceInfo | None:
-    """The keys that describe a placement; None if none can (parts of a sum, boxes)."""
+    """The keys by which DeepSpeed cuts a parameter as `placement` does; none if it is replicated.
+
+    Returns None if no keys of DeepSpeed describe the placement (parts of a sum, boxes).
+    """
     cut = placement.plain
     if not isinstance(cut, Cut):
         return {} if cut.is_replicated else None

@@ -15,9 +15,9 @@ NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
 class NamePlace(Struct, frozen=True):
-    """What a name means: the numbers of the rule and of its part, of the layer and of the expert.
+    """The meaning of a name: the index of the rule that matches, and of the tensor (`part`) in it.
 
-    Layer and expert are None if the name has none.
+    `layer` and `expert` are the numbers in the name, None if it has none.
     """
 
     rule: int

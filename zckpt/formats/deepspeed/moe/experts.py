@@ -176,7 +176,7 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
     """All names that rank 0's files list: parameters, frozen parameters and buffers.
 
-    Experts have rank 0's local numbers in them.
+    The names of experts contain rank 0's local numbers.
     """
     return tuple(chain(*ranks.param_shapes(), ranks.frozen_shapes or (), ranks.buffer_names))
 

@@ -46,10 +46,10 @@ class TensorInFile(Struct, frozen=True):
 def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
-    """Labels for weights and masters: a master may belong to the weights with its label.
+    """Labels for weights and masters: a master with a weight's label may be the weight's master.
 
-    Returns one label for every weight, and for every master its labels, at most one per weight
-    type.
+    Returns one label for every weight, and a list of labels for every master, at most one for each
+    type of weights.
     """
     typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
     shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))
