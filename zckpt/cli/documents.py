@@ -58,9 +58,10 @@ class Fault(Notice):
 
 
 class Records(Struct):
-    """How many checksums of file parts were checked (all were right), and how many were not.
+    """How many parts of files were compared with their checksums and are right, and how many not.
 
-    `without_checksum` counts the parts of files for which no checksum is stored.
+    `unchecked` parts were not compared. Among them, `without_checksum` parts have no stored
+    checksum.
     """
 
     checked: int

@@ -112,7 +112,7 @@ def _tell_torch(launch: Launch | None) -> None:
 
 
 def _others(single: bool) -> Launch | None:
-    """The launch (such as torchrun's) that this process is one of several processes of.
+    """The launch (such as torchrun's) to which this process and other processes belong.
 
     None if the launch has one process only, if there is none, or with `single`.
     """

@@ -165,7 +165,7 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """The value of a hyper-parameter for a key of the target, in a list; empty if none is loaded.
+        """The value of a hyper-parameter for a key of the target, in a list; empty if none is set.
 
         It is the value that the source's groups have for the parameters of the target's group. If
         there is none and the target has only a placeholder, it is the value stored under the key.
@@ -223,7 +223,8 @@ class LoadTarget:
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
         """The entries that can fill an item; an empty list if the item cannot be loaded.
 
-        That is a stored box, or a weight's parameter and its master.
+        For a key that is loaded unchanged, the item is one stored box. For a key found by name,
+        these are the entries with this meaning: for a weight, the module's value and the master.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:

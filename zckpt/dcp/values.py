@@ -49,7 +49,7 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding(Struct, eq=False):
-    """The conversion of one value; `done` maps the id of each part to its result."""
+    """The conversion of `whole`, one value; `done` maps the id of each part of it to the result."""
 
     whole: Any
     tensor: Callable[[Any], torch.Tensor]

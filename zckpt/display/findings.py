@@ -70,7 +70,7 @@ def verified_in_a_line(report: dict[str, Any], quiet: bool) -> None:
 
 
 def _relation(report: dict[str, Any], is_wrong: bool) -> str:
-    """One line about a path: it is consistent or equals the other side, or what is wrong with it."""
+    """One line about a path: consistent, equal to the other side, or what is wrong with it."""
     path, other = safe(report["path"]), report["against"]
     if kinds := _unread(report):
         alone = UNREADABLE.get(kinds[0], "contradicts itself")
@@ -88,9 +88,10 @@ def _relation(report: dict[str, Any], is_wrong: bool) -> str:
 
 
 def _fault(report: dict[str, Any]) -> str:
-    """A phrase for what is wrong with a checkpoint: it is damaged, not whole, or contradicts itself.
+    """A phrase for what is wrong with a checkpoint, such as `is damaged` or `contradicts itself`.
 
-    A checkpoint can also be whole, but have damaged files that resuming does not read.
+    A whole checkpoint can have damaged files that resuming does not read; the phrase then tells
+    this.
     """
     codes = {line["code"] for line in report["problems"]}
     if codes and codes <= {*DAMAGED} and not any(report.get(key) for key in OF_VALUES):

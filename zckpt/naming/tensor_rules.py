@@ -196,7 +196,7 @@ def _first_sliced(rules: Sequence[TensorRules], name: str, shapes: Shapes) -> Sl
 def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
-    """Decides how each parameter is cut over tensor ranks; the first of `rules` that applies decides.
+    """Decides how each parameter is cut over tensor ranks, by the first of `rules` that applies.
 
     Raises MissingData with the parameters that no rule covers, and InconsistentCheckpoint for cuts
     that contradict each other.

@@ -58,7 +58,7 @@ class View(Struct, frozen=True):
         return boxes(self.boxes)
 
     def place(self, axis: int) -> int:
-        """The index of an axis's first length in the lengths of all axes, which are counted from 0."""
+        """The index of an axis's first length among the lengths of all axes, in their order."""
         return sum(len(lengths) for lengths in self.axes[:axis])
 
 
@@ -171,9 +171,9 @@ def folded(view: View, axis: int, inner: Sequence[int]) -> View:
 
 
 def dealt(view: View, axis: int, order: Sequence[int]) -> View:
-    """Permutes the lengths of a folded axis, and so the order of its elements.
+    """Permutes the lengths of a folded axis, and so the order of the axis's elements.
 
-    `order` has the numbers of the lengths.
+    `order` has the indexes of the old lengths, in the new order.
     """
     lengths, place = view.axes[axis], view.place(axis)
     places = [*range(sum(map(len, view.axes)))]
@@ -205,7 +205,10 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """Cuts a box into boxes that are still boxes after the length at `place` is folded."""
+    """Splits a box where the fold of the length at `place` into `lengths` would break it.
+
+    Yields boxes in which `lengths` replace that length.
+    """
     steps = row_major(lengths)
     start, stride = box.offsets[place], box.strides[place]
     at = start

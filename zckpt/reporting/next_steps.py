@@ -84,9 +84,9 @@ def made_up(path: str, tag: str | None) -> Report | None:
 
 
 def rebuilding(found: Found, path: str, tag: str | None = None) -> Report | None:
-    """Returns the step with the command that makes up what lost files had.
+    """Returns the step with the command that makes up the lost values; None if there is none.
 
-    The step also says what the values would be. Returns None if they cannot be made up.
+    The step names the values that it gives.
     """
     options = api.rebuild_options(found)
     if not options:

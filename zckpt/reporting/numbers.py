@@ -32,7 +32,7 @@ def table(checkpoint: Found, lines: Mapping[str, Report] | None = None) -> Repor
 
 
 def names(checkpoint: Found) -> dict[str, str]:
-    """For rows of the figures that are named by a number alone: the layer's name, `h.0` for "0"."""
+    """The names of layers by the figures' row, for rows named otherwise: `h.0` for the row "0"."""
     pairs = zip(checkpoint.places.rows, checkpoint.places.names, strict=True)
     return {row: name for row, name in pairs if name != row}
 

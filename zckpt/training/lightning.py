@@ -28,9 +28,10 @@ META = "meta.pt"
 
 
 class Keys(Struct, frozen=True):
-    """Where Lightning keeps the state dicts: their keys, and a file.
+    """Where Lightning keeps the state dicts: the keys of the model and the optimizer, and a file.
 
-    `file` has the state dicts too, or everything else if these are items.
+    A single `file` has the state dicts too. In a directory of items (`.metadata`), the state dicts
+    are items, and `file` has everything else.
     """
 
     model: tuple[Any, ...]
@@ -38,7 +39,10 @@ class Keys(Struct, frozen=True):
     file: str
 
     def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
-        """These keys, with the number of the optimizer that is in the key `optimizer`."""
+        """These keys for another optimizer, whose number is in the last item of `optimizer`.
+
+        Unchanged if that item contains no number, or if `optimizer` is None.
+        """
         number = NUMBER.search(str(optimizer[-1])) if optimizer else None
         if number is None:
             return self

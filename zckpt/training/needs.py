@@ -164,7 +164,7 @@ def for_weights_alone(manifest: Manifest) -> Manifest:
 
 
 def of_program(manifest: Manifest) -> list[Need]:
-    """The rows of NEEDS that apply to a checkpoint, at most one for each role."""
+    """The rows of NEEDS that apply to a checkpoint; of several rows for one role, the first."""
     rows: dict[str, Need] = {}
     scheduler_of = "engine" if _engine_has_scheduler(manifest) else "program"
     names = {os.path.basename(path) for path in manifest.files.paths}

@@ -68,10 +68,11 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 
 
 def kept_place(source: Manifest) -> StepPlace:
-    """Where the source's optimizer keeps its step; torch's usual place if no file shows it.
+    """Where the source's optimizer keeps its step, and will look for it in a target too.
 
-    The optimizer is the program's own, so it looks there in another engine too, whatever its name.
-    For an engine with optimizers of its own, this is torch's usual place too.
+    It is torch's usual place if no file shows another one, or if the source's engine has optimizers
+    of its own (ONNX Runtime): the program of the target then has another optimizer. Otherwise the
+    program keeps its own optimizer, also under another engine.
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]

@@ -107,7 +107,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         return [path for _, path in sorted((own.rank, path) for path, own in names.items() if own)]
 
     def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
-        """The layer files that are copied unchanged: pairs of the name in the target and the file."""
+        """The layer files that are copied unchanged, each with its name in the target."""
         names = {path: f"{tag}/{path.rpartition('/')[2]}" for path in self.copied}
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 

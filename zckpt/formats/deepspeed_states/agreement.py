@@ -159,7 +159,7 @@ def _place(name: Known) -> tuple[Role, Numbers]:
 
 
 def _before(role: Role, numbers: Numbers, in_stage_3: bool) -> tuple[Role, Numbers] | None:
-    """The role and the numbers in the name under which earlier versions of zckpt saved a rank's file.
+    """The role and the numbers in the name under which earlier versions of zckpt saved a file.
 
     `role` and `numbers` are those of the file's present name. None if it was saved as `archive`, a
     name without a role.

@@ -89,7 +89,7 @@ class TargetEngine:
         return None if value == "auto" else value
 
     def number(self, default: float, *names: str) -> float:
-        """The ds_config's number at a path of keys; `default`, the engine's, if it states none."""
+        """The ds_config's number at a path of keys; if it states none, the engine's `default`."""
         value = self.option(*names)
         return value if isinstance(value, (int, float)) else default
 

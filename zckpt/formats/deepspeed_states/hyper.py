@@ -41,11 +41,10 @@ def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
 
 
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
-    """The class of Adam whose groups and step the target gets, as `--optimizer` names it.
+    """The class of Adam that groups and steps are written for, as `--optimizer` names it.
 
-    None to keep the source's: a DeepSpeed source's files fit its own optimizer. If hyper-parameters
-    are missing, or another ds_config is given, the ds_config determines the class that the engine
-    makes.
+    None to keep the form of the source, whose files fit its own optimizer. If hyper-parameters are
+    missing, or another ds_config is given, it is the class that the engine makes by the ds_config.
     """
     if engine.options[OPTIMIZER]:
         return engine.options[OPTIMIZER]

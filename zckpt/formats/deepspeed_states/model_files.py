@@ -132,10 +132,10 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
 def module_weights(
     target: DeepSpeedTarget, derives: bool, storages: Storages, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Blank tensors for the module's tensors with these `names`.
+    """Blank tensors (without values yet) for the module's tensors with these `names`.
 
     In stage 3, parameters get empty placeholders. A weight that the source lacks is left out,
-    unless `derives` allows to cast it from its master.
+    unless `derives` allows zckpt to cast it from its master.
     """
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}

@@ -102,7 +102,7 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def _crc_of_slices(groups: Any) -> int:
-    """One checksum for the places of all parameters in a rank's partitions: there are many.
+    """One checksum over the places of all parameters in a rank's partitions, which are many.
 
     Ranks may list groups of experts in different orders (see deepspeed/moe). So the numbers of
     groups are left out. So are wrappers' words in names, as in comparisons of names.

@@ -59,10 +59,10 @@ def of_weights(target: DeepSpeedTarget) -> list[Notice]:
 
 
 def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[Notice]:
-    """Warnings about a change between a run with ZeRO and one without, or about frozen parameters.
+    """Warnings about frozen parameters, and about a change between ZeRO and stage 0 in fp16.
 
-    `wholes` are the pipelines that contain the target's stage. The target does not record which
-    stage lists their frozen parameters.
+    `wholes` are the full pipelines that contain the target's stage. Their frozen parameters are
+    looked at too, because the target does not record which stage lists them.
     """
     engine, before = target.engine, target.engine.before
     has_frozen = bool(target.frozen) and not target.lists_frozen

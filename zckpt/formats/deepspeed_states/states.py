@@ -242,7 +242,10 @@ class EngineStates(Struct, frozen=True):
         return shapes_of_groups(shapes, self.models[0])
 
     def flat_states(self, place: int) -> list[dict[str, Any]]:
-        """The state that every rank's base optimizer has for flat buffer `place`."""
+        """For each rank, the state of flat buffer number `place` in its base optimizer.
+
+        An item is empty if the rank has no state for the buffer.
+        """
         return [item(base.get("state"), place) for base in self.bases]
 
     def groups(self, place: int) -> list[dict[str, Any]]:

@@ -259,8 +259,8 @@ class DeepSpeedTarget:
     def _shaped(self) -> frozenset[str]:
         """Keys of states whose shape is not the parameter's, for at least one parameter.
 
-        Also of states that have its shape only by chance, such as the preconditioner of a square
-        matrix.
+        States that have this shape only by chance are included, such as the preconditioner of a
+        square matrix.
         """
         parameters, all_states = self.source.parameters, states_of(self.source).values()
         return frozenset(
@@ -445,7 +445,11 @@ class DeepSpeedTarget:
 
     @property
     def step_place(self) -> StepPlace:
-        """Where the target's optimizer looks for its step: in the named class, or in the source."""
+        """Where the target's optimizer looks for its step.
+
+        It is the place of the class of Adam that the target is written for (`adam_class`), or else
+        the place of the source's optimizer.
+        """
         name = adam_class(self.engine, self.source)
         return steps.WRITTEN[name] if name else steps.kept_place(self.source)
 
@@ -472,5 +476,8 @@ class DeepSpeedTarget:
         return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:
-        """A value of the source's state in which tensors of the file replace their names."""
+        """A value of the source's state as a file of the target has it.
+
+        The manifest's state has names in place of tensors; here these are tensors again.
+        """
         return thawed(value, self.source.entries, storages)

@@ -128,9 +128,10 @@ def groups_of(
 
 
 def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
-    """The numbers of the experts whose tensors one group has on one side.
+    """The numbers of the experts whose tensors a group contains in the program `side`.
 
-    In Megatron all `count` experts, if the rule stacks them in Hugging Face; else only `expert`.
+    A rule that stacks experts in Hugging Face has all `count` experts of the layer in Megatron. In
+    all other cases the group has only the tensor of `expert`.
     """
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 

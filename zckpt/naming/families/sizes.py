@@ -1,4 +1,4 @@
-"""The numbers of heads and the vocabulary of a model that changes its names.
+"""The numbers of heads and the vocabulary of a model whose names and packings are converted.
 
 They come from `--family llama:heads=32,kv_heads=8`, from config.json beside the source, and from
 Megatron's arguments in its checkpoint. All places that state a size must agree.

@@ -30,9 +30,10 @@ def converted(
     steps: Sequence[Sequence[Any]],
     size: Callable[[str], int],
 ) -> Tensors:
-    """Applies the steps of a rule: makes all its targets' tensors from those of its sources.
+    """Applies the steps of a rule: makes the tensors of its targets from those of its sources.
 
-    `views` has the latter by the number of the source. Raises ValueError if sizes do not fit.
+    `views` has the sources' tensors, by the source's number in the rule. Raises ValueError if sizes
+    do not fit.
     """
     tensors = {str(number): view for number, view in sorted(views.items())}
     for name, *arguments in steps:

@@ -40,10 +40,10 @@ from ...vocabulary import padded
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
-    """The full model, with `tp` tensor ranks in the arguments and the configuration it states.
+    """The full model, with `tp` as the number of tensor ranks wherever its state contains it.
 
-    These are the program's saved arguments, the padded vocabulary, the `universal_checkpoint_info`
-    and AutoTP's size in the ds_config.
+    This is so in the program's saved arguments, the `universal_checkpoint_info` and AutoTP's size
+    in the ds_config. The padded vocabulary is that of the source's parameters.
     """
     client = dict(source.state.get("client_state") or {})
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]

@@ -60,7 +60,7 @@ def recut(
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
-    """The numbers of a pipeline's layers, as the names of its parameters begin with them.
+    """The sorted numbers of a pipeline's layers, which its parameters' names begin with.
 
     Used with experts, where no layer files exist. Raises WrongOption for a pipeline option if names
     have no such numbers.
@@ -215,7 +215,7 @@ class _Stage(Struct, frozen=True):
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
-    """The manifest of one of `pp` stages, with the parameters in `row` only.
+    """The manifest of one of `pp` stages, with only the parameters that `row` lists.
 
     Groups, layers of experts and sizes in the program's arguments are adapted to the stage.
     """

@@ -69,7 +69,7 @@ def labels(
 
 
 def alike(tensors: Mapping[K, Mapping[str, TensorInFile]]) -> list[list[K]]:
-    """Sorts the keys into groups whose tensors have equal names and equal bytes."""
+    """Sorts the keys into groups: in a group, the tensors of every name have equal bytes."""
     places = [(key, name) for key, own in tensors.items() for name in own]
     every = [tensors[key][name] for key, name in places]
     named = zip(places, labels(every, every)[0], strict=True)
