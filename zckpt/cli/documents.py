@@ -254,8 +254,9 @@ class Part(Struct):
 class Interrupted(Struct):
     """The newest checkpoint of a run, if it is not whole.
 
-    `older` is the newest whole one. `alike` of the `tensors` have the same type and shape there;
-    `frozen` are weights among them that no training changes. All are null if they are not known.
+    `older` is the newest whole one. `tensors` is the number of tensors of the interrupted one.
+    `alike` of them have the same type and shape in `older`, and `frozen` are the weights among
+    these that no training changes. `older` and the numbers are null if they are not known.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Turns inert records of a program's state into objects of Python, torch and numpy.
+"""Turns inert records (the class and the state of a pickled object) into objects of Python, torch and numpy.
 
 A checkpoint's pickles are never run. They are read as plain data, in which objects are inert
 records (see inert.py). This module turns records into objects, but only of the classes in the
@@ -34,7 +34,7 @@ class NotLoaded(Exception):
 
 
 def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """The value, with objects in place of inert records; `tensor` loads the tensors in it.
+    """The value, in which objects replace inert records; `tensor` loads the tensors in it.
 
     Raises NotLoaded for an object of a class that is not in the tables.
     """

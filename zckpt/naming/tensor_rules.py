@@ -92,7 +92,7 @@ class RuleFile(Struct, frozen=True):
         return None
 
     def doubts(self, names: Iterable[str]) -> list[Notice]:
-        """Warnings about those of the names for which no file confirms the family's rule."""
+        """Warnings about the `names` for which no file confirms the family's rule."""
         if self.source not in DOUBTS:
             return []
         pattern, sentence = DOUBTS[self.source]

@@ -5,7 +5,8 @@ samples, extremes, mean and std. It is divided by the root mean square of the te
 number itself if that is larger. So a distance means the same for tensors of any scale.
 
 An optimizer may turn the rounding error of a tiny gradient into a full update of one element. So
-for the samples of merged runs, the root mean square of all changes counts, not the largest change.
+for the samples of merged runs, the distance is the root mean square of all changes, not the largest
+change.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Prefetcher:
         self._thread.start()
 
     def take(self, module: int) -> list[Any]:
-        """The values of all weight parts of the module that is called now; waits for those not read yet.
+        """The values of all weight parts of the module that is called now; reads them if needed.
 
         Reads for later calls go on meanwhile. Raises the error that `read` raised for this module.
         """

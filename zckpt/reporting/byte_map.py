@@ -95,9 +95,9 @@ def rank_of(origin: Origin | None, row: Row) -> Report | None:
 
 
 def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
-    """The section's pieces as columns, with one row for each piece.
+    """The pieces of tensors in the section as columns, with one row for each piece.
 
-    If there are too many pieces, a row is the sum over those of a file, layer and slot.
+    If there are too many pieces, each row is the sum over the pieces of one file, layer and slot.
     """
     rows: list[tuple[Any, ...]] = []
     sums: dict[Key, list[int]] = {}

@@ -33,7 +33,10 @@ def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
 
 
 def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
-    """The client state with these sizes in its arguments, for arguments that exist."""
+    """Sets `sizes` in the program's arguments in a client state, by the names of the arguments.
+
+    Arguments that the program did not save are not added.
+    """
     values = arguments(client_state)
     changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
     if changed == values:

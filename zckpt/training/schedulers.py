@@ -41,7 +41,7 @@ def for_groups(scheduler: Scheduler, origins: Sequence[int]) -> dict[str, Any]:
 
 
 def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Replaces the rates in a scheduler's state by those of the groups."""
+    """Replaces the learning rates in a scheduler's state by the rates of the groups."""
 
     def rated(key: str, values: list[Any]) -> list[Any]:
         name = RATES.get(key)
@@ -53,10 +53,11 @@ def with_rates(scheduler: Scheduler, groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def keeps_rates(scheduler: Scheduler) -> bool:
-    """Whether a scheduler loads the groups' rates from its state, or from the groups themselves.
+    """Whether files keep the learning rates from which a scheduler computes the next ones.
 
-    Otherwise the program sets them. ReduceLROnPlateau, which has `min_lrs`, multiplies the groups'
-    rates.
+    A state with `base_lrs` has such rates. ReduceLROnPlateau, whose state has `min_lrs`, multiplies
+    the groups' rates. Any other scheduler computes rates as the program has built it. All inner
+    schedulers of a scheduler must keep their rates.
     """
     inside = scheduler.get(INSIDE)
     every = inside if isinstance(inside, list) and inside else [scheduler]

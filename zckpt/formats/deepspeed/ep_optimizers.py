@@ -294,7 +294,7 @@ def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """The manifest of a further ep rank's optimizer; its groups are those of the first ep rank.
+    """The manifest of another ep rank's optimizer; it keeps the groups of the first ep rank.
 
     Raises InconsistentCheckpoint if its copy of a dense parameter has other states.
     """

@@ -94,7 +94,7 @@ class RankFiles(Struct, frozen=True):
 class GridFiles(Struct, frozen=True):
     """The files of a checkpoint: one item per model rank, in order, and the layer files.
 
-    The latter are keyed by the numbers of layer and tensor rank.
+    Layer files are keyed by the numbers of the layer and of the tensor rank.
     """
 
     ranks: Sequence[RankFiles]

@@ -1,6 +1,7 @@
-"""Writes any manifest as shells of a DeepSpeed directory, for any number of ranks and any stage.
+"""Writes any manifest as a DeepSpeed directory, for any number of ranks and any stage.
 
-Each model rank is written as a separate checkpoint.
+It makes shells (files without their tensors' bytes). Each model rank is written as a separate
+checkpoint.
 """
 
 from __future__ import annotations

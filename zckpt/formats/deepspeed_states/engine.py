@@ -20,10 +20,10 @@ FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", 
 class TargetEngine:
     """Stage, type and options of the target's engine.
 
-    They are the source's unless the user asks for others. A ds_config from the user replaces the
-    source's. `before` is the source's own engine, or None if another kind of engine wrote the
-    source. "auto", as trainers' configs have it, counts as not stated. Raises WrongOption if
-    options and config contradict each other.
+    Stage, type and options are the source's unless the user asks for others. A ds_config from the
+    user replaces the source's. `before` is the source's own engine, or None if another kind of
+    engine wrote the source. "auto", as trainers' configs have it, is treated as missing. Raises
+    WrongOption if options and config contradict each other.
     """
 
     def __init__(self, source: Manifest, options: Options) -> None:

@@ -77,7 +77,10 @@ def size_in(group: Mapping[str, Any]) -> int | None:
 
 
 def parameter_of(name: str) -> str:
-    """The engine's parameter for a name: for a slice, the stacked parameter."""
+    """The name of the engine's parameter that contains a tensor of a manifest.
+
+    For an expert's slice it is the stacked parameter; all other names stay unchanged.
+    """
     parts = expert_name(name)
     return parts.parameter if parts is not None and parts.is_slice else name
 

@@ -231,8 +231,8 @@ class ManifestTensors:
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
         """A hyper-parameter of a group for the manifest; a tensor of one element becomes a number.
 
-        Prodigy has such tensors. A target's shells then state the number too, where comparisons of
-        ranks' estimates read it.
+        Prodigy keeps such tensors. A target's shells then state the number too, where comparisons
+        of ranks' estimates read it.
         """
         return self.kept(file.number(value), path, file)
 

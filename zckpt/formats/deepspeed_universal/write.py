@@ -1,6 +1,7 @@
-"""Writes DeepSpeed's own universal checkpoints, as shells.
+"""Writes DeepSpeed's own universal checkpoints.
 
-The model files are those of a run without pipelines and tensor parallelism.
+It makes shells (files without their tensors' bytes). The model files are those of a run without
+pipelines and tensor parallelism.
 
 Rejected alternatives: a copy of each model rank's file, as DeepSpeed writes them. Its loader reads
 no weights from there, and one file with the full model serves any grid (0.19.8). Also rejected: the

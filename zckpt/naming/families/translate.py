@@ -200,9 +200,9 @@ class _Translation(Struct, eq=False, dict=True):
         return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
-        """The group, step and other facts that all parameters of a group of tensors must share.
+        """The facts that the parameters of a group of tensors must share: group, step, numbers.
 
-        Raises InconsistentCheckpoint if they differ.
+        Raises InconsistentCheckpoint if they differ, since the group becomes one tensor.
         """
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]

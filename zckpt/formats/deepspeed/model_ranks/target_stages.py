@@ -209,7 +209,8 @@ class _Stage(Struct, frozen=True):
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
         """The sort key of a parameter: its group, then its place in the stage.
 
-        A tied layer whose use in this stage is unknown is sorted after the other tied layers.
+        A tied layer whose use in this stage is unknown is sorted after the other tied layers,
+        before all other layers.
         """
         return self._group(name), self.place(name) or (0, self.span.stop)
 

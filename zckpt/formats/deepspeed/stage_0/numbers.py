@@ -116,8 +116,8 @@ def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
 def shape_of(state: Any) -> Shape | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
-    Adafactor keeps rows and columns, which do not show the shape. ASGD keeps 0-d tensors beside its
-    average.
+    Adafactor keeps one tensor for rows and one for columns, which do not show the shape. ASGD keeps
+    0-d tensors beside its average.
     """
     tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
     shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}

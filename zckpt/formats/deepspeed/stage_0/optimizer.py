@@ -324,7 +324,10 @@ def with_members(manifest: Manifest, members: Members) -> Manifest:
 
 
 def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
-    """The model file, and with experts the optimizers of all ep ranks."""
+    """Yields the model file, and with experts also the optimizer files of all ep ranks.
+
+    Each is a shell: a file without its tensors' bytes.
+    """
     yield from model_files(target, True, None if target.experts else optimizer)
     for rank in range(max(target.experts.sizes, default=0)):
         places = target.expert_ranks.in_layers(target.experts, rank)

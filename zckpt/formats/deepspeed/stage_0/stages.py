@@ -122,9 +122,10 @@ def _weights(
 def _ties(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> list[dict[int, str]]:
-    """All possible assignments of tied layers' keys to layer files, by the files' numbers.
+    """All possible ways to assign layer files to tied layers: the number of a file maps to a key.
 
-    `shapes` has all names. The files of one tied layer have the same tensors.
+    `shapes` has the names and shapes of all parameters. The files of one tied layer have the same
+    tensors.
     """
     named = {*untied_layers(shapes)}
     choices: list[list[dict[int, str]]] = []
