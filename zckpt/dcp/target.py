@@ -144,7 +144,7 @@ class LoadTarget:
         return Groups(names, self.source.groups, self.state, keys)
 
     def _is_regrouped(self, key: str) -> bool:
-        """Whether the target's group has other parameters than the source's group of its number."""
+        """Whether the source's group with the number of the target's group has other parameters."""
         match = GROUP.fullmatch(key)
         if match is None:
             return False

@@ -1,8 +1,8 @@
-"""Turns inert records (the class and the state of a pickled object) into objects of Python, torch and numpy.
+"""Turns inert records of a program's state into objects of Python, torch and numpy.
 
-A checkpoint's pickles are never run. They are read as plain data, in which objects are inert
-records (see inert.py). This module turns records into objects, but only of the classes in the
-tables below: zckpt calls these classes itself, with plain arguments.
+A checkpoint's pickles are never run. They are read as plain data, in which an object is an inert
+record: the name of its class and its state (see inert.py). This module turns records into objects,
+but only of the classes in the tables below: zckpt calls these classes itself, with plain arguments.
 
 If a pickle refers to one value twice, the result has one object for both.
 """

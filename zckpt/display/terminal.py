@@ -64,7 +64,10 @@ def spoken(line: Mapping[str, Any], stream: TextIO | None = None) -> str:
 
 
 def shown(code: str, stream: TextIO | None) -> str:
-    """The code after a sentence, dim on a terminal. docs/codes.md explains the codes."""
+    """The text of a notice's code, to print after its sentence; dim on a terminal.
+
+    "" without a stream. docs/codes.md explains the codes.
+    """
     if stream is None:
         return ""
     return f" {painted(f'[{code}]', DIM, stream)}"

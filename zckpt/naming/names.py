@@ -59,7 +59,7 @@ def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str,
 
 
 class PrefixRule(Struct, frozen=True):
-    """A rule that maps names of one side to the other side: prefix `drop` becomes `add`."""
+    """A rule that maps names of one checkpoint to the other's: the prefix `drop` becomes `add`."""
 
     drop: str
     add: str
@@ -87,9 +87,9 @@ def without_adapter(name: str) -> str:
 
 
 class Correspondence(Struct, frozen=True, eq=False):
-    """How the names of two sides match.
+    """How the names of two checkpoints match.
 
-    `spelling` is applied to both sides, and then `rule`. `names` maps each wanted name to an
+    `spelling` is applied to the names of both, and then `rule`. `names` maps each wanted name to an
     available one.
     """
 

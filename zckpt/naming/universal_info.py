@@ -199,12 +199,12 @@ def of_json(text: str) -> UniversalInfo:
 
 
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
-    """The info as a run with another number of tensor ranks (`ranks`) would have it.
+    """The `universal_checkpoint_info` as a run with `ranks` tensor ranks would have it.
 
-    Everything is then cut evenly. It is unchanged if the affine map shows the same number. A view
-    whose sub-parameters cannot be cut evenly loses its widths. The affine map is left out, because
-    DeepSpeed makes it again. The map may have been the only evidence that parameters are `whole` on
-    each rank, so their names become patterns.
+    All tensors are then cut evenly. The info is unchanged if its affine map is for `ranks` ranks. A
+    view whose sub-parameters cannot be cut evenly loses its widths. The affine map is left out,
+    because DeepSpeed makes it again. The map may have been the only evidence that parameters are
+    `whole` on each rank, so their names become patterns.
     """
     maps = ((info.get("affine_map") or {}).get("params") or {}).values()
     if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):

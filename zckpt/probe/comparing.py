@@ -209,7 +209,7 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 def above_noise(
     events: Sequence[Event], a: Run, noise: Run, is_merged: bool
 ) -> tuple[list[Event], float]:
-    """The events with tolerances from the noise, and the largest noise.
+    """Replaces the events' tolerances by tolerances from the noise; also returns the largest noise.
 
     For merged records, the noise is the maximum over ranks and batches, and the tolerance is never
     below the tolerance for sums in another order.

@@ -120,7 +120,10 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
 
 
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
-    """The parts of each group, by batch and then by rank, in the order of the first rank."""
+    """The records of each group, sorted by batch and then by rank.
+
+    Groups are in the order of the first rank's records.
+    """
     groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):
         for record in run.ranks[rank]:

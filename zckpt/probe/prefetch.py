@@ -249,7 +249,10 @@ class Prefetcher:
                 self._drop(part)
 
     def _start_again(self) -> None:
-        """After a wrong guess: keeps parts that were begun, and drops the others."""
+        """Discards the guesses after a wrong one; parts that are being read or were read are kept.
+
+        Kept parts may be dropped later to make room for other parts.
+        """
         self._guessed.clear()
         for part, load in list(self._loads.items()):
             if not part.stays:

@@ -283,7 +283,11 @@ class _Hooks:
             subscriber.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
-        """The number of this call of a module; a backward recomputes calls from last to first."""
+        """The number of the current call of a module, counted from 0 in this forward.
+
+        A backward recomputes calls from the last to the first, so recomputed calls are counted
+        down.
+        """
         if path == ROOT and self.roots and not recomputed:
             return self.roots[-1]
         return max(0, self.calls[path] - 1 - (self.again[path] if recomputed else 0))

@@ -120,14 +120,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     LIGHTNING: (Need(META, META_FILE, "ends", "ends", "FSDPStrategy.load_checkpoint", "dcp"),),
 }
-"""The files that each program reads. Of the rows for one role, the first that applies counts."""
+"""The files that each program reads. Of the rows for one role, the first that applies is used."""
 
 
 ROLES = (
     *dict.fromkeys(need.role for rows in NEEDS.values() for need in rows),
     *(ARGUMENTS, INDEX, WEIGHTS, TOKENIZER),
 )
-"""Roles of files beside an engine's, by their names; the first match counts."""
+"""Roles of files beside an engine's, by their names; the first match is used."""
 OF_TRANSFORMERS = re.compile(
     r"/global_step\d+/|/(?:model|adapter_model|pytorch_model)[^/]*\.(?:safetensors|bin)$"
     r"|/pytorch_model_fsdp"

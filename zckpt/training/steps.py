@@ -40,7 +40,7 @@ from .faults import COUNTED_START
 from .optimizers import plain_name
 
 STATED = "--step-policy"
-"""Begins the name of a place if the user states the step and no file does."""
+"""The beginning of `Sighting.where` if the user states the step and no file does."""
 
 STALLS = {"BF16": 256, "F16": 2048}
 """By type: the step to which adding one changes nothing, because the type is too narrow."""

@@ -148,7 +148,7 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """The padding after each parameter as the engine has them; zeros for stacked experts."""
+    """The padding after each of the engine's parameters; zeros if the buffer has stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
@@ -182,7 +182,10 @@ class _RankPartition:
                 yield self.buffer.names[number], numel, start, stop
 
     def mapping(self) -> OrderedDict[str, Foreign]:
-        """The place of each parameter in this partition, as DeepSpeed's converter reads it."""
+        """Maps each parameter to its start and its length in this partition.
+
+        DeepSpeed's converter reads it. For experts, the parameter is the stack that the engine has.
+        """
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
         for name, _, start, stop in self.overlaps():

@@ -58,9 +58,10 @@ def check_facts(
 
 
 def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]]) -> None:
-    """Raises InconsistentCheckpoint if tensors in the files' facts have different bytes.
+    """Raises InconsistentCheckpoint if tensors that all files must have alike differ in bytes.
 
-    Files with equal pickles can still differ in the bytes of tensors.
+    `values` are each file's facts, by key. Files with equal pickles can still differ in the bytes
+    of tensors.
     """
     for key, first in values[0].items():
         if not any(_tensors(first)):

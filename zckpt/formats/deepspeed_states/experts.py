@@ -199,9 +199,11 @@ def refuse_experts(source: Manifest) -> None:
 
 
 def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
-    """Adds the tensors of all other ranks' experts to a rank's consecutive tensors of one layer.
+    """Adds the tensors of all other ranks' experts to `run`: one rank's tensors of one layer.
 
-    They are placed so that the engine's order of experts is kept, if `run` follows one (`_orders`).
+    `run` are consecutive parameters of a group. If they are in one of the engine's orders
+    (`_orders`), the result is in the same order. Otherwise the tensors of the other ranks follow
+    each tensor of this rank.
     """
     if layer is None:
         return list(run)
@@ -253,7 +255,7 @@ class ExpertRanks(Struct, frozen=True):
         return cls(dp, nested(config, "use_data_before_expert_parallelism") is True)
 
     def place(self, rank: int, ep: int) -> tuple[int, int]:
-        """The ep rank of a rank, and its place among the ranks with the same experts."""
+        """The ep rank of a data rank, and its index among the data ranks with the same experts."""
         if self.data_first:
             return divmod(rank, self.dp // ep)
         return rank % ep, rank // ep

@@ -142,7 +142,7 @@ class DeepSpeedTarget:
     def mp_rank_of(self, rank: int) -> str:
         """The model rank in the names of a data rank's files.
 
-        In older names it is the data rank's place in the sequence.
+        In older names (to 0.19.5) it is the index of the data rank in its sequence.
         """
         if self.engine.has_older_names:
             return f"mp_rank_{rank % self.engine.sp:02d}"

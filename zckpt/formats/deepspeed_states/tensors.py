@@ -154,9 +154,10 @@ class ManifestTensors:
             self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
 
     def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
-        """Adds the tensors in other ranks' equal `values` as replicas of rank 0's.
+        """Adds tensors that other ranks have too as replicas of rank 0's tensors.
 
-        `kept` has added rank 0's tensors before.
+        `values` is the content of all `files`, whose pickles are equal. `kept` must have added rank
+        0's tensors before.
         """
         for path, value in values.items():
             self._add_state_replica(value, path, files)

@@ -171,8 +171,9 @@ class MergedStates:
     def warnings(self) -> list[Notice]:
         """A warning that the converter may have misplaced the parameters of round-robin groups.
 
-        It reads them as plain ones (0.19.8), and maps a group in its laid-out order only if the
-        group has alignment padding. The files do not show that it went wrong.
+        DeepSpeed's converter reads such groups as if they were in plain order (0.19.8). It uses the
+        real order only for a group with alignment padding. The converted files do not show the
+        mistake.
         """
         states = self.states
         if OURS in states.first or not states.round_robin:

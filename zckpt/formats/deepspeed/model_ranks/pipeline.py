@@ -128,9 +128,10 @@ class _Layers:
     # -- tied layers
 
     def _keys_by_shape(self) -> dict[int, list[str]]:
-        """For each layer file that may be a tied layer's: the keys of tied layers with its shapes.
+        """For each layer file that may be of a tied layer: the keys of tied layers with its shapes.
 
-        These are files none of whose tensors has the layer's number in a known name.
+        A layer file may be of a tied layer if no known name is the layer's number followed by the
+        name of a tensor in the file.
         """
         wanted, all_names = of_tied(self.shapes), {*self.shapes, *self.buffers}
         alike: dict[int, list[str]] = {}
@@ -203,8 +204,8 @@ class _Layers:
     def perhaps_tied(self) -> Iterator[Notice]:
         """Warnings about layer files that may be a copy of a tied layer from another save.
 
-        They have its shapes and other weights. Only tied layers with fewer files than stages are
-        looked at.
+        Such a file has the shapes of the tied layer and other weights. Only tied layers with fewer
+        files than stages are examined.
         """
         copies = Counter(self.tied.values())
         for key in of_tied(self.shapes):

@@ -299,7 +299,11 @@ def _filled(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def by_bytes(asked: Nameless) -> Named | None:
-    """Names by bytes: each rounded master has the bytes of its weight."""
+    """Names that the bytes show: each master, rounded, has the bytes of its weight.
+
+    None without masters. Raises MissingData for a master that rounds to no weight, or to weights of
+    several types.
+    """
     orders = asked.masters
     if asked.is_flat:
         orders = [cut(asked, flat) for flat in asked.flats]
