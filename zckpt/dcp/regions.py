@@ -83,7 +83,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
         return "", 0
 
     def wanted(self, at: int) -> Iterator[ReadRequest]:
-        """Requests for the region's runs, to be placed consecutively from byte `at` of a buffer."""
+        """Requests to read the region's runs into consecutive bytes of a buffer, from byte `at`."""
         size = SIZES[self.entry.dtype]
         whole = self.inner <= 1  # many small runs: a record's checksum is not worth its pieces
         for start, stop in self.runs():

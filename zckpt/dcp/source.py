@@ -174,7 +174,7 @@ class Source(Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> KeyNames | None:
-        """The object that looks up keys by name; None if a DCP directory does not contain a model."""
+        """The object that looks up keys by name; None if a DCP directory contains no model."""
         if self.stored is None:
             return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
         words = {key.partition(".")[0] for key in self.stored.items}

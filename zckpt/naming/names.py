@@ -50,7 +50,7 @@ def without_words(names: Iterable[str]) -> dict[str, str]:
 def respelled(names: Collection[str], other_names: Collection[str]) -> dict[str, str]:
     """Maps each name to the name in `other_names` that differs only in wrappers' words.
 
-    Without one, to itself.
+    If there is no such name, the name is mapped to itself.
     """
     of_plain = {new: name for name, new in without_words(other_names).items()}
     name_set = {*names}

@@ -110,7 +110,10 @@ def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]
 
 
 def likely(manifest: Manifest) -> list[tuple[str, str]]:
-    """Ties that the source may have lost, at most one per model: (second name, owner's name)."""
+    """The second names of tied weights that the source may lack: pairs (second name, owner's name).
+
+    There is at most one for each model.
+    """
     fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
     pairs = ((front, _likely(manifest, front)) for front in fronts)
     return [(front + pair[0], front + pair[1]) for front, pair in pairs if pair is not None]

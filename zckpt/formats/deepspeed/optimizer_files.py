@@ -148,7 +148,7 @@ class _RankFile:
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
-    """The padding after each of the engine's parameters; zeros if the buffer has stacked experts."""
+    """The padding after each of the engine's parameters; zeros if there are stacked experts."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 

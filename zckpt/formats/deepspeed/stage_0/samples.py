@@ -148,7 +148,7 @@ class _Sampler(Struct, frozen=True):
         return b"".join(sources.pread(descriptor, part.length, part.offset) for part in parts)
 
     def _bits(self, stored: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
-        """The bits of row-major elements [start, stop) as unsigned integers; every NaN is one number.
+        """The bits of row-major elements [start, stop) as unsigned integers; NaNs get one number.
 
         Elements of a master are rounded to `dtype`, as torch rounds.
         """
