@@ -70,9 +70,9 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 def kept_place(source: Manifest) -> StepPlace:
     """Where the source's optimizer keeps its step, and will look for it in a target too.
 
-    It is torch's usual place if no file shows another one, or if the source's engine has optimizers
-    of its own (ONNX Runtime): the program of the target then has another optimizer. Otherwise the
-    program keeps its own optimizer, also under another engine.
+    A program keeps its optimizer, whatever its name, also under another engine. The place is
+    torch's usual one if no file shows another, or if the source's engine has optimizers of its own,
+    such as ONNX Runtime's.
     """
     if source.run.step_place is None or isinstance(source.run.engine, NamedWeightsEngine):
         return WRITTEN["torch"]

@@ -328,7 +328,7 @@ LAST = 200  # bytes; the JSON ends with that key
 
 
 def whole_name(name: str) -> str:
-    """The name of the complete file of which `name` is FastPersist's part; other names unchanged."""
+    """The name of the complete file that `name` is FastPersist's part of; other names unchanged."""
     whole, _, numbers = name.rpartition("-")
     return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name
 
