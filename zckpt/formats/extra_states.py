@@ -35,10 +35,10 @@ class ExtraState(Struct, frozen=True):
 
 
 def sorted_out(extra_states: Iterable[ExtraState], keep: Keep) -> list[StateRow]:
-    """Makes one row per value: some values are kept, the others only compared.
+    """Makes one row of the optimizer's states per value: kept with its value, or only compared.
 
-    A value is kept if it is plain and its key is a text that no other kept value has: a key that is
-    no text may belong to a parameter.
+    A value is kept if it is plain (`is_plain`) and its key is a text that no other kept value has.
+    A key that is no text may be a parameter's number.
     """
     forms = {reason: form for form, reason in REASONS.items()}
     rows: dict[Any, StateRow] = {}

@@ -43,7 +43,7 @@ def nothing(_path: str) -> list[str]:
 
 
 def nowhere(_path: str) -> None:
-    """Returns None: the default for formats whose files state no such number separately."""
+    """Returns None: the default for formats whose files state no counter, or no updates."""
 
 
 class Format(Struct, frozen=True, eq=False):
@@ -180,7 +180,10 @@ Beginning = Literal["bare", "zeros", "group"]
 
 
 class Functions(Struct, frozen=True, eq=False):
-    """The functions that work on the files of one format; None if there is nothing to do."""
+    """The functions that work on the files of one format.
+
+    A function is None if the format has no such work, for example no files to write.
+    """
 
     read: Callable[[str, Reading], Manifest]
     """Reads the checkpoint at a path with the user's options; raises a ZckptError.

@@ -157,8 +157,9 @@ def regrouped(
 ) -> Manifest:
     """Replaces a manifest's groups; `members` maps parameters to the numbers of their new groups.
 
-    `origins` has, for each new group, the number of the old group that it was copied from.
-    Estimates and schedulers' lists get the old groups' values.
+    `origins` has, for each new group, the number of the old group that it was copied from. Of an
+    optimizer's estimates of the learning rate (Prodigy) and of schedulers' lists, which have a
+    value for each group, a new group gets the value of its old one.
     """
     parameters = {
         name: replace(parameter, group=members.get(name, parameter.group))

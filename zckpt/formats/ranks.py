@@ -42,9 +42,9 @@ def require_all(
 
 
 def gaps_along(axis: str, roles: Sequence[Role], paths: Mapping[int, str], count: int) -> list[Row]:
-    """Inventory rows for the missing files of `count` ranks along one axis.
+    """Rows of the inventory, the table of expected files, for missing files of ranks along an axis.
 
-    `paths` has the existing files by rank.
+    `count` is the number of ranks on the axis; `paths` has the existing files by rank.
     """
     some = paths[min(paths)]
     role_of_file = known(roles, some)

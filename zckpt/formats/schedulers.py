@@ -93,7 +93,7 @@ def with_schedulers(manifest: Manifest, change: Change) -> tuple[Manifest, list[
 
 
 def changed_files(siblings: Iterable[tuple[str, Sibling]]) -> list[Shell]:
-    """Shells for a trainer's files that are written with new contents, under the target's names."""
+    """Lays out those of a trainer's files that get new contents, under the target's names."""
     changed = [(name, item.content) for name, item in siblings if item.content is not None]
     return [shell(name, value, Storages()) for name, value in changed]
 

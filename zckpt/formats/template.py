@@ -24,9 +24,9 @@ Group = dict[str, Any]
 class Template:
     """A run that is filled with the weights, states and groups of a source.
 
-    Both must have the same parameters with the same shapes. A vocabulary may lack padding rows:
-    `rows` has the number of used rows by name. `spelled` normalizes names that engines spell
-    differently.
+    Both must have the same parameters with the same shapes. Only padding rows of a vocabulary may
+    be missing in the source: `rows` has the number of used rows, by the weight's name. `spelled`
+    normalizes names that engines spell differently.
     """
 
     way_to_groups = "give a run whose groups are those of the source"
@@ -48,7 +48,11 @@ class Template:
         self.owners = self._owners(spelled)
 
     def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:
-        """The source's name of every weight and buffer of the run; raises MissingData."""
+        """The source's name of every weight and buffer of the run.
+
+        Raises MissingData if one of the two has a parameter that the other lacks, or if shapes
+        differ.
+        """
         source, run = self.source, self.run
         names_in_source = {spelled(name): name for name in (*source.parameters, *source.buffers)}
         tied, second = source.owners, by_key((name, alias) for alias, name in run.owners.items())
@@ -124,13 +128,20 @@ class Template:
 
     @property
     def own_states(self) -> States:
-        """The source's optimizer states, in which states of one number have the run's names."""
+        """The source's optimizer states, with the run's names for those that are one number.
+
+        An example of such a state is NAdam's `mu_product`.
+        """
         return self.source.states.with_numbers_of(
             {name: self.owners[name] for name in self.run.parameters}
         )
 
     def check_states(self, entries: Mapping[Key, Entry]) -> None:
-        """Raises unless both train the same weights with an optimizer of the same states."""
+        """Raises unless both train the same weights with an optimizer of the same states.
+
+        WrongOption names two optimizers that differ, MissingData a weight whose states differ. With
+        `--groups-from`, a parameter that was never updated may lack its states.
+        """
         source, run = self.source, self.run
         if keep_other_states(source.optimizer, run.optimizer):
             raise WrongOption(
@@ -159,10 +170,11 @@ class Template:
                 )
 
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
-        """For each group of the run: the source's group with the same members.
+        """For each group of the run: the source's group that has the same parameters.
 
-        Keyed by the run's group number; each with the name of the group's first parameter. `keys`
-        returns the hyper-parameters of a group that all of its members must share. Raises
+        Maps the run's group number to a pair: the name of the group's first parameter, and the
+        source's group. If the parameters are in several groups of the source, these must agree in
+        the hyper-parameters that `keys` returns for the run's group number. Raises
         InconsistentCheckpoint if they do not.
         """
         groups = given_groups(self.source, self.options)

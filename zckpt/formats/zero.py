@@ -52,7 +52,8 @@ def fits(total: int, padded: int, dp: int) -> bool:
     """Whether a group of `total` elements may be stored as `padded` elements on `dp` ranks.
 
     The padding fills up to a multiple of 2*dp (of dp before 0.5.1; DeepSpeed's
-    `nccl_start_alignment_factor`), so it is smaller than that. Stripped files have none.
+    `nccl_start_alignment_factor`), so it is smaller than 2*dp. Elastic checkpoints are saved
+    without the padding.
     """
     return 0 <= padded - total < 2 * dp
 

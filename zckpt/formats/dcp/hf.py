@@ -55,9 +55,10 @@ def files(folder: str) -> list[str]:
 
 
 def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
-    """Every tensor by name; adds the files and their records to `saved`.
+    """Every tensor by name; adds the files and their records (checksums) to `saved`.
 
-    Raises IncompleteCheckpoint and InconsistentCheckpoint.
+    Raises IncompleteCheckpoint if a file or elements are missing, and InconsistentCheckpoint if
+    pieces of a tensor overlap.
     """
     tree: dict[str, Leaf] = {}
     _require_complete(paths)
@@ -187,7 +188,7 @@ def shells(
     world: int,
     most: int,
 ) -> Iterator[Shell]:
-    """Yields the safetensors files of all ranks as shells, each of about `most` bytes at most.
+    """Lays out the safetensors files of all ranks, of about `most` bytes each, without elements.
 
     `box_of` gives a rank's rows of a tensor. The values of `scalars` are written. All other
     elements are holes, which the copy fills.

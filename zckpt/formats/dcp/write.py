@@ -147,7 +147,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self._files: dict[str, list[Shell]] = {}  # by folder
 
     def _of_ranks(self) -> list[Notice]:
-        """Warnings about values with one key per rank if `--dp` differs from their number.
+        """Warnings about state with one key per rank, if the number of keys is not that of `--dp`.
 
         Data loaders, for example, have such state.
         """

@@ -123,7 +123,8 @@ def _of_model(
 ) -> tuple[dict[Any, Leaf], bool]:
     """Joins ranks' tensors into leaves, if they match the parts of one model's DTensors.
 
-    The second result is whether they are slices at all, joined or not.
+    The second result is true if the tensors must be left out: they are slices that cannot be
+    joined, or full tensors that differ between ranks.
     """
     is_slices = False
     for model in models:

@@ -80,10 +80,13 @@ ROLES = (
 
 
 class StateDictFiles(Struct, eq=False):
-    """The files of one checkpoint: complete files by key, and ranks' files by key and rank.
+    """The files of one checkpoint.
 
-    A key is a place in the tree of state dicts; None if one kind of file has the full tree. With
-    `items`, some items may be undistributed, and then any rank may have saved their files.
+    `whole` has the complete files by kind: `model`, `optim`, or `model_1` for a second model. The
+    kind is also the key that the file's content gets in the joined tree. It is None for a file that
+    has the full tree. `ranks` has each rank's files by kind and rank. `world` is the number of
+    ranks, if names of files state it. `items` is true for files by torch_checkpointing: there, any
+    rank may have saved the files of an item that is not distributed.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -362,7 +365,8 @@ def slices(path: str) -> list[str]:
 def locate(path: str) -> StateDictFiles:
     """The files of the one checkpoint at `path`; given one rank's file, the files of all ranks.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
+    Raises NotACheckpoint if no file has a model's state, AmbiguousCheckpoint if there are several
+    checkpoints, and InconsistentCheckpoint if two files are of the same rank.
     """
     if not sources.is_folder(path):
         folder, name = os.path.split(path)
@@ -405,7 +409,8 @@ def locate(path: str) -> StateDictFiles:
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
     """The files of all ranks, by kind and rank, and complete files for kinds that no rank has.
 
-    Raises InconsistentCheckpoint or AmbiguousCheckpoint if files of several saves are mixed.
+    Raises InconsistentCheckpoint if two files are of one rank, and AmbiguousCheckpoint for files of
+    different numbers of ranks, or of several kinds that are neither a model's nor an optimizer's.
     """
     by_stem: dict[str, dict[int, str]] = {}
     worlds: set[int] = set()

@@ -135,10 +135,11 @@ def _shapes_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, tuple
 
 
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
-    """The files of an item in order if they may be slices; else none.
+    """The files of an item in the order of ranks if they may be slices of one model; else none.
 
-    A damaged file counts as a slice; otherwise the others would pass for full models. Slices differ
-    in their first blocks.
+    They may be slices if they have the same tensor names, but not all the same bytes. A damaged
+    file, whose names cannot be read, counts as a slice; otherwise the other files would pass for
+    full models.
     """
     files = [paths[rank] for rank in sorted(paths)]
     if len(files) < 2 or sorted(paths) != list(range(len(files))):

@@ -162,8 +162,8 @@ class MergedRanks(Struct, eq=False):
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Merges the values that several ranks have at one path.
 
-        Parts of a tensor are joined, containers are merged item by item. Of any other value, rank
-        0's is kept.
+        Parts of a tensor are joined, containers are merged item by item, and steps must agree. Of
+        any other value, rank 0's is kept.
         """
         values = list(by_rank.values())
         kinds = {type(value) for value in values}

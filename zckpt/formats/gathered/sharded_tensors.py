@@ -109,7 +109,9 @@ def read_distributed(
 ) -> DistributedTensor:
     """The tensor that a rank's record describes.
 
-    Raises CorruptCheckpoint, UnsupportedCheckpoint.
+    Raises CorruptCheckpoint for a malformed record, and InconsistentCheckpoint if the rank should
+    have a part of another type or shape. Raises UnsupportedCheckpoint for placements that zckpt
+    cannot compute, and for local tensors of a special class.
     """
     try:
         _, _, arguments, state = value.arguments

@@ -176,9 +176,11 @@ OwnedParameter = tuple[int, int]
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
-    """Deals parameters to ranks as the optimizer does: the largest first, to the smallest rank.
+    """Deals parameters to ranks as the optimizer does.
 
-    `groups` has element counts. The result `[rank][group]` lists places in the group.
+    The largest of a group comes first, and each one goes to the rank that has the fewest elements.
+    `groups` has the parameters' element counts. The result `[rank][group]` lists the parameters of
+    a rank by their positions in the group.
     """
     parts: list[list[list[int]]] = [[] for _ in range(world)]
     sizes = [0] * world

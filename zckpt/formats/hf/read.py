@@ -19,7 +19,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of the shells. Folders of other programs are read by the format `gathered`."""
+    """The manifest of a folder whose files zckpt has laid out, before the copy fills them.
+
+    Folders of other programs are read by the format `gathered`.
+    """
     paths = [os.path.join(path, name) for name in (WEIGHTS, INDEX, peft.WEIGHTS[0])]
     weights = next(file for file in paths if sources.is_file(file))
     files = files_of_index(weights) if weights.endswith(INDEX) else [weights]

@@ -403,7 +403,8 @@ def plain_name(raw: str) -> str:
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
     """Maps each parameter to its keys: one key, or two for the gate and the other half.
 
-    Raises InconsistentCheckpoint or IncompleteCheckpoint if halves are double or missing.
+    Raises InconsistentCheckpoint if two keys have the same tensor, and IncompleteCheckpoint if only
+    one half is there.
     """
     parts: dict[str, dict[str, str]] = {}
     for raw, key in keys.items():

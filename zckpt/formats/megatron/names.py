@@ -102,9 +102,10 @@ def keys_of(
 
 
 def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the name as it is, then forms in which PLACE replaces the numbers.
+    """Yields pairs: a form of the name, and the numbers (layer, expert) that PLACE replaces in it.
 
-    First the expert's number, then the layer's, then both; each with the replaced numbers.
+    First the name itself, without replaced numbers. Then the forms without the expert's number,
+    without the layer's, and without both.
     """
     yield name, ()
     for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):

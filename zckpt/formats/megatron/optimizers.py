@@ -45,8 +45,9 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
 
     It has the form that runs with the distributed optimizer load. `common` is the source's common
     state. Without `--ep` the target has as many optimizers as the source. The values of
-    `--group-defaults` replace the source's. Raises MissingData, WrongOption and
-    InconsistentCheckpoint.
+    `--group-defaults` replace the source's. Raises MissingData (the source has no groups, or no
+    experts for `--ep`), WrongOption (a key of `--group-defaults` that no group has) and
+    InconsistentCheckpoint (parameters have several steps, or groups that `--ep 1` joins differ).
     """
     step, ep = _step(source), options[EP]
     step_key = {} if step is None else {"step": step}

@@ -62,7 +62,7 @@ def beside(folder: str) -> SiblingList:
 
 
 def small_file(path: str) -> bytes:
-    """The content of a small file; empty if it does not exist or is larger."""
+    """The content of a file of at most MAX_TEXT bytes; empty for a larger or missing file."""
     if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
         return b""
     with sources.opened(path) as file:

@@ -1,8 +1,9 @@
 """Computes the number of vocabulary rows in the run that loads the target.
 
 Megatron-LM rounds the tokenizer's rows up to a multiple of the tensor ranks times
-`make_vocab_size_divisible_by`. Megatron-Core also loads other numbers of rows (0.16.1): the rows
-that both have. Padding rows that the source lacks are zeros.
+`make_vocab_size_divisible_by`. Megatron-Core (0.16.1) also loads a checkpoint with another number
+of rows: it takes the rows that both the checkpoint and the run have. Padding rows that the source
+lacks are zeros.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_la
 def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
     """Changes the vocabulary's rows to those of a run with `--tp` ranks and `--vocab-size` tokens.
 
-    Without these options the source is unchanged. Raises WrongOption and MissingData if the rows
-    cannot be determined.
+    Without these options the source is unchanged. Raises WrongOption if they do not apply to the
+    source, and MissingData if its rows cannot be shared by the ranks and no file states how many of
+    them are used.
     """
     kept = source.state.get("megatron")
     names = [name for name in WEIGHTS if name in source.parameters]

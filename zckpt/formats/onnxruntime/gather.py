@@ -95,9 +95,10 @@ def _is_apart(save: Save, name: str) -> bool:
 
 
 def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
-    """The part of each owner's full weight that is current.
+    """The part of each owner's full weight that is current, for files before 1.7.
 
-    The owner's piece of the first moment has the same length; parts follow each other by rank.
+    Each owner stores the full weight, but updates only its part. The part has as many elements as
+    the owner's piece of the first moment, and begins where that of the previous owner ends.
     """
     parts, start = [], 0
     for rank in owners:

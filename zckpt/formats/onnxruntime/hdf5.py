@@ -125,7 +125,11 @@ def _is_tensor(name: str) -> bool:
 
 
 def opened(root: str, files: Sequence[RankFile]) -> Save:
-    """The contents of files in rank order; raises InconsistentCheckpoint and similar errors."""
+    """The contents of files in rank order.
+
+    Raises InconsistentCheckpoint if ranks state different options or shapes, and
+    UnsupportedCheckpoint for horizontal parallelism and unknown optimizers.
+    """
     first = files[0]
     for file in files:
         _check_kind(file)

@@ -70,7 +70,11 @@ def is_one(path: str) -> bool:
 
 
 def opened(root: str, paths: Sequence[str]) -> Save:
-    """The contents of files in rank order; raises CorruptCheckpoint and similar errors."""
+    """The contents of files in rank order.
+
+    Raises CorruptCheckpoint for a damaged file, and InconsistentCheckpoint if a file was saved as
+    another rank's or the 16-bit copies have two types.
+    """
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
     names = saved_names((OF_RANK,), {file.path: file.saved_as for file in files})
@@ -153,7 +157,11 @@ def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
 
 
 def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
-    """Whether a key is an optimizer state: a moment beside its counterpart, or a counter."""
+    """Whether a key is an optimizer state: a moment, or a counter of updates.
+
+    A key counts as a moment of a weight only if the other moment is there too: `Moment_1_w` and
+    `Moment_2_w`.
+    """
     if key == SHARED or key.startswith(f"{COUNT}_"):
         return tensor.dtype == "I64" and tensor.numel == 1
     pairs = (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_"))

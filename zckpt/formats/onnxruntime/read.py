@@ -3,8 +3,9 @@
 Other copies of a weight are not used if they may be stale (see legacy.py). They must be equal if
 ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights, 16-bit
 copies. `read` compares the checksums that the files state. `check` compares the bytes of tensors
-without checksums, before a writer copies them. The engine casts each 16-bit copy from its master
-after each update, so all elements of both are compared then (`Format.compares`).
+without checksums, before a writer copies them. Because the engine casts each 16-bit copy from its
+master after each update, a conversion also compares all elements of masters and 16-bit copies
+(`Format.compares`).
 """
 
 from __future__ import annotations

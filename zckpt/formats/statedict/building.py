@@ -463,7 +463,10 @@ def _number(value: Any) -> Scalar:
 
 
 def _is_step(value: Any) -> bool:
-    """Whether a value under the key `step` is a step; if not, it is a state like any other."""
+    """Whether a value under the key `step` is a number of updates.
+
+    If not, it is read as a state like any other.
+    """
     return steps.step_of(_step(value)[0]) is not None
 
 

@@ -88,8 +88,9 @@ def states(
 ) -> Iterator[Partition]:
     """Yields the tensors of an optimizer's state dict; nameless if `model` lacks the parameter.
 
-    A tensor of the parameter's shape is a slot. A number is not a slot. A key is a number if it has
-    a single value for any parameter of another shape (torch's `step`; `mu_product` of NAdam).
+    A tensor of the parameter's shape is a slot, such as `exp_avg`. Numbers are skipped: `step`, and
+    every key such as NAdam's `mu_product`, which has a single value for some parameter that has
+    another shape. Then single values under this key are numbers for all parameters.
     """
     by_name, nameless = _optimizer(state_dict, numbers)
     named = [(name, state) for name, state in by_name.items() if name in model]

@@ -40,9 +40,10 @@ or, with a Trainer of transformers or TRL, after it is built:
 
 
 class MatchedNames(NamedTuple):
-    """The parameter names of every order.
+    """The names of the optimizer's parameters: one list for each order that was given to `match`.
 
-    For the names in `inferred`, nothing but the order shows that they belong there.
+    An order is a list of parameters in the order of the module, for example those of a group. For
+    the names in `inferred`, nothing but their position shows to which parameter they belong.
     """
 
     names: list[list[str]]
@@ -161,8 +162,9 @@ def _hint(total: int, names: Sequence[NamedShape]) -> str:
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
     """Replaces shapes by None where they cannot be those of parameters.
 
-    More parameters show such a shape than weights have it: it is only the shape of a state (Amos
-    keeps numbers).
+    If more of the optimizer's parameters have states of a shape than there are weights of this
+    shape, then it is the shape of a state, not of a parameter. Amos, for example, keeps one number
+    for each parameter.
     """
     shown = Counter(chain(*orders))
     shown.subtract(shape for _, shape in names)
@@ -199,11 +201,13 @@ def _check_stated(order: Order, named_shapes: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names, if there is exactly one way to assign them in the module's order.
 
-    Raises MissingData for none or several ways. Each order is first placed alone: as early as
-    possible, then as late as possible. A number's name is between its two places. If both places
-    are the same, the name belongs to this number. The other orders then lose this name, and the
-    search is repeated. A number without a shape gets no name that is needed by the numbers of the
-    name's shape.
+    Each order (a list of shapes, None if unknown) is first placed alone: its parameters get the
+    earliest names that they can have, and then the latest. If a parameter gets the same name both
+    times, the name belongs to it. The other orders then lose this name, and the search is repeated
+    until no more names are decided. A parameter of unknown shape can have a name only if its shape
+    is not needed: there are more names of this shape than parameters known to have it.
+
+    Raises MissingData if there is no way, or if a name stays undecided.
     """
     total = sum(map(len, orders))
     needed = Counter(shape for order in orders for shape in order if shape is not None)
@@ -235,7 +239,8 @@ def _earliest(
 ) -> list[int]:
     """For each parameter of an order, the index of the first name that it can have.
 
-    The result ends before the first parameter for which no name is left.
+    A parameter without a shape can have the names whose shapes are in `spare`. The result ends
+    before the first parameter for which no name is left.
     """
     first: list[int] = []
     for index, (_, shape) in names:

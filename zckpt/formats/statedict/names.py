@@ -30,10 +30,10 @@ def names_of(
     optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """The model's name of every parameter in the optimizer.
+    """Maps what the optimizer calls its parameters, names or numbers, to the model's names.
 
     Adds inferred names to `saved`, with a warning. Raises MissingData and WrongOption like
-    `matching.match`, and InconsistentCheckpoint.
+    `matching.match`, and InconsistentCheckpoint if states have the shapes of other weights.
     """
     if optimizer.is_numbered:
         return _names_of_numbers(saved, model, optimizer, param_names)
@@ -169,7 +169,7 @@ def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
     Adafactor keeps rows and columns, and 8-bit optimizers keep scales; these do not show the shape.
-    SPAM's moments are vectors of the elements where its mask is true.
+    SPAM's moments contain only the elements where its mask is true, so the mask shows the shape.
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
     shapes = {leaf.shape for leaf in tensors.values() if leaf.dtype == "BOOL"}

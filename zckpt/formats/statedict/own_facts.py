@@ -13,7 +13,10 @@ from ...errors import CorruptCheckpoint
 
 
 class Stated(Struct):
-    """The form of zckpt's record. Its first versions had only the first four fields."""
+    """What zckpt writes beside state dicts, under the key `zckpt`: facts that they cannot state.
+
+    The first versions of zckpt wrote only the first four fields.
+    """
 
     aliases: dict[str, str]
     buffers: list[str]
@@ -25,7 +28,10 @@ class Stated(Struct):
 
 
 def checked(record: Any, where: str) -> dict[str, Any] | None:
-    """The record of zckpt in the file `where`; None without one. Raises CorruptCheckpoint."""
+    """What zckpt wrote beside the state dicts in the file `where`; None if it wrote nothing.
+
+    Raises CorruptCheckpoint if it does not have the fields of `Stated`.
+    """
     if not isinstance(record, dict):
         return None
     try:
@@ -37,9 +43,9 @@ def checked(record: Any, where: str) -> dict[str, Any] | None:
 
 
 def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Joins the records of several models into one, with each model's prefix before its names.
+    """Joins what zckpt wrote beside several models into one record.
 
-    None if a model has no record.
+    Each model's names get its prefix. None if zckpt wrote nothing beside one of the models.
     """
     whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
     for prefix, record in records.items():

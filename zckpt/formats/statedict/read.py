@@ -125,8 +125,8 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     """Handles averages that Lightning saves in place of the weights.
 
-    If the averages are read, a warning names the weights that the optimizer updates. If those are
-    read, the averages are left out, with a note.
+    If the averages are read, a warning names the weights that the optimizer updates. If those
+    weights are read instead (`--root`), the averages are left out, with a note.
     """
     whole_model, trained = lightning.WHOLE.model, lightning.TRAINED
     if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
@@ -309,7 +309,11 @@ def _with_names_of_adapters(
     optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
-    """Adds the adapter's name to the names of a model's state, where PEFT has left it out."""
+    """The model's state with the names of its module: PEFT omits the adapter's name in files.
+
+    For example, `lora_A.weight` becomes `lora_A.default.weight`. The optimizers' names, PEFT's
+    configuration and `param_names` show the adapter's name.
+    """
     known_names = [*(param_names or ()), *(saved.record or {}).get("numbers", ())]
     for optimizer in optimizers:
         known_names += [

@@ -280,7 +280,8 @@ def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) ->
 def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
     """Whether nameless tensors seem to be slices of the weights `wholes`.
 
-    Then each has the shape of a weight or of a weight's part, and at least one that of a part.
+    They do if every tensor has the shape of a weight or of one rank's part of a weight, and at
+    least one has a shape that only a part has.
     """
     shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
     whole = {leaf.shape for leaf in wholes}

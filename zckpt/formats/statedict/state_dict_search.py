@@ -197,8 +197,9 @@ def choose_models(
 ) -> list[TreePath]:
     """The paths of the models' state dicts to read.
 
-    There is one, unless nothing shows which of several is trained. `asked` is the key of one that
-    the user gives. Raises MissingData.
+    The result has one path if the files or usual keys show which model is trained; otherwise it has
+    all that may be. `asked` is the key of one that the user gives. Raises MissingData if there is
+    no model.
     """
     if not models:
         if not optimizers:
@@ -274,8 +275,8 @@ def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
     """Whether a tensor is a buffer, for state dicts that do not state it.
 
     It is one if no optimizer could train its type, or if it has a name that modules give to
-    buffers. It is also one if it is complete while ranks hold parts of the parameters (those of one
-    row may be complete).
+    buffers. If ranks hold parts of the parameters (`sharded`), a tensor that is not cut is also a
+    buffer, unless it has a single row: a parameter of one row may not be cut either.
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))

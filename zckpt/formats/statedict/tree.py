@@ -98,13 +98,13 @@ def no_twin() -> None:
 
 
 class Leaf(Struct, frozen=True, eq=False):
-    """One full tensor.
+    """One full tensor in a tree of state dicts: its type, its shape, and where its elements lie.
 
-    `memory` is equal for leaves that are views of the same bytes. `twin` is equal for leaves that
-    are cut alike and have equal checksums; finding it may open items. Both are None if unknown.
-    `number` reads the value of a 0-d tensor. `sharded` states whether ranks hold parts of it, with
-    the shapes in `parts`; None if the files do not show that. `name` is the manifest's, if zckpt
-    wrote the files and stated it.
+    Two leaves with equal `memory` are views of the same bytes. Two leaves with equal `twin` are cut
+    alike and have equal checksums; to get it, files may have to be opened. Both may be None, if
+    unknown. `number` reads the value of a 0-d tensor. `sharded` states whether ranks hold parts of
+    it, with the shapes in `parts`; None if the files do not show that. `name` is the tensor's name
+    in the manifest, if zckpt wrote the files and stated it.
     """
 
     dtype: str
@@ -130,7 +130,7 @@ class Leaf(Struct, frozen=True, eq=False):
 
 
 class StepStatement(Struct, frozen=True):
-    """A step that files state: the value (a leaf or a number) under a key `step`."""
+    """A step that files state at `path`, under a key `step`: a number, or the leaf of a tensor."""
 
     path: TreePath
     files: tuple[str, ...]
@@ -161,24 +161,28 @@ def leads_to_step(path: TreePath) -> bool:
 class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, with facts about the files they came from.
 
-    `origin` is the manifest's.
+    `root` is the path of the checkpoint, `origin` is the manifest's.
+    `files` are the paths of its files, `records` their stored bytes with the stated checksums.
+    `siblings` are other files in the directory; `omitted_files` are those that are only compared.
+    `omitted` and `warnings` are notices for the manifest.
     `orders` is for an optimizer that numbers parameters: lists of numbers, each in the order of the
     model's parameters; by default one list per group.
     `models` are the keys of several models, if separate files show that these are models.
     `beside` is the key invented for optimizer entries that were mixed with the model's.
-    `record` are zckpt's facts beside the state dicts: aliases, buffers, frozen weights; `stated_of`
-    has those of each model by its place.
+    `record` are the facts that zckpt wrote beside the state dicts (own_facts.py); `stated_of` has
+    those of each model by its place.
     `folders` are the folders of model and optimizer, if these are separate.
     `in_order` states whether the model's names are in the program's order (safetensors sorts them).
+    `unused` are bytes of the files that belong to no value.
     `inferred` are names of parameters that no file states.
     `adapter` states whether the model's state has PEFT's names (see peft.py).
     `steps` are all steps that the ranks' files state; several of one path may differ.
-    `storage`, `bare` and `file` are the engine's.
+    `storage`, `bare` and `file` are as in `StateDictEngine`: where weights lie that are not items,
+    whether the optimizer's names lack PEFT's prefixes, and the one file that holds everything.
     `extra_states` are the optimizers' values beside the states of parameters.
-    `omitted_files` are files that are only compared.
     `likely` are optimizers that fit the one model that is read.
-    `different` are values that differ between ranks; `uncompared` counts tensors that were not
-    compared.
+    `different` are values that differ between ranks, `of_ranks` the other ranks' values there, by
+    file; `uncompared` counts tensors that were not compared.
     `buffers_named` states whether the user's globs named some of its tensors.
     `share` is the reason why an optimizer seems to be one rank's share.
     `is_numbered` states whether an optimizer numbers its parameters.
@@ -359,8 +363,10 @@ def assembled(
 ) -> Fragments:
     """Joins pieces into the fragments of a tensor; each element must be in exactly one piece.
 
-    Empty pieces are ignored. Pieces that are made on demand are not kept. Raises
-    IncompleteCheckpoint and InconsistentCheckpoint, with the `name` in the message.
+    Empty pieces are ignored. Pieces that are made on demand (`Made`) are not kept in memory: the
+    fragments make them again when they are read. Raises IncompleteCheckpoint if pieces leave
+    elements out, and InconsistentCheckpoint if they overlap or do not fit into the shape; errors
+    call the tensor `name`.
     """
     nonempty = [piece for piece in pieces if piece.numel]
     if (rows := _rows(dtype, shape, nonempty)) is not None:

@@ -2,9 +2,9 @@
 
 The manifest states the CRC-32 of its contents (`agreement.checksum`), not of its bytes. So a bit is
 flipped back and the text is parsed again: if the contents then have the stated CRC-32, it was this
-bit. These bits are tried: near the place at which the text stops to be JSON; the bit of the
-contents that explains the CRC-32; bits of a name that nothing else in the text has; and those of
-the CRC-32 itself.
+bit. If the text is no JSON, the bits near the place of the error are tried. Otherwise these are
+tried: the bits of the stated CRC-32; the one bit of the contents that explains the difference to
+it; and bits of words and keys that occur only once in the text, as a damaged name does.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ def _bits(text: bytes, start: int, stop: int) -> Iterator[Bit]:
 
 
 def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
-    """Yields the bits of the text that may be the one which explains the wrong CRC-32.
+    """Yields the bits of the text whose flip may explain the wrong CRC-32.
 
-    The CRC-32 shows a bit of the canonical contents; it is found in the text by its surroundings.
+    From the difference of the two CRC-32s follows which bit of the canonical contents was flipped
+    (the sorted JSON over which the CRC-32 is computed). The text has its keys in another order, so
+    the bytes around this bit are searched in it.
     """
     stated = document.get("crc32")
     if not isinstance(stated, str) or not re.fullmatch("[0-9a-f]{8}", stated):
@@ -102,7 +104,7 @@ def _in_contents(text: bytes, document: dict[str, Any]) -> Iterator[Bit]:
 def _in_names(text: bytes) -> Iterator[Bit]:
     """Yields bits whose flip turns a word that occurs once into another word of the text.
 
-    Then all bits of keys that occur once.
+    After these, it yields all bits of the keys that occur once.
     """
     words: dict[bytes, list[int]] = {}
     for match in WORD.finditer(text):

@@ -154,7 +154,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
 
 
 def _laid_out(path: str, chosen: Manifest) -> tuple[Sibling, ...]:
-    """The shells of a trainer's files that are written with other content than the source's."""
+    """The trainer's files that were laid out with another content than the source's."""
     changed = [item.name for item in chosen.files.siblings if item.content is not None]
     paths = {name: os.path.join(path, SIBLINGS, name) for name in changed}
     return tuple(Sibling(name, file, sources.size(file)) for name, file in paths.items())
@@ -323,7 +323,10 @@ def _stored_as(
 
 
 def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
-    """The listed files as records; raises CorruptCheckpoint for a file of another size."""
+    """The bytes and CRC-32 of each listed file that has a checksum in the manifest.
+
+    Raises CorruptCheckpoint if a listed file is missing or has another size.
+    """
     records = []
     for name, facts in listed.items():
         full = path_inside(path, name, MANIFEST)

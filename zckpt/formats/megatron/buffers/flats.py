@@ -402,9 +402,11 @@ class FlatFragments:
         return joined(slicing, slices, SIZES[self.item.dtype])
 
     def runs(self, place: tuple[int, ...]) -> Runs:
-        """Where the elements of the fragment at `place` lie in files.
+        """Where the elements of a fragment lie in files, in their order.
 
-        Raises InconsistentCheckpoint if pieces overlap or leave gaps.
+        `place` is the fragment's place in the item: the numbers of its layer and expert, and its
+        number along each axis of the parameter. Raises InconsistentCheckpoint if pieces overlap or
+        leave gaps.
         """
         parts = sorted(self.parts.get(place, []), key=lambda part: part.start)
         ends = [0, *(part.stop for part in parts)]

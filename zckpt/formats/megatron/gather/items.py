@@ -38,7 +38,8 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
     Raises UnsupportedCheckpoint for cases that the rule does not cover: frozen parameters in flat
-    buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
+    buffers, modules that a GPTModel does not have, an optimizer whose states are stored by the
+    parameters' numbers, and Megatron-FSDP.
     """
     if kind_of(path) == OF_FSDP:
         raise rule.refusal(path, "files of Megatron-FSDP")
@@ -107,10 +108,11 @@ class _Items:
             yield Joined(tensor, item.dtype, item.shape[axes:], tuple(boxes))
 
     def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
-        """Gives the boxes of a gated layer that torch's FSDP2 cut their rows in the full tensor.
+        """Moves the boxes of a gated layer from their offsets in the files to those in the module.
 
-        The files have every rank's first piece, and then every rank's second piece. A rank's two
-        pieces are joined first, then the data ranks' rows, and the tensor ranks' halves last.
+        torch's FSDP2 has cut the layer's rows. The files have every rank's first piece, and then
+        every rank's second piece. A rank's two pieces are joined first, then the data ranks' rows,
+        and the tensor ranks' halves last.
         """
         tp = self._size("tensor_model_parallel_size")
         boxes = sorted(boxes, key=lambda part: part.offsets)

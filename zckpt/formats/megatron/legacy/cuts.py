@@ -80,7 +80,8 @@ def cuts_of(
     """How `tp` tensor ranks cut each parameter.
 
     `shapes` are the shapes that every rank has. The rules that a user has `given` come first.
-    Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint for sums.
+    Raises MissingData for modules that no rule covers, and UnsupportedCheckpoint for a parameter
+    that is the sum of the ranks' tensors by a given rule.
     """
     if tp == 1:
         return {
@@ -106,7 +107,7 @@ def cuts_of(
 def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a `linear_fc1` has gates: twice as many rows as its `linear_fc2` has columns.
 
-    Raises UnsupportedCheckpoint if neither fits.
+    Raises UnsupportedCheckpoint if it has neither twice as many nor equally many.
     """
     if "linear_fc1" not in name:
         return False

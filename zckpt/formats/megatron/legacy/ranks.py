@@ -64,7 +64,7 @@ class RankDirectory(Struct, eq=False):
     def optimizers(self) -> list[dict[Any, Any]]:
         """The states of its optimizers: experts that are spread over ranks have a separate one.
 
-        Raises UnsupportedCheckpoint.
+        Raises UnsupportedCheckpoint if one of them is not a dictionary.
         """
         state = self.file.value.get("optimizer")
         states = state if isinstance(state, list) else [state]
@@ -101,8 +101,9 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
 def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     """All ranks of a directory, sorted by stage, then by rank of experts, then by tensor rank.
 
-    Raises IncompleteCheckpoint, InconsistentCheckpoint, CorruptCheckpoint and
-    UnsupportedCheckpoint.
+    Raises IncompleteCheckpoint if a rank has no folder, InconsistentCheckpoint if the run had no
+    such rank by its arguments, UnsupportedCheckpoint if experts have another number of tensor ranks
+    than the other weights, and CorruptCheckpoint for a damaged file.
     """
     names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
